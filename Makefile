@@ -1,0 +1,37 @@
+# Every target installs what it needs into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test check format lint types layers clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+check: format lint types layers test  ## what continuous integration holds
+
+format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

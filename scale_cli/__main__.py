@@ -1,0 +1,6 @@
+"""Lets `accelerate launch -m scale_cli train CONFIG` and `python -m scale_cli` run the command line."""
+
+from scale_cli.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The command line. Verbs import what they need inside, so that `scale --help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+
+from scale_cli.errors import Interrupted, ScaleError, StorageError
+
+if TYPE_CHECKING:
+    from scale_cli.config.schema import RunConfig
+
+app = typer.Typer(
+    name="scale",
+    help="Teach a pretrained language model a new language without losing what it knows.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Override config keys.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
+]
+MaxForgetting = Annotated[
+    float | None,
+    typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
+]
+
+
+class Summary(Protocol):
+    """What every verb returns."""
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+
+
+@app.command()
+def upscale(config: Config, overrides: Overrides = None) -> None:
+    """Widen the base model; nothing it computes changes."""
+    from scale_cli.upscale import run
+
+    _show(run.upscale(_load(config, overrides)))
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None, resume: Resume = None) -> None:
+    """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
+    from scale_cli.training import run
+
+    _show(run.train(_load(config, overrides), resume, _say))
+
+
+@app.command()
+def evaluate(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
+    """Compare base and trained model on held-out text: the forgetting report."""
+    from scale_cli.evaluation import run
+
+    summary = run.evaluate(_load(config, overrides))
+    _show(summary)
+    if max_forgetting is not None:
+        run.check_forgetting(summary.report, max_forgetting)
+
+
+app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
+
+
+@app.command()
+def export(config: Config, overrides: Overrides = None) -> None:
+    """Write the trained model as a folder that other tools load."""
+    from scale_cli.export import run
+
+    _show(run.export(_load(config, overrides)))
+
+
+@app.command(name="run")
+def run_all(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
+    """Run the four verbs in turn, skipping what is done already."""
+    from scale_cli.pipeline import run_pipeline
+
+    report = run_pipeline(_load(config, overrides), _say)
+    if max_forgetting is not None:
+        from scale_cli.evaluation.run import check_forgetting
+
+        check_forgetting(report, max_forgetting)
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    from scale_cli.config.load import load_config
+
+    config = load_config(path, overrides)
+    # After the config has been found good: its errors must not wait for this import.
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    hub_logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return config
+
+
+def _show(summary: Summary) -> None:
+    for line in summary.lines():
+        _say(line)
+
+
+def _say(line: str) -> None:
+    # Every process of `accelerate launch` runs the verb; one of them speaks.
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(line)
+
+
+def main() -> None:
+    """Run the command line; user errors end in one message and their exit code, without a traceback."""
+    try:
+        app()
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
+    except ScaleError as error:
+        _fail(error)
+    except OSError as error:
+        _fail(StorageError(f"{error.filename or 'input/output'}: {error.strerror or error}"))
+
+
+def _fail(error: ScaleError) -> None:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)

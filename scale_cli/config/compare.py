@@ -1,0 +1,36 @@
+"""Whether two configs describe the same run: what may change between two verbs, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scale_cli.config.schema import RunConfig
+
+# Cadences and places: they change what is written and when, not what is computed.
+_FREE = {
+    "output_dir",
+    "corpus.cache_dir",
+    "train.log_every_steps",
+    "train.save_every_steps",
+    "train.keep_checkpoints",
+    "train.eval_every_steps",
+    "train.eval_max_documents",
+}
+UPSCALE_SECTIONS = ("seed", "model", "method")
+TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
+
+
+def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[str]:
+    """Return one `key: before -> now` for every key in `sections` that would make another run."""
+    old, new = (dict(_leaves(config.model_dump(mode="json", include=set(sections)))) for config in (before, now))
+    keys = [key for key in {**old, **new} if key not in _FREE and old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys]
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,150 @@
+"""From a YAML file and `key.sub=value` overrides to a checked config, with errors that name the field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+
+
+class _Yaml12FloatLoader(yaml.SafeLoader):
+    """Safe YAML in which `1e-4` is a number: PyYAML, faithful to YAML 1.1, reads it as a string."""
+
+
+_Yaml12FloatLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read, override and check a config file.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.sub=value` strings, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or a field is unknown, mistyped or out of range; one line
+            for each, naming the field, with a "did you mean" for unknown keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, this is {_kind(tree)}")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"{path}: {_describe(detail)}" for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        # The loader is a SafeLoader with one more number pattern: it builds plain data only.
+        return yaml.load(text, Loader=_Yaml12FloatLoader)  # noqa: S506
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid YAML ({error})") from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r}: write it as key.sub=value")
+    node: Any = tree
+    for position, part in enumerate(parts[:-1]):
+        node = _child(node, part, ".".join(parts[: position + 1]), override)
+    leaf = _parse_yaml(value, f"override {override!r}")
+    if isinstance(node, list):
+        node[_index(node, parts[-1], override)] = leaf
+    else:
+        node[parts[-1]] = leaf
+
+
+def _child(node: Any, part: str, place: str, override: str) -> Any:
+    child = node[_index(node, part, override)] if isinstance(node, list) else node.setdefault(part, {})
+    if child is None:  # an empty section in YAML
+        node[part] = child = {}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"override {override!r}: {place} is {_kind(child)}, it has no keys")
+    return child
+
+
+def _index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdecimal() or int(part) >= len(node):
+        raise ConfigError(f"override {override!r}: {part!r} is not an index of a list of {len(node)}")
+    return int(part)
+
+
+def _describe(detail: ErrorDetails) -> str:
+    location = [part for part in detail["loc"] if not _is_union_branch(part)]
+    place = ".".join(str(part) for part in location)
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: unknown key{_did_you_mean(location)}"
+    if detail["type"] == "missing":
+        return f"{place}: required, but not given"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message[0].lower()}{message[1:]}"
+
+
+def _is_union_branch(part: str | int) -> bool:
+    # Pydantic puts the tried branch of a union into the location; it is no key of the user's.
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+
+
+def _did_you_mean(location: list[str | int]) -> str:
+    section: type[BaseModel] | None = RunConfig
+    for part in location[:-1]:
+        if isinstance(part, int) or section is None:
+            continue
+        section = _section_of(section, part)
+    if section is None:
+        return ""
+    close = difflib.get_close_matches(str(location[-1]), section.model_fields, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else f" (known here: {', '.join(section.model_fields)})"
+
+
+def _section_of(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation: Any = section.model_fields[key].annotation
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _kind(value: object) -> str:
+    names = {
+        dict: "a mapping",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
+    return "empty" if value is None else names.get(type(value), "something else")
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return the resolved config as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

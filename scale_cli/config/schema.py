@@ -1,0 +1,231 @@
+"""The schema of the config file: one class per section, every key public (README, "The config file")."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Variant = Literal["preserve", "adapt", "route"]
+Dtype = Literal["float32", "bfloat16"]
+Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """What every section shares: unknown keys are errors, values are not changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class ModelConfig(Section):
+    """The pretrained model that is widened."""
+
+    base: str = Field(min_length=1, description="hub id or local folder")
+    revision: str | None = None
+    dtype: Dtype = "float32"
+
+
+class ExpansionConfig(Section):
+    """How much is added, and how it starts (`upscale/initialise.py` has the table)."""
+
+    ratio: float = Field(default=0.25, gt=0.0, le=4.0)
+    init: Literal["svd", "normal", "copy"] = "svd"
+
+
+class CollaborationConfig(Section):
+    """Where W12 exists, that is, where the expansion writes into the base stream (paper: collaborative adaptation)."""
+
+    layers: str | list[int] | None = Field(
+        default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
+    )
+    modules: list[Literal["attention", "mlp"]] = ["attention", "mlp"]
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _known_form(cls, layers: object) -> object:
+        known = layers is None or layers in ("none", "all")
+        if isinstance(layers, str):
+            known = known or re.fullmatch(r"top:[1-9]\d*", layers) is not None
+        elif isinstance(layers, list):
+            known = all(type(layer) is int and layer >= 0 for layer in layers)
+        if not known:
+            raise ValueError(f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices")
+        return layers
+
+    @field_validator("modules")
+    @classmethod
+    def _distinct_modules(cls, modules: list[str]) -> list[str]:
+        if len(set(modules)) != len(modules):
+            raise ValueError("names a module twice")
+        return modules
+
+
+class RouterConfig(Section):
+    """How SCALE-Route chooses between the base head and the adaptation head."""
+
+    rule: Literal["posterior", "cosine"] = "posterior"
+    prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
+    switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
+    threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
+
+
+class MethodConfig(Section):
+    """What is trained, and what is served."""
+
+    variant: Variant = "route"
+    expansion: ExpansionConfig = ExpansionConfig()
+    collaboration: CollaborationConfig = CollaborationConfig()
+    router: RouterConfig = RouterConfig()
+
+    @model_validator(mode="after")
+    def _preserve_has_no_collaboration(self) -> MethodConfig:
+        if self.variant == "preserve" and self.collaboration.layers not in (None, "none", []):
+            raise ValueError(
+                "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
+            )
+        return self
+
+
+class TextSource(Section):
+    """Where documents come from: local files by a glob, or a dataset on the hub."""
+
+    name: Name
+    path: str | None = Field(
+        default=None,
+        description="glob of .txt (documents parted by a blank line) .jsonl .parquet, plain or .gz .xz .zst",
+    )
+    dataset: str | None = Field(default=None, description="hub dataset id")
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    text_field: str = "text"
+    language: Language
+    max_documents: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> TextSource:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
+        return self
+
+
+class CorpusSource(TextSource):
+    """A training source and its share of the training tokens."""
+
+    weight: float = Field(default=1.0, gt=0.0, description="share of the training windows, relative to the others")
+
+
+class EvaluationSource(TextSource):
+    """A held-out corpus, and what a change on it would mean."""
+
+    split: str = "validation"
+    role: Literal["retention", "acquisition"]
+
+
+AnySource = TypeVar("AnySource", bound=TextSource)
+
+
+def distinct_names(sources: list[AnySource]) -> list[AnySource]:
+    """Return the sources, or raise where two share a name (results are keyed by it)."""
+    names = [source.name for source in sources]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two sources are named {twice[0]!r}")
+    return sources
+
+
+class CorpusConfig(Section):
+    """What is trained on."""
+
+    sequence_length: int = Field(default=2048, ge=2)
+    cache_dir: Path | None = Field(default=None, strict=False, description="tokenised corpora; null: output_dir/tokens")
+    sources: list[CorpusSource] = Field(min_length=1)
+
+    @field_validator("sources")
+    @classmethod
+    def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
+        return distinct_names(sources)
+
+
+class TrainConfig(Section):
+    """How it is trained."""
+
+    max_steps: int = Field(ge=1)
+    global_batch_size: int = Field(default=32, ge=1, description="sequences an optimiser step")
+    micro_batch_size: int = Field(default=8, ge=1, description="sequences a process holds at once")
+    lr: float = Field(default=1.0e-3, gt=0.0)
+    min_lr_ratio: Fraction = 0.1
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    adam_epsilon: float = Field(default=1.0e-8, gt=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    mixed_precision: Literal["no", "bf16"] = "no"
+    log_every_steps: int = Field(default=10, ge=1)
+    save_every_steps: int = Field(default=500, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    eval_every_steps: int | None = Field(default=None, ge=1, description="null: only `scale evaluate` evaluates")
+    eval_max_documents: int = Field(default=32, ge=1, description="per corpus, at each periodic evaluation")
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _yaml_no_is_no(cls, value: object) -> object:
+        # YAML 1.1 reads a bare `no` as false.
+        return "no" if value is False else value
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> TrainConfig:
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}")
+        return self
+
+
+class EvaluationConfig(Section):
+    """What is measured, and how finely."""
+
+    perplexity: list[EvaluationSource] = []
+    benchmarks: list[str] = Field(default=[], max_length=0, description="not in this version: leave it empty")
+    sequence_length: int | None = Field(default=None, ge=2, description="null: corpus.sequence_length")
+    batch_size: int = Field(default=8, ge=1)
+    mixed_precision: Literal["no", "bf16"] = "no"
+    bootstrap_resamples: int = Field(default=2000, ge=100)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _yaml_no_is_no(cls, value: object) -> object:
+        return "no" if value is False else value
+
+    @field_validator("perplexity")
+    @classmethod
+    def _distinct(cls, sources: list[EvaluationSource]) -> list[EvaluationSource]:
+        return distinct_names(sources)
+
+
+class ExportConfig(Section):
+    """What `scale export` writes."""
+
+    format: Literal["llama", "transformers", "adapter"] = "llama"
+    dtype: Dtype = "float32"
+
+
+class RunConfig(Section):
+    """The whole file: one YAML serves upscale, train, evaluate and export."""
+
+    output_dir: Path = Field(strict=False)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    model: ModelConfig
+    method: MethodConfig = MethodConfig()
+    corpus: CorpusConfig
+    train: TrainConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    export: ExportConfig = ExportConfig()

@@ -1,0 +1,53 @@
+"""The corpora a config names, opened: training batches and held-out documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.storage.layout import RunFolder
+
+
+def cache_dir(config: RunConfig) -> Path:
+    """Return where tokenised corpora lie."""
+    return config.corpus.cache_dir or RunFolder(config.output_dir).tokens
+
+
+def open_training_corpora(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
+) -> list[TokenisedCorpus]:
+    """Open every training source, tokenising what the cache does not hold.
+
+    Raises:
+        CorpusError: a source cannot be read, or holds no text.
+    """
+    folder = cache_dir(config)
+    return [tokenised(source, tokenizer, folder, show_progress=show_progress) for source in config.corpus.sources]
+
+
+def open_held_out_corpora(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
+) -> list[TokenisedCorpus]:
+    """Open every evaluation source, tokenising what the cache does not hold.
+
+    Raises:
+        CorpusError: a source cannot be read, or holds no text.
+    """
+    folder, sources = cache_dir(config), config.evaluation.perplexity
+    return [tokenised(source, tokenizer, folder, show_progress=show_progress) for source in sources]
+
+
+def build_batches(config: RunConfig, corpora: list[TokenisedCorpus]) -> Batches:
+    """Return the batches of a whole run."""
+    return Batches(
+        [PackedWindows(corpus.ids, config.corpus.sequence_length) for corpus in corpora],
+        [source.weight for source in config.corpus.sources],
+        seed=config.seed,
+        num_steps=config.train.max_steps,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+    )

@@ -1,0 +1,132 @@
+"""Documents, one at a time, from local files (plain or compressed) or a hub dataset."""
+
+from __future__ import annotations
+
+import glob
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet
+import zstandard
+
+from scale_cli.config.schema import TextSource
+from scale_cli.errors import CorpusError
+
+COMPRESSIONS = (".gz", ".xz", ".zst")
+_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError, OSError, pa.ArrowException)
+
+
+def source_files(source: TextSource) -> list[Path]:
+    """Return the local files of a source, sorted by name.
+
+    Raises:
+        CorpusError: nothing matches, or a file is of no format that is read.
+    """
+    assert source.path is not None
+    files = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+    if not files:
+        raise CorpusError(f"{source.name}: no file matches {source.path}")
+    for file in files:
+        if _format(file) not in _READERS:
+            raise CorpusError(
+                f"{file}: not a corpus format (known: {', '.join(_READERS)}, each also {', '.join(COMPRESSIONS)})"
+            )
+    return files
+
+
+def read_documents(source: TextSource) -> Iterator[str]:
+    """Yield the documents of a source in order; whitespace-only ones too, so that the caller can count them.
+
+    Raises:
+        CorpusError: a file or line cannot be read; the message names file:line.
+    """
+    if source.dataset is not None:
+        yield from _read_hub(source)
+        return
+    for file in source_files(source):
+        try:
+            yield from _READERS[_format(file)](file, source.text_field)
+        except _DAMAGED as error:
+            raise CorpusError(f"{file}: cannot be read ({error or type(error).__name__})") from None
+
+
+def _format(file: Path) -> str:
+    return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+
+
+def _open(file: Path) -> Any:
+    return fsspec.open(str(file), mode="rb", compression="infer")
+
+
+def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise CorpusError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _read_txt(file: Path, text_field: str) -> Iterator[str]:
+    del text_field  # a text file has no fields
+    lines: list[str] = []
+    for _, line in _decoded_lines(file):
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            yield "".join(lines).rstrip("\r\n")
+            lines = []
+    if lines:
+        yield "".join(lines).rstrip("\r\n")
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
+    for number, line in _decoded_lines(file):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise CorpusError(f"{file}:{number}: not JSON ({error})") from None
+        if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+            raise CorpusError(f"{file}:{number}: no text in a field {text_field!r}")
+        yield record[text_field]
+
+
+def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
+    stream: IO[bytes]
+    with _open(file) as stream:
+        table = pa.parquet.ParquetFile(stream)
+        if text_field not in table.schema_arrow.names:
+            raise CorpusError(f"{file}: no column {text_field!r} (it has: {', '.join(table.schema_arrow.names)})")
+        number = 0
+        for batch in table.iter_batches(columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                if not isinstance(text, str):
+                    raise CorpusError(f"{file}: row {number}: no text in the column {text_field!r}")
+                yield text
+
+
+def _read_hub(source: TextSource) -> Iterator[str]:
+    import datasets  # takes seconds, and only hub sources need it
+
+    try:
+        rows = datasets.load_dataset(
+            source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
+    for number, row in enumerate(rows, start=1):
+        text = row.get(source.text_field)
+        if not isinstance(text, str):
+            raise CorpusError(f"{source.name}: {source.dataset} row {number}: no text in a field {source.text_field!r}")
+        yield text
+
+
+_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

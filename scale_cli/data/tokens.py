@@ -1,0 +1,206 @@
+"""A corpus as token ids, tokenised once and then read from a memory map.
+
+A folder of the cache is named after everything that decides its content (tokenizer, text, settings), so a change of any
+of them makes another folder and nothing stale is ever read:
+
+    tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
+    offsets.npy     (documents + 1,) int64: where each document begins in tokens.bin
+    num_bytes.npy   (documents,) int64: UTF-8 bytes of each document, for bits per byte
+    ledger.json     what was read and what became of it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.schema import TextSource
+from scale_cli.data.documents import read_documents, source_files
+from scale_cli.errors import CorpusError
+from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
+
+_FORMAT_VERSION = 1
+_DOCUMENTS_AT_ONCE = 512
+
+Ids = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The tokenizer's own marks around a document; None where it has none.
+
+    Args:
+        bos: stands before every document.
+        eos: stands after every document.
+    """
+
+    bos: int | None
+    eos: int | None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Boundaries:
+        """Read them off a tokenizer."""
+        return cls(tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+    @property
+    def context(self) -> int | None:
+        """What stands before a document's first token when it is scored: BOS, or else the EOS of the one before."""
+        return self.eos if self.bos is None else self.bos
+
+    def framed(self, ids: list[int]) -> list[int]:
+        """Return a document's ids with its boundaries."""
+        return [i for i in (self.bos,) if i is not None] + ids + [i for i in (self.eos,) if i is not None]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of everything that was read.
+
+    Args:
+        documents: read, empty ones included.
+        empty_documents: dropped, since they hold no text.
+        num_bytes: UTF-8 bytes of the documents kept.
+        num_tokens: ids kept, boundaries included.
+    """
+
+    documents: int
+    empty_documents: int
+    num_bytes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class TokenisedCorpus:
+    """A tokenised source, read from its memory map.
+
+    Args:
+        folder: where it lies.
+        ids: (tokens,) all documents, framed by their boundaries.
+        offsets: (documents + 1,).
+        num_bytes: (documents,).
+        ledger: what was read.
+        boundaries: the tokenizer's marks.
+    """
+
+    folder: Path
+    ids: Ids
+    offsets: npt.NDArray[np.int64]
+    num_bytes: npt.NDArray[np.int64]
+    ledger: Ledger
+    boundaries: Boundaries
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    def document(self, index: int) -> Ids:
+        """Return one document's ids, boundaries included."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+
+def tokenised(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, *, show_progress: bool
+) -> TokenisedCorpus:
+    """Open a source's tokenised form, making it first where the cache does not hold it.
+
+    Raises:
+        CorpusError: the source cannot be read, or holds no text.
+    """
+    folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer)[:16]}"
+    if not _is_whole(folder):
+        _tokenise(source, tokenizer, folder, show_progress)
+    offsets = np.load(folder / "offsets.npy")
+    ids = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
+    ledger = Ledger(**read_json(folder / "ledger.json"))
+    num_bytes = np.load(folder / "num_bytes.npy")
+    return TokenisedCorpus(folder, ids, offsets, num_bytes, ledger, Boundaries.of(tokenizer))
+
+
+def _is_whole(folder: Path) -> bool:
+    # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
+    if not (folder / MANIFEST).is_file():
+        return False
+    files = read_json(folder / MANIFEST)["files"]
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
+    )
+
+
+def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
+    if source.dataset is not None:
+        content: object = [source.dataset, source.subset, source.split, source.revision]
+    else:
+        content = [[_reader_suffixes(file), file_sha256(file)] for file in source_files(source)]
+    described = {
+        "format": _FORMAT_VERSION,
+        "content": content,
+        "text_field": source.text_field,
+        "max_documents": source.max_documents,
+        "tokenizer": tokenizer_sha256(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _reader_suffixes(file: Path) -> str:
+    return "".join(file.suffixes[-2:])
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return one hash over the files that a tokenizer saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        lines = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:
+    return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+
+
+def _tokenise(source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, show_progress: bool) -> None:
+    boundaries, dtype = Boundaries.of(tokenizer), _id_dtype(tokenizer)
+    num_read = empty = 0
+    lengths: list[int] = []
+    num_bytes: list[int] = []
+    documents = islice(read_documents(source), source.max_documents)
+    progress = tqdm(documents, desc=f"tokenising {source.name}", unit=" docs", disable=not show_progress, leave=False)
+    with new_folder(folder) as partial:
+        with (partial / "tokens.bin").open("wb") as file:
+            for texts in _groups(progress):
+                kept = [text for text in texts if text.strip()]
+                num_read, empty = num_read + len(texts), empty + len(texts) - len(kept)
+                for text, ids in zip(kept, _encode(tokenizer, kept), strict=True):
+                    framed = np.asarray(boundaries.framed(ids), dtype=dtype)
+                    file.write(framed.tobytes())
+                    lengths.append(len(framed))
+                    num_bytes.append(len(text.encode()))
+        if not lengths:
+            raise CorpusError(f"{source.name}: no document with text in {source.path or source.dataset}")
+        np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+        np.save(partial / "num_bytes.npy", np.asarray(num_bytes, dtype=np.int64))
+        write_json(partial / "ledger.json", asdict(Ledger(num_read, empty, sum(num_bytes), sum(lengths))))
+
+
+def _groups(documents: Iterable[str]) -> Iterator[list[str]]:
+    iterator = iter(documents)
+    while group := list(islice(iterator, _DOCUMENTS_AT_ONCE)):
+        yield group
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    # Boundaries are added here, once, whatever the tokenizer's template would add; verbose would warn of long texts.
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids

@@ -1,0 +1,85 @@
+"""Every error a user can meet, in one tree; the command line prints its message and exits with its code.
+
+ScaleError                          exit 1
+├── UsageError                      exit 2   what was asked for cannot be done
+│   ├── ConfigError                          a config field: unknown, of the wrong type, out of range
+│   ├── BaseModelError                       the base model: missing, unsupported, changed since upscaling
+│   ├── CorpusError                          a corpus: missing, unreadable, not UTF-8 (names file:line)
+│   └── RunFolderError                       an output folder: already used, incomplete, not ours
+├── RunError                        exit 1   it went wrong on the way
+│   ├── TrainingError                        a loss or gradient that is not finite (names the step)
+│   └── StorageError                         a folder of ours that is damaged, a disk that is full
+├── CheckFailed                     exit 3   a promise did not hold
+│   ├── PreservationError                    base logits or base tensors changed
+│   ├── ExportParityError                    an export does not compute what the trained model computes
+│   └── ForgettingError                      more was forgotten than --max-forgetting allows
+└── Interrupted                     exit 128 + signal, after a checkpoint was written
+"""
+
+from __future__ import annotations
+
+
+class ScaleError(Exception):
+    """Root of the tree: a message for the user, and the exit code that goes with it."""
+
+    exit_code = 1
+
+
+class UsageError(ScaleError):
+    """What was asked for cannot be done."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A config field is unknown, of the wrong type or out of range."""
+
+
+class BaseModelError(UsageError):
+    """The base model is missing, unsupported, or not the one that was widened."""
+
+
+class CorpusError(UsageError):
+    """A corpus is missing, unreadable or not UTF-8."""
+
+
+class RunFolderError(UsageError):
+    """An output folder is already in use, incomplete, or not one of ours."""
+
+
+class RunError(ScaleError):
+    """Something went wrong on the way."""
+
+
+class TrainingError(RunError):
+    """A loss or a gradient is not finite."""
+
+
+class StorageError(RunError):
+    """A folder of ours is damaged, or cannot be written."""
+
+
+class CheckFailed(ScaleError):
+    """A promise did not hold."""
+
+    exit_code = 3
+
+
+class PreservationError(CheckFailed):
+    """The base logits or the base tensors are not those of the base model."""
+
+
+class ExportParityError(CheckFailed):
+    """An export does not compute what the trained model computes."""
+
+
+class ForgettingError(CheckFailed):
+    """More was forgotten than `--max-forgetting` allows."""
+
+
+class Interrupted(ScaleError):
+    """A signal stopped the run after a checkpoint was written."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

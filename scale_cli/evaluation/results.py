@@ -1,0 +1,130 @@
+"""The figures of a forgetting report, as plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from scale_cli.config.schema import EvaluationSource
+from scale_cli.evaluation.scoring import DocumentLosses
+from scale_cli.evaluation.statistics import Interval, finite, paired_difference
+
+_MAX_EXPONENT = 700.0  # the exponential of more overflows
+HEADS = ("base", "adapted", "posterior", "cosine")
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """One head, or one routing rule, on one corpus; a figure that is not finite is None.
+
+    Args:
+        nats_per_token: cross-entropy.
+        perplexity: its exponential.
+        bits_per_byte: the same loss per UTF-8 byte of text, comparable between tokenizers.
+        nats_per_token_difference: from the base head.
+        bits_per_byte_difference: from the base head.
+        worst_document_nats: the most that any one document lost against the base head, over the whole document.
+        base_share: share of tokens that the base head served; None where nothing is routed.
+    """
+
+    nats_per_token: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    nats_per_token_difference: Interval
+    bits_per_byte_difference: Interval
+    worst_document_nats: float | None
+    base_share: float | None
+
+
+@dataclass(frozen=True)
+class CorpusResult:
+    """Every head on one corpus."""
+
+    name: str
+    language: str
+    role: str
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    heads: dict[str, HeadResult]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A forgetting report.
+
+    Args:
+        variant: of the method.
+        served: which of the heads is what the model answers with.
+        step: optimiser steps trained.
+        num_tokens_trained: target tokens trained on.
+        trained_sha256: of the expansion that was measured.
+        corpora: results, in the config's order.
+    """
+
+    variant: str
+    served: str
+    step: int
+    num_tokens_trained: int
+    trained_sha256: str
+    corpora: list[CorpusResult]
+
+    def with_role(self, role: str) -> list[CorpusResult]:
+        """Return the corpora of one role."""
+        return [corpus for corpus in self.corpora if corpus.role == role]
+
+    def base_share_by_language(self, rule: str) -> dict[str, float]:
+        """Return the share of tokens that the base head served under a routing rule, per language."""
+        shares = {}
+        for language in dict.fromkeys(corpus.language for corpus in self.corpora):
+            corpora = [corpus for corpus in self.corpora if corpus.language == language]
+            served = sum((corpus.heads[rule].base_share or 0.0) * corpus.num_tokens for corpus in corpora)
+            shares[language] = served / sum(corpus.num_tokens for corpus in corpora)
+        return shares
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values, with the shares per language beside it."""
+        shares = {rule: self.base_share_by_language(rule) for rule in ("posterior", "cosine")}
+        return {**asdict(self), "base_share_by_language": shares}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Report:
+        """Read what `to_json` wrote."""
+        return TypeAdapter(cls).validate_python({k: v for k, v in value.items() if k != "base_share_by_language"})
+
+
+def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples: int, seed: int) -> CorpusResult:
+    """Return the figures of one corpus from its documents' losses."""
+    bits = losses.num_bytes * math.log(2)
+
+    def head(name: str) -> HeadResult:
+        nats = getattr(losses, name)
+        shares = getattr(losses, f"{name}_base_share", None)
+        nats_per_token = float(nats.sum() / losses.num_tokens.sum())
+        per_token, per_byte = (
+            paired_difference(losses.base, nats, units, num_resamples=num_resamples, seed=seed)
+            for units in (losses.num_tokens, bits)
+        )
+        return HeadResult(
+            nats_per_token=finite(nats_per_token),
+            perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
+            bits_per_byte=finite(nats.sum() / bits.sum()),
+            nats_per_token_difference=per_token,
+            bits_per_byte_difference=per_byte,
+            worst_document_nats=finite(np.max(nats - losses.base)),
+            base_share=None if shares is None else float(shares.sum() / losses.num_tokens.sum()),
+        )
+
+    return CorpusResult(
+        name=source.name,
+        language=source.language,
+        role=source.role,
+        num_documents=len(losses.num_tokens),
+        num_tokens=int(losses.num_tokens.sum()),
+        num_bytes=int(losses.num_bytes.sum()),
+        heads={name: head(name) for name in HEADS},
+    )

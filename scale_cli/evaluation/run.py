@@ -1,0 +1,126 @@
+"""The verb `scale evaluate`: score every held-out corpus, and write the forgetting report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scale_cli.config.compare import TRAIN_SECTIONS, differences
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.errors import ConfigError, ForgettingError, RunFolderError
+from scale_cli.evaluation.picture import draw_trade_off
+from scale_cli.evaluation.render import markdown, terminal_lines
+from scale_cli.evaluation.results import Report, summarise
+from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.folder import load_widened, trained_sha256
+
+PICTURE = "trade-off.png"
+
+
+@dataclass(frozen=True)
+class EvaluationSummary:
+    """What was measured, for the terminal."""
+
+    folder: Path
+    report: Report
+
+    def lines(self) -> list[str]:
+        """Return the table and where the report lies."""
+        return [*terminal_lines(self.report), f"report: {self.folder / 'report.md'}"]
+
+
+def evaluate(config: RunConfig) -> EvaluationSummary:
+    """Score base and trained model on every held-out corpus, and write `evaluation/`.
+
+    Raises:
+        ConfigError: there is nothing to evaluate on.
+        RunFolderError: nothing has been trained, or with another config.
+    """
+    sources, run = config.evaluation.perplexity, RunFolder(config.output_dir)
+    if not sources:
+        raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
+    if not run.final.is_dir():
+        raise RunFolderError(f"{run.final}: not there; run `scale train` first")
+    changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
+    if changed:
+        raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    model = load_widened(run.final, config.model)
+    corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
+    results = []
+    for source, corpus in zip(sources, corpora, strict=True):
+        losses = score_corpus(
+            model,
+            corpus,
+            config.method.router,
+            sequence_length=config.evaluation.sequence_length or config.corpus.sequence_length,
+            batch_size=config.evaluation.batch_size,
+            mixed_precision=config.evaluation.mixed_precision,
+            progress=f"evaluating {source.name}",
+        )
+        num_resamples = config.evaluation.bootstrap_resamples
+        results.append(summarise(source, losses, num_resamples=num_resamples, seed=config.seed))
+    position = read_json(run.final / "position.json")
+    report = Report(
+        variant=config.method.variant,
+        served=served_head(config.method),
+        step=position["step"],
+        num_tokens_trained=position["num_tokens"],
+        trained_sha256=trained_sha256(run.final),
+        corpora=results,
+    )
+    write_report(report, config, run.evaluation)
+    return EvaluationSummary(run.evaluation, report)
+
+
+def finished_report(config: RunConfig) -> Report | None:
+    """Return the report that is already there for this config and this training, or None."""
+    run = RunFolder(config.output_dir)
+    if not (run.evaluation / "report.json").is_file():
+        return None
+    report = Report.from_json(read_json(run.evaluation / "report.json"))
+    changed = differences(load_config(run.evaluation / "scale.yaml"), config, (*TRAIN_SECTIONS, "evaluation"))
+    return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
+
+
+def served_head(method: MethodConfig) -> str:
+    """Return which of the report's heads a method answers with."""
+    return method.router.rule if method.variant == "route" else "adapted"
+
+
+def write_report(report: Report, config: RunConfig, folder: Path) -> None:
+    """Write report.json, report.md and the picture."""
+    with new_folder(folder) as partial:
+        write_json(partial / "report.json", report.to_json())
+        drawable = report.with_role("retention") and report.with_role("acquisition")
+        write_text(partial / "report.md", markdown(report, PICTURE if drawable else None))
+        if drawable:
+            draw_trade_off(report, partial / PICTURE)
+        write_text(partial / "scale.yaml", dump_config(config))
+
+
+def check_forgetting(report: Report, max_forgetting: float) -> None:
+    """Hold the served head to a limit on every retention corpus.
+
+    Args:
+        report: what was measured.
+        max_forgetting: bits per byte that may be lost against the base.
+
+    Raises:
+        ForgettingError: naming the corpus on which more was lost.
+        ConfigError: no retention corpus was measured, so the gate would hold nothing.
+    """
+    corpora = report.with_role("retention")
+    if not corpora:
+        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
+    for corpus in corpora:
+        lost = corpus.heads[report.served].bits_per_byte_difference.value
+        if lost is None or lost > max_forgetting:
+            figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
+            raise ForgettingError(
+                f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}"
+            )

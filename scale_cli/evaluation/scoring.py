@@ -1,0 +1,165 @@
+"""What each head, and each routing rule, pays for every document of a corpus.
+
+One pass of the widened model gives, for every token, the log-probability of both heads and the cosine of their logits;
+both routing rules follow from those numbers, so they cost nothing more and can be compared on the very same pass. A
+document longer than the context is scored in windows, each starting with the last token of the one before; the
+router's weight carries over, so the posterior bound holds for the whole document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from scale_cli.config.schema import RouterConfig
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+
+# Documents whose windows are sorted by length together, so that little of a batch is padding.
+_DOCUMENTS_AT_ONCE = 256
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DocumentLosses:
+    """Per document, all arrays (documents,).
+
+    Args:
+        num_tokens: scored tokens: the document's and its closing boundary.
+        num_bytes: UTF-8 bytes of the text.
+        base: nats, base head.
+        adapted: nats, adaptation head.
+        posterior: nats, routed by the posterior rule.
+        cosine: nats, routed by the cosine rule.
+        posterior_base_share: tokens served by the base head under the posterior rule (its weight, summed).
+        cosine_base_share: tokens served by the base head under the cosine rule.
+    """
+
+    num_tokens: Values
+    num_bytes: Values
+    base: Values
+    adapted: Values
+    posterior: Values
+    cosine: Values
+    posterior_base_share: Values
+    cosine_base_share: Values
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some consecutive tokens of one document: inputs, and the tokens that follow them."""
+
+    document: int
+    start: int
+    input_ids: npt.NDArray[np.int64]
+    next_ids: npt.NDArray[np.int64]
+
+
+def score_corpus(
+    model: ScaleForCausalLM,
+    corpus: TokenisedCorpus,
+    router: RouterConfig,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    mixed_precision: str,
+    max_documents: int | None = None,
+    progress: str | None = None,
+) -> DocumentLosses:
+    """Score the documents of a corpus.
+
+    Args:
+        model: in evaluation mode.
+        corpus: what is scored.
+        router: settings of both rules, whatever the model serves.
+        sequence_length: tokens a window.
+        batch_size: windows at once.
+        mixed_precision: `no` | `bf16`.
+        max_documents: only the first so many.
+        progress: what to call it on a progress bar; None for no bar.
+    """
+    num_documents = min(len(corpus), max_documents or len(corpus))
+    rows: list[tuple[float, ...]] = []
+    with tqdm(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
+        for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
+            documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
+            log_probs, cosines = _observe(model, corpus, documents, sequence_length, batch_size, mixed_precision)
+            for index in documents:
+                rows.append(_document_row(corpus, index, log_probs[index], cosines[index], router))
+            bar.update(len(documents))
+    columns = np.asarray(rows, dtype=np.float64).T
+    return DocumentLosses(**{field.name: column for field, column in zip(fields(DocumentLosses), columns, strict=True)})
+
+
+def _document_row(
+    corpus: TokenisedCorpus, index: int, log_probs_KT: Tensor, cosine_T: Tensor, router: RouterConfig
+) -> tuple[float, ...]:
+    """Return one document's values, in the order of DocumentLosses' fields."""
+    prior_K = log_prior(router.prior)
+    log_probs_KBT = log_probs_KT.double().unsqueeze(1)
+    log_weights_KBS = posterior_log_weights(log_probs_KBT, prior_K[:, None], prior_K, router.switch_rate)[..., :-1]
+    serves_base_T = cosine_serves_base(cosine_T, router.threshold)
+    base_T, adapted_T = log_probs_KT.double()
+    return (
+        len(cosine_T),
+        float(corpus.num_bytes[index]),
+        -base_T.sum().item(),
+        -adapted_T.sum().item(),
+        -mix_log_probs(log_weights_KBS, log_probs_KBT).sum().item(),
+        -torch.where(serves_base_T, base_T, adapted_T).sum().item(),
+        log_weights_KBS[0].exp().sum().item(),
+        serves_base_T.sum().item(),
+    )
+
+
+def _observe(
+    model: ScaleForCausalLM,
+    corpus: TokenisedCorpus,
+    documents: range,
+    sequence_length: int,
+    batch_size: int,
+    mixed_precision: str,
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return (2, tokens) log-probabilities and (tokens,) cosines of each document."""
+    windows = [window for index in documents for window in _windows(corpus, index, sequence_length)]
+    sizes = {index: sum(len(w.next_ids) for w in windows if w.document == index) for index in documents}
+    log_probs = {index: torch.empty(2, size) for index, size in sizes.items()}
+    cosines = {index: torch.empty(size) for index, size in sizes.items()}
+    windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
+    device = next(model.parameters()).device
+    for first in range(0, len(windows), batch_size):
+        batch = windows[first : first + batch_size]
+        input_ids, next_ids = (_padded([getattr(w, name) for w in batch], device) for name in ("input_ids", "next_ids"))
+        # Padding stands on the right, where causal attention keeps it out of every real position.
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+            observed = model.observe(model.final_states(input_ids, preserved=True), next_ids)
+        said, cosine = observed.log_probs_KBT.cpu(), observed.cosine_BT.cpu()
+        for row, window in enumerate(batch):
+            place = slice(window.start, window.start + len(window.next_ids))
+            log_probs[window.document][:, place] = said[:, row, : len(window.next_ids)]
+            cosines[window.document][place] = cosine[row, : len(window.next_ids)]
+    return log_probs, cosines
+
+
+def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:
+    ids = corpus.document(index).astype(np.int64)
+    if corpus.boundaries.bos is None and corpus.boundaries.context is not None:
+        ids = np.concatenate([[corpus.boundaries.context], ids])
+    for start in range(0, len(ids) - 1, sequence_length):
+        stop = min(start + sequence_length, len(ids) - 1)
+        yield _Window(index, start, ids[start:stop], ids[start + 1 : stop + 1])
+
+
+def _padded(rows: list[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
+    padded = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded).to(device)

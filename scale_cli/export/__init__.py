@@ -1,0 +1,1 @@
+"""From a trained run to a folder other tools load: plain Llama, transformers, adapter."""

@@ -1,0 +1,112 @@
+"""The widened model as a plain dense Llama: one bigger matrix for every four blocks, no custom code.
+
+With both streams normalised by the base stream's RMS this is exact. Let x have d channels and u d', and store them as
+one stream [a x ; b u] with powers of two a and b, b / a so small that u does not count in the joint mean square:
+
+    rms([a x ; b u]; eps') = sqrt((a^2 |x|^2 + b^2 |u|^2) / (d + d') + eps')  ->  a sqrt(d / (d + d')) rms(x; eps)
+
+with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
+u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
+
+Source: ours (README, "Export"); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+
+@dataclass(frozen=True)
+class StreamScales:
+    """The powers of two that x and u are stored with."""
+
+    base: float
+    expansion: float
+
+
+# u counts as (b/a)^2 in the joint mean square: 2^-24 is below fp32's rounding, 2^-16 below bf16's and fp16's.
+_SCALES = {"float32": StreamScales(2.0**4, 2.0**-8), "bfloat16": StreamScales(2.0**2, 2.0**-6)}
+
+
+def dense_model(model: ScaleForCausalLM, dtype: str) -> PreTrainedModel:
+    """Return a plain model of the base's own class whose logits are the adaptation head's.
+
+    Args:
+        model: the trained model.
+        dtype: `float32` | `bfloat16`, of the returned weights; they are put together in float32.
+    """
+    scales = _SCALES[dtype]
+    dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
+    dense.load_state_dict(_dense_tensors(model, scales), strict=True)
+    dense.generation_config = model.base.generation_config
+    return dense.to(getattr(torch, dtype)).eval()
+
+
+def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
+    """Return the base's configuration with the widened sizes."""
+    base, added = model.base.config.to_dict(), model.config
+    base_size = base["hidden_size"]
+    hidden_size = base_size + added.expansion_hidden_size
+    base |= {
+        "head_dim": model.base.model.layers[0].self_attn.head_dim,
+        "hidden_size": hidden_size,
+        "intermediate_size": base["intermediate_size"] + added.expansion_intermediate_size,
+        "num_attention_heads": base["num_attention_heads"] + added.expansion_num_attention_heads,
+        "num_key_value_heads": base["num_key_value_heads"] + added.expansion_num_key_value_heads,
+        "rms_norm_eps": scales.base**2 * base["rms_norm_eps"] * base_size / hidden_size,
+        "tie_word_embeddings": False,
+    }
+    return AutoConfig.for_model(base.pop("model_type"), **base)
+
+
+@torch.no_grad()
+def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, Tensor]:
+    decoder, expansion = model.base.model, model.expansion
+    tensors = {
+        "model.embed_tokens.weight": torch.cat(
+            [scales.base * decoder.embed_tokens.weight.float(), scales.expansion * expansion.embed_tokens.weight], dim=1
+        ),
+        "model.norm.weight": _joined_gains(decoder.norm, expansion.norm, scales),
+        "lm_head.weight": torch.cat([model.base.lm_head.weight.float(), expansion.lm_head.weight], dim=1),
+    }
+    for index, (base_layer, added) in enumerate(zip(decoder.layers, expansion.layers, strict=True)):
+        for name, child in added.named_children():
+            prefix = f"model.layers.{index}."
+            if isinstance(child, ExpansionNorm):
+                tensors[f"{prefix}{name}.weight"] = _joined_gains(getattr(base_layer, name), child, scales)
+                continue
+            assert isinstance(child, ExpansionLinear)
+            owner = "self_attn" if hasattr(base_layer.self_attn, name) else "mlp"
+            frozen = getattr(getattr(base_layer, owner), name)
+            for kind, tensor in _joined_linear(frozen, child, scales, writes=name in ("o_proj", "down_proj")).items():
+                tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
+    return tensors
+
+
+def _joined_gains(frozen: Any, added: ExpansionNorm, scales: StreamScales) -> Tensor:
+    num_base, num_added = len(frozen.weight), len(added.weight)
+    shrink = (num_base / (num_base + num_added)) ** 0.5
+    return shrink * torch.cat([frozen.weight.float(), (scales.base / scales.expansion) * added.weight.float()])
+
+
+def _joined_linear(
+    frozen: nn.Linear, added: ExpansionLinear, scales: StreamScales, *, writes: bool
+) -> dict[str, Tensor]:
+    """Return weight (and bias) of the joined map; where it writes into the stream, in the stream's scales."""
+    for_x, for_u = (scales.base, scales.expansion) if writes else (1.0, 1.0)
+    absent = torch.zeros(frozen.out_features, added.weight_22.shape[1], device=frozen.weight.device)
+    weight_12 = absent if added.weight_12 is None else added.weight_12
+    upper = for_x * torch.cat([frozen.weight.float(), weight_12], dim=1)
+    lower = for_u * torch.cat([added.weight_21, added.weight_22], dim=1)
+    joined = {"weight": torch.cat([upper, lower])}
+    if added.bias_2 is not None:
+        joined["bias"] = torch.cat([for_x * frozen.bias.float(), for_u * added.bias_2])
+    return joined

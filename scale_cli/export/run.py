@@ -1,0 +1,134 @@
+"""The verb `scale export`: write, load what was written, compare, and only then call it done."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from scale_cli.config.compare import TRAIN_SECTIONS, differences
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.errors import RunFolderError
+from scale_cli.export.dense import dense_model
+from scale_cli.export.parity import Parity, adaptation_logits, check_parity, measure_parity, served_logits
+from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.folder import load_onto_base, load_widened, read_record, trained_sha256, write_expansion
+from scale_cli.upscale.preservation import SAMPLE_TEXTS
+
+_DOCUMENTS_PER_CORPUS = 4
+_DESCRIPTIONS = {
+    "llama": "plain dense model, no custom code: loads wherever the base model does",
+    "transformers": "self-contained, loads with trust_remote_code=True, router included",
+    "adapter": "the expansion alone; loads onto the base it was trained on, and no other",
+}
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was exported, for the terminal."""
+
+    folder: Path
+    export_format: str
+    variant: str
+    parity: Parity
+
+    def lines(self) -> list[str]:
+        """Return aligned lines."""
+        num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        lines = [f"format         {self.export_format}: {_DESCRIPTIONS[self.export_format]}"]
+        if self.export_format == "llama" and self.variant == "route":
+            lines.append("note           it holds the adaptation head; a router needs export.format=transformers")
+        return [
+            *lines,
+            f"parity         max |dlogit| {self.parity.max_logit_difference:.1e}, mean "
+            f"{self.parity.mean_logit_difference:.1e}, over {self.parity.num_positions:,} positions",
+            f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
+        ]
+
+
+def export(config: RunConfig) -> ExportSummary:
+    """Write the trained model in the config's format.
+
+    Raises:
+        RunFolderError: nothing has been trained, or with another config.
+        ExportParityError: what was written does not compute what was trained; nothing is left behind then.
+    """
+    run, settings = RunFolder(config.output_dir), config.export
+    if not run.final.is_dir():
+        raise RunFolderError(f"{run.final}: not there; run `scale train` first")
+    changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
+    if changed:
+        raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    model, tokenizer = load_widened(run.final, config.model), load_tokenizer(config.model)
+    prompts = _prompts(config, tokenizer)
+    folder = run.export(settings.format)
+    loaded: PreTrainedModel
+    with new_folder(folder) as partial:
+        tokenizer.save_pretrained(partial)
+        write_text(partial / "scale.yaml", dump_config(config))
+        if settings.format == "llama":
+            dense_model(model, settings.dtype).save_pretrained(partial)
+            loaded = AutoModelForCausalLM.from_pretrained(partial, dtype="auto")
+        elif settings.format == "transformers":
+            _write_self_contained(model, partial, settings.dtype)
+            loaded = ScaleForCausalLM.from_pretrained(partial, dtype="auto")
+        else:
+            write_expansion(partial, model, read_record(run.final))
+            loaded = load_onto_base(partial, config.model)
+        parity = _check(loaded, model, prompts, config)
+        write_json(partial / "parity.json", {**asdict(parity), "trained_sha256": trained_sha256(run.final)})
+    return ExportSummary(folder, settings.format, config.method.variant, parity)
+
+
+def export_is_finished(config: RunConfig) -> bool:
+    """Return whether the export that the config asks for is already there, for this training."""
+    run = RunFolder(config.output_dir)
+    folder = run.export(config.export.format)
+    if not (folder / "parity.json").is_file():
+        return False
+    changed = differences(load_config(folder / "scale.yaml"), config, (*TRAIN_SECTIONS, "export"))
+    exported_sha256 = read_json(folder / "parity.json")["trained_sha256"]
+    return not changed and exported_sha256 == trained_sha256(run.final)
+
+
+def _check(loaded: PreTrainedModel, model: ScaleForCausalLM, prompts: list[Tensor], config: RunConfig) -> Parity:
+    expected = adaptation_logits if config.export.format == "llama" else served_logits
+    parity = measure_parity(loaded.eval(), model, expected, prompts)
+    check_parity(parity, "float32" if loaded.dtype == torch.float32 else "bfloat16")
+    return parity
+
+
+def _write_self_contained(model: ScaleForCausalLM, folder: Path, dtype: str) -> None:
+    # Registered here and not where the classes are defined: only this folder carries its own code.
+    ScaleConfig.register_for_auto_class()
+    ScaleForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    try:
+        lowered = copy.deepcopy(model)
+        nn.Module.to(lowered, getattr(torch, dtype))
+        lowered.save_pretrained(folder)
+    finally:
+        ScaleConfig._auto_class = None
+        ScaleForCausalLM._auto_class = None
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+    """Return (1, T) ids: the beginnings of held-out documents, or sample sentences where the config names none."""
+    length = min(config.corpus.sequence_length, 512)
+    documents = [
+        corpus.document(index)[:length].astype("int64")
+        for corpus in open_held_out_corpora(config, tokenizer, show_progress=True)
+        for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
+    ]
+    if documents:
+        return [torch.from_numpy(ids).unsqueeze(0) for ids in documents]
+    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in SAMPLE_TEXTS]

@@ -1,0 +1,70 @@
+"""The generation state of a widened model: keys and values of every stream, and the router's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+
+@dataclass
+class RouterState:
+    """What the posterior rule remembers between two calls.
+
+    Args:
+        log_weights_KB: weight of each head before the next token.
+        last_log_probs_KBV: what each head predicts the next token to be; it is judged when that token comes.
+    """
+
+    log_weights_KB: Tensor
+    last_log_probs_KBV: Tensor
+
+
+class ScaleCache(DynamicCache):
+    """A DynamicCache with one slot for each stream of each layer, and the router's state beside it.
+
+    With L layers, slot i holds base layer i, slot L + i the expansion's heads in it, and slot 2L + i the base's heads
+    as the adapted stream sees them (from the first collaborating layer up).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router: RouterState | None = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.router = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the state of the chosen beams."""
+        super().reorder_cache(beam_idx)
+        self._select_router(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the chosen sequences."""
+        super().batch_select_indices(indices)
+        self._select_router(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence, as contrastive search does."""
+        super().batch_repeat_interleave(repeats)
+        if self.router is not None:
+            num_sequences = self.router.log_weights_KB.shape[1]
+            device = self.router.log_weights_KB.device
+            self._select_router(torch.arange(num_sequences, device=device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: the router's weights cannot be taken back without the tokens they came from."""
+        raise NotImplementedError(
+            "a widened model's cache cannot be cropped; generate without assisted decoding or prompt lookup"
+        )
+
+    def _select_router(self, indices: Tensor) -> None:
+        if self.router is not None:
+            indices = indices.to(self.router.log_weights_KB.device)
+            self.router = RouterState(
+                self.router.log_weights_KB[:, indices], self.router.last_log_probs_KBV[:, indices]
+            )

@@ -1,0 +1,90 @@
+"""The configuration of a widened model: the base's own configuration, and what was added to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+# What generation and evaluation tools read off a configuration; on a widened model it is the base's.
+_READ_FROM_BASE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+class ScaleConfig(PreTrainedConfig):
+    """Sizes of the expansion, where it collaborates, and how its head is served beside the base's.
+
+    Args:
+        base_config: the base model's configuration as a dictionary, `model_type` included.
+        variant: `preserve` | `adapt` | `route`.
+        expansion_hidden_size: channels of the expansion stream (d').
+        expansion_intermediate_size: MLP channels added.
+        expansion_num_attention_heads: query heads added, of the base's head_dim.
+        expansion_num_key_value_heads: key/value heads added, at the base's query to key/value ratio.
+        attention_collaboration_layers: layers whose attention has W12 blocks.
+        mlp_collaboration_layers: layers whose MLP has W12 blocks.
+        router_rule: `posterior` | `cosine`; read only by the variant `route`.
+        router_prior: weight of the base head at the first token.
+        router_switch_rate: fixed share alpha of the posterior rule, per token.
+        router_threshold: tau of the cosine rule.
+        use_cache: whether generation keeps keys, values and the router's state.
+        **kwargs: what every configuration of transformers takes.
+    """
+
+    model_type = "scale"
+
+    def __init__(
+        self,
+        base_config: dict[str, Any] | None = None,
+        variant: str = "preserve",
+        expansion_hidden_size: int = 0,
+        expansion_intermediate_size: int = 0,
+        expansion_num_attention_heads: int = 0,
+        expansion_num_key_value_heads: int = 0,
+        attention_collaboration_layers: list[int] | None = None,
+        mlp_collaboration_layers: list[int] | None = None,
+        router_rule: str = "posterior",
+        router_prior: float = 0.5,
+        router_switch_rate: float = 0.0,
+        router_threshold: float = 0.5,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.base_config = dict(base_config or {})
+        self.variant = variant
+        self.expansion_hidden_size = expansion_hidden_size
+        self.expansion_intermediate_size = expansion_intermediate_size
+        self.expansion_num_attention_heads = expansion_num_attention_heads
+        self.expansion_num_key_value_heads = expansion_num_key_value_heads
+        self.attention_collaboration_layers = list(attention_collaboration_layers or [])
+        self.mlp_collaboration_layers = list(mlp_collaboration_layers or [])
+        self.router_rule = router_rule
+        self.router_prior = router_prior
+        self.router_switch_rate = router_switch_rate
+        self.router_threshold = router_threshold
+        self.use_cache = use_cache
+        for name in _READ_FROM_BASE:
+            kwargs[name] = self.base_config.get(name)
+        # The base ties its own embeddings where it does; E' and H' are never tied.
+        kwargs["tie_word_embeddings"] = False
+        super().__init__(**kwargs)
+
+    @property
+    def first_collaborating_layer(self) -> int:
+        """The lowest layer that writes into the base stream; num_hidden_layers where none does."""
+        layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
+        return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
+
+    def base(self) -> PreTrainedConfig:
+        """Return the base model's configuration as an object of its own class."""
+        fields = dict(self.base_config)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -1,0 +1,43 @@
+"""The verb `scale run`: the four verbs in turn, each skipped where its result is already there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.evaluation.results import Report
+from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_report
+from scale_cli.export.run import export, export_is_finished
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale, upscale_is_finished
+
+
+def run_pipeline(config: RunConfig, say: Callable[[str], None]) -> Report:
+    """Upscale, train (resuming what was interrupted), evaluate and export.
+
+    Args:
+        config: the resolved config.
+        say: prints a line for the user.
+
+    Raises:
+        ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
+    """
+    run = RunFolder(config.output_dir)
+
+    def show(lines: list[str]) -> None:
+        for line in lines:
+            say(line)
+
+    say("== upscale")
+    show([f"done already   {run.upscaled}"] if upscale_is_finished(config) else upscale(config).lines())
+    say("== train")
+    show(train(config, "auto", say).lines())
+    say("== evaluate")
+    report = finished_report(config)
+    summary = evaluate(config) if report is None else EvaluationSummary(run.evaluation, report)
+    show(summary.lines())
+    say("== export")
+    done = export_is_finished(config)
+    show([f"done already   {run.export(config.export.format)}"] if done else export(config).lines())
+    return summary.report

@@ -1,0 +1,1 @@
+"""Where results land, and how a folder is written so that it is either whole or absent."""

@@ -1,0 +1,203 @@
+"""The training loop: step, log, evaluate, save, until the last step or a signal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.batches import Batches
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import Interrupted
+from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.checkpoint import Position, save_checkpoint
+from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.schedule import learning_rate
+from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale.base import BaseRecord
+
+
+@dataclass
+class TrainingRun:
+    """Everything the loop works on.
+
+    Args:
+        config: the resolved config.
+        accelerator: processes and devices.
+        model: what is trained.
+        wrapped: the same, as Accelerate runs it (DistributedDataParallel with several processes).
+        record: the base's hashes.
+        optimiser: over the expansion only.
+        batches: of the whole run.
+        held_out: corpora of the periodic evaluation.
+        position: where the run stands.
+        metrics: the log; None except on the main process.
+    """
+
+    config: RunConfig
+    accelerator: Accelerator
+    model: ScaleForCausalLM
+    wrapped: nn.Module
+    record: BaseRecord
+    optimiser: torch.optim.Optimizer
+    batches: Batches
+    held_out: list[TokenisedCorpus]
+    position: Position
+    metrics: MetricsLog | None
+    _since_log: list[StepResult] = field(default_factory=list)
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run lands."""
+        return RunFolder(self.config.output_dir)
+
+
+def run_loop(run: TrainingRun) -> None:
+    """Train from the run's position to its last step.
+
+    Raises:
+        TrainingError: a loss or gradient is not finite.
+        Interrupted: SIGTERM or SIGINT came; a checkpoint was written.
+    """
+    train = run.config.train
+    before_s, started_s = run.position.elapsed_s, time.monotonic()
+    run.wrapped.train()
+    with _progress_bar(run) as bar, _caught_signals() as caught:
+        while run.position.step < train.max_steps:
+            step = run.position.step
+            lr = learning_rate(step, train)
+            result = train_step(
+                run.accelerator,
+                run.wrapped,
+                run.optimiser,
+                run.batches,
+                step,
+                lr=lr,
+                max_grad_norm=train.max_grad_norm,
+            )
+            run.position = run.position.advanced(result.num_tokens, before_s + time.monotonic() - started_s)
+            _log(run, result, lr, bar)
+            if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
+                _evaluate(run)
+            stopping = _agreed_signal(run.accelerator, caught)
+            if stopping or run.position.step % train.save_every_steps == 0 or run.position.step == train.max_steps:
+                _save(run)
+            if stopping and run.position.step < train.max_steps:
+                raise Interrupted(_stopped_message(run, stopping), stopping)
+
+
+def _progress_bar(run: TrainingRun) -> Any:
+    return tqdm(
+        total=run.config.train.max_steps,
+        initial=run.position.step,
+        desc="training",
+        unit="step",
+        disable=not run.accelerator.is_main_process,
+    )
+
+
+def _log(run: TrainingRun, result: StepResult, lr: float, bar: Any) -> None:
+    """Advance the bar; every `log_every_steps`, and at the last step, write a record."""
+    run._since_log.append(result)
+    bar.update(1)
+    elapsed_s = max(run.position.elapsed_s, 1e-9)
+    tokens_per_s = run.position.num_tokens / elapsed_s
+    bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+    last = run.position.step == run.config.train.max_steps
+    if run.position.step % run.config.train.log_every_steps and not last:
+        return
+    num_tokens = sum(entry.num_tokens for entry in run._since_log)
+    if run.metrics is not None:
+        run.metrics.append(
+            {
+                "step": run.position.step,
+                "loss": sum(entry.loss * entry.num_tokens for entry in run._since_log) / num_tokens,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "num_tokens": run.position.num_tokens,
+                "tokens_per_s": round(tokens_per_s, 1),
+                "elapsed_s": round(elapsed_s, 3),
+            }
+        )
+    run._since_log.clear()
+
+
+def _evaluate(run: TrainingRun) -> None:
+    """Score a few documents of every held-out corpus, on the main process; the others wait."""
+    if run.metrics is not None:
+        run.model.eval()
+        evaluation, losses = run.config.evaluation, {}
+        for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):
+            scored = score_corpus(
+                run.model,
+                corpus,
+                run.config.method.router,
+                sequence_length=evaluation.sequence_length or run.config.corpus.sequence_length,
+                batch_size=evaluation.batch_size,
+                mixed_precision=evaluation.mixed_precision,
+                max_documents=run.config.train.eval_max_documents,
+                progress=f"evaluating {source.name}",
+            )
+            heads = {
+                "base": scored.base,
+                "adapted": scored.adapted,
+                "routed": getattr(scored, run.config.method.router.rule),
+            }
+            per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
+            losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
+        run.metrics.append({"step": run.position.step, "evaluation_nats_per_token": losses})
+        run.model.train()
+    run.accelerator.wait_for_everyone()
+
+
+def _save(run: TrainingRun) -> None:
+    if run.metrics is not None:
+        run.metrics.sync()
+        save_checkpoint(run.folder, run.config, run.model, run.record, run.optimiser, run.position)
+    run.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT instead of dying of them; a second SIGINT stops at once."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        if signal.SIGINT in caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    previous = {number: signal.signal(number, catch) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _agreed_signal(accelerator: Accelerator, caught: list[int]) -> int:
+    """Return the signal any process has caught, or 0; all processes get the same answer."""
+    mine = caught[0] if caught else 0
+    if accelerator.num_processes == 1:
+        return mine
+    signals = accelerator.gather(torch.tensor([mine], device=accelerator.device))
+    return int(signals.max().item())
+
+
+def _stopped_message(run: TrainingRun, number: int) -> str:
+    return (
+        f"stopped by {signal.Signals(number).name} after step {run.position.step}; checkpoint "
+        f"{run.folder.checkpoint(run.position.step)}\ncontinue with: scale train CONFIG --resume auto"
+    )

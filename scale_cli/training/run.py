@@ -1,0 +1,150 @@
+"""The verb `scale train`: open everything, decide where to start, run the loop, write `final/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
+from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.checkpoint import (
+    Position,
+    checkpoints,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    read_position,
+    write_trained,
+)
+from scale_cli.training.loop import TrainingRun, run_loop
+from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.folder import load_widened, read_record
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What was trained, for the terminal."""
+
+    folder: Path
+    position: Position
+
+    def lines(self) -> list[str]:
+        """Return aligned lines."""
+        rate = self.position.num_tokens / max(self.position.elapsed_s, 1e-9)
+        return [
+            f"trained        {self.position.step:,} steps, {self.position.num_tokens:,} tokens "
+            f"in {self.position.elapsed_s:,.0f} s ({rate:,.0f} tokens/s)",
+            f"written        {self.folder}",
+        ]
+
+
+def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> TrainSummary:
+    """Train the expansion from `upscaled/`, or from a checkpoint.
+
+    Args:
+        config: the resolved config.
+        resume: None to start (refused where a run is already there), `auto`, or a checkpoint folder.
+        say: prints a line for the user; called on the main process only.
+
+    Raises:
+        RunFolderError: the folder holds another run, or none to resume.
+        ConfigError: the batch does not divide among the processes.
+    """
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    say = say if accelerator.is_main_process else _say_nothing
+    run_folder = RunFolder(config.output_dir)
+    if resume is not None and run_folder.final.is_dir():
+        _check_same_run(run_folder.final, config, TRAIN_SECTIONS)
+        return TrainSummary(run_folder.final, read_position(run_folder.final))
+    start = _starting_point(run_folder, config, resume, say)
+    run = _open_run(config, accelerator, start, say)
+    run_loop(run)
+    if accelerator.is_main_process:
+        with new_folder(run_folder.final) as partial:
+            write_trained(partial, config, run.model, run.record, run.position)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return TrainSummary(run_folder.final, run.position)
+
+
+def _say_nothing(line: str) -> None:
+    """Only the main process speaks."""
+
+
+def _starting_point(
+    run_folder: RunFolder, config: RunConfig, resume: str | None, say: Callable[[str], None]
+) -> Path | None:
+    """Return the checkpoint to start from, or None for the beginning."""
+    if resume is None:
+        if run_folder.final.is_dir():
+            raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
+        if checkpoints(run_folder):
+            raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
+        return None
+    if resume == "auto":
+        start, skipped = newest_whole_checkpoint(run_folder)
+        for line in skipped:
+            say(f"warning: {line}")
+        if start is None and skipped:
+            raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
+    else:
+        start = Path(resume)
+        if not start.is_dir():
+            raise RunFolderError(f"--resume {resume}: no such checkpoint folder")
+    if start is not None:
+        _check_same_run(start, config, TRAIN_SECTIONS)
+        say(f"resuming       {start}")
+    return start
+
+
+def _check_same_run(folder: Path, config: RunConfig, sections: tuple[str, ...]) -> None:
+    changed = differences(load_config(folder / "scale.yaml"), config, sections)
+    if changed:
+        raise RunFolderError(f"{folder}: was made with another config ({'; '.join(changed)})")
+
+
+def _open_run(
+    config: RunConfig, accelerator: Accelerator, start: Path | None, say: Callable[[str], None]
+) -> TrainingRun:
+    run_folder, sizes = RunFolder(config.output_dir), config.train
+    if sizes.global_batch_size % (sizes.micro_batch_size * accelerator.num_processes):
+        raise ConfigError(
+            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{sizes.micro_batch_size} x {accelerator.num_processes} processes"
+        )
+    if not run_folder.upscaled.is_dir():
+        raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
+    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
+    tokenizer = load_tokenizer(config.model)
+    main = accelerator.is_main_process
+    with accelerator.main_process_first():  # the first one fills the cache, the others open it
+        corpora = open_training_corpora(config, tokenizer, show_progress=main)
+        held_out = open_held_out_corpora(config, tokenizer, show_progress=main) if sizes.eval_every_steps else []
+    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
+        ledger = corpus.ledger
+        dropped = f", {ledger.empty_documents:,} empty dropped" if ledger.empty_documents else ""
+        say(f"corpus         {source.name}: {len(corpus):,} documents, {ledger.num_tokens:,} tokens{dropped}")
+    model = load_widened(run_folder.upscaled, config.model).to(accelerator.device)
+    optimiser = build_optimiser(model, sizes)
+    position = Position() if start is None else load_checkpoint(start, model, optimiser)
+    return TrainingRun(
+        config=config,
+        accelerator=accelerator,
+        model=model,
+        wrapped=accelerator.prepare(model),
+        record=read_record(run_folder.upscaled),
+        optimiser=optimiser,
+        batches=build_batches(config, corpora),
+        held_out=held_out,
+        position=position,
+        metrics=MetricsLog(run_folder.metrics, position.step) if main else None,
+    )

@@ -1,0 +1,80 @@
+"""One optimiser step, on one process or on many."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from scale_cli.data.batches import IGNORED, Batches, MicroBatch
+from scale_cli.errors import TrainingError
+from scale_cli.training.optimiser import trainable_parameters
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Args:
+        loss: nats per target token, over the global batch, before the update.
+        grad_norm: before clipping.
+        num_tokens: target tokens of the global batch.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    batches: Batches,
+    step: int,
+    *,
+    lr: float,
+    max_grad_norm: float,
+) -> StepResult:
+    """Accumulate the gradient of a global batch, clip it, and update.
+
+    The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
+    one large batch however it is cut up.
+
+    Raises:
+        TrainingError: the loss or the gradient is not finite; the weights are left as they were.
+    """
+    num_tokens = batches.num_target_tokens(step)
+    micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
+    loss = torch.zeros((), device=accelerator.device)
+    for index, micro_batch in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with nullcontext() if last else accelerator.no_sync(model):
+            share = _summed_loss(model, micro_batch, accelerator.device) / num_tokens
+            # Processes average their gradients; each holds a part of a sum.
+            accelerator.backward(share * accelerator.num_processes)
+        loss += share.detach()
+    loss = accelerator.reduce(loss, reduction="sum")
+    parameters = list(trainable_parameters(model).values())
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
+        optimiser.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"step {step + 1}: loss {loss.item()}, gradient norm {grad_norm.item()}: not finite; "
+            "nothing was updated. Lower train.lr, or raise train.warmup_steps"
+        )
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    return StepResult(loss.item(), grad_norm.item(), num_tokens)
+
+
+def _summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    logits = model(input_ids=micro_batch.input_ids.to(device)).logits
+    targets = micro_batch.targets.to(device)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")

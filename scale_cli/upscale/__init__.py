@@ -1,0 +1,1 @@
+"""From a base checkpoint to a widened one: loading, initialising, proving preservation."""

@@ -1,0 +1,154 @@
+"""The base model: loading it, refusing what is not supported, and the hashes that say it is the same one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError
+
+SUPPORTED_FAMILIES = ("llama",)
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """Which base model an expansion belongs to.
+
+    Args:
+        name: hub id or folder, as the config gave it.
+        revision: the commit the hub served, where it came from one.
+        dtype: what the hashed tensors are held in.
+        tensors: SHA-256 of every tensor, by name.
+    """
+
+    name: str
+    revision: str | None
+    dtype: str
+    tensors: dict[str, str]
+
+    @property
+    def content_sha256(self) -> str:
+        """One hash for the whole model, whatever folder it lies in."""
+        lines = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(self.tensors.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `base.json` holds."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "content_sha256": self.content_sha256,
+            "tensors": self.tensors,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> BaseRecord:
+        """Read what `base.json` holds."""
+        return cls(value["name"], value["revision"], value["dtype"], value["tensors"])
+
+
+def load_base(model: ModelConfig) -> PreTrainedModel:
+    """Load the base model, frozen and in evaluation mode.
+
+    Raises:
+        BaseModelError: not found, not of a supported family, or without safetensors weights.
+    """
+    config = load_base_config(model)
+    try:
+        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model.base,
+            revision=model.revision,
+            config=config,
+            dtype=getattr(torch, model.dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {first_line(error)}") from None
+    return base.requires_grad_(False).eval()
+
+
+def load_base_config(model: ModelConfig) -> Any:
+    """Load the base model's configuration, or say why it cannot be widened.
+
+    Raises:
+        BaseModelError: not found, or not of a supported family.
+    """
+    supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+    if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
+        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
+    try:
+        config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise BaseModelError(f"model.base: {model.base} cannot be loaded: {first_line(error)} ({supported})") from None
+    if config.model_type not in SUPPORTED_FAMILIES:
+        raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
+    return config
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the base model's tokenizer.
+
+    Raises:
+        BaseModelError: there is none, or it needs remote code.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model.base, revision=model.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BaseModelError(
+            f"model.base: the tokenizer of {model.base} cannot be loaded: {first_line(error)}"
+        ) from None
+    return tokenizer
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a base is meant as a folder rather than as a hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error that a library meant for its own users."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def record_base(base: PreTrainedModel, model: ModelConfig) -> BaseRecord:
+    """Hash every tensor of a base model (a tied one once)."""
+    tensors = {name: tensor_sha256(parameter) for name, parameter in base.named_parameters()}
+    return BaseRecord(model.base, getattr(base.config, "_commit_hash", None), model.dtype, tensors)
+
+
+def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
+    """Return the names of the tensors that are not what was recorded: other bytes, missing, or new."""
+    tensors = dict(base.named_parameters())
+    names = sorted(tensors.keys() | record.tensors.keys())
+    return [name for name in names if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)]
+
+
+def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> None:
+    """Check that a base model is the one that was recorded, tensor by tensor.
+
+    Raises:
+        BaseModelError: naming the first tensor that differs.
+    """
+    if changed := changed_tensors(base, record):
+        raise BaseModelError(
+            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs"
+        )

@@ -1,0 +1,97 @@
+"""How every added block starts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+Start = Literal["svd", "normal", "copy"]
+
+
+@torch.no_grad()
+def initialise_expansion(model: ScaleForCausalLM, start: Start, seed: int) -> None:
+    """Fill every added block; the base is only read.
+
+    | block | reads -> writes       | svd                         | copy                | normal    |
+    |-------|-----------------------|-----------------------------|---------------------|-----------|
+    | W21   | x -> u                | S_k V_k^T of W, k = rows    | first rows of W     | N(0, s^2) |
+    | W22   | u -> u                | N(0, s^2)                   | N(0, s^2)           | N(0, s^2) |
+    | W12   | u -> x (if it exists) | 0                           | 0                   | 0         |
+    | E'    | token -> u            | U_k S_k of E, k = columns   | first columns of E  | N(0, s^2) |
+    | H'    | u -> logits           | 0                           | 0                   | 0         |
+    | g'    | gains of the norms    | 1                           | 1                   | 1         |
+    | b2    | bias, where W has one | 0                           | 0                   | 0         |
+
+    s is the base's initializer_range. Where W has fewer directions (or rows) than are asked for, the rest is N(0, s^2).
+    Everything starts the same whatever the device and dtype: numbers are drawn on the CPU, in float32.
+
+    Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    std = float(model.base.config.initializer_range)
+    decoder = model.base.model
+    expansion = model.expansion
+    expansion.embed_tokens.weight.copy_(
+        _start_from(decoder.embed_tokens.weight.T, expansion.embed_tokens.weight.T.shape, start, std, generator).T
+    )
+    expansion.lm_head.weight.zero_()
+    for base_layer, added in zip(decoder.layers, expansion.layers, strict=True):
+        for name, widened in added.named_children():
+            if isinstance(widened, ExpansionLinear):
+                owner = base_layer.self_attn if hasattr(base_layer.self_attn, name) else base_layer.mlp
+                _initialise_linear(widened, getattr(owner, name).weight, start, std, generator)
+    for module in expansion.modules():
+        if isinstance(module, ExpansionNorm):
+            nn.init.ones_(module.weight)
+
+
+def _initialise_linear(
+    widened: ExpansionLinear, base_weight: Tensor, start: Start, std: float, generator: torch.Generator
+) -> None:
+    widened.weight_21.copy_(_start_from(base_weight, widened.weight_21.shape, start, std, generator))
+    widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
+    for zero in (widened.weight_12, widened.bias_2):
+        if zero is not None:
+            zero.zero_()
+
+
+def _start_from(base_weight: Tensor, shape: torch.Size, start: Start, std: float, generator: torch.Generator) -> Tensor:
+    started = _normal(shape, std, generator)
+    if start == "normal":
+        return started
+    base_weight = base_weight.detach().cpu().float()
+    rows = base_weight[: shape[0]] if start == "copy" else leading_directions(base_weight, shape[0])
+    started[: len(rows)] = rows
+    return started
+
+
+def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator) * std
+
+
+def leading_directions(weight: Tensor, count: int) -> Tensor:
+    """Return S_k V_k^T of W (out, in): its k leading right singular directions, scaled by their singular values.
+
+    By the eigenvectors of the smaller Gram matrix, in float64: a vocabulary-sized W needs no decomposition of its own
+    size. Signs are fixed (the largest entry of each row is positive), so the result does not hang on the LAPACK used.
+
+    Args:
+        weight: (out, in).
+        count: k; at most min(out, in) rows are returned.
+    """
+    weight = weight.double()
+    count = min(count, *weight.shape)
+    if weight.shape[0] < weight.shape[1]:
+        _, vectors = torch.linalg.eigh(weight @ weight.T)
+        rows = vectors[:, -count:].flip(1).T @ weight
+    else:
+        values, vectors = torch.linalg.eigh(weight.T @ weight)
+        scales = values[-count:].flip(0).clamp_min(0.0).sqrt()
+        rows = scales[:, None] * vectors[:, -count:].flip(1).T
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    return (rows * torch.where(largest < 0, -1.0, 1.0)).float()

@@ -1,0 +1,69 @@
+"""How much is added where: from a ratio and a choice of layers to the sizes of an expansion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scale_cli.config.schema import CollaborationConfig, MethodConfig
+from scale_cli.errors import ConfigError
+from scale_cli.model.configuration_scale import ScaleConfig
+
+# Where a config leaves collaboration.layers out.
+_DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
+
+
+def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
+    """Return the configuration of the widened model.
+
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio; stream and MLP grow in the
+    same proportion as the heads, so a ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head).
+
+    Args:
+        base_config: the base's configuration, transformers' class.
+        method: the method section of the config.
+
+    Raises:
+        ConfigError: a collaborating layer that the base does not have.
+    """
+    num_key_value_heads = max(1, round(method.expansion.ratio * base_config.num_key_value_heads))
+    num_heads = num_key_value_heads * (base_config.num_attention_heads // base_config.num_key_value_heads)
+    layers = collaborating_layers(method.collaboration, method.variant, base_config.num_hidden_layers)
+    modules = method.collaboration.modules
+    return ScaleConfig(
+        base_config=base_config.to_dict(),
+        variant=method.variant,
+        # In proportion to the heads: Llama requires hidden_size to be a multiple of num_attention_heads.
+        expansion_hidden_size=base_config.hidden_size * num_heads // base_config.num_attention_heads,
+        expansion_intermediate_size=round(
+            base_config.intermediate_size * num_key_value_heads / base_config.num_key_value_heads
+        ),
+        expansion_num_attention_heads=num_heads,
+        expansion_num_key_value_heads=num_key_value_heads,
+        attention_collaboration_layers=layers if "attention" in modules else [],
+        mlp_collaboration_layers=layers if "mlp" in modules else [],
+        router_rule=method.router.rule,
+        router_prior=method.router.prior,
+        router_switch_rate=method.router.switch_rate,
+        router_threshold=method.router.threshold,
+    )
+
+
+def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
+    """Return the indices of the layers in which W12 exists, in order.
+
+    Raises:
+        ConfigError: a layer that the base does not have.
+    """
+    layers = _DEFAULT_LAYERS[variant] if collaboration.layers is None else collaboration.layers
+    if layers == "none":
+        return []
+    if layers == "all":
+        return list(range(num_layers))
+    if isinstance(layers, str):
+        count = int(layers.removeprefix("top:"))
+        chosen = list(range(num_layers - count, num_layers))
+    else:
+        chosen = sorted(set(layers))
+    if chosen and (chosen[0] < 0 or chosen[-1] >= num_layers):
+        raise ConfigError(f"method.collaboration.layers: {layers!r}, but the base has {num_layers} layers")
+    return chosen
