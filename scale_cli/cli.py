@@ -44,25 +44,28 @@ class Summary(Protocol):
 @app.command()
 def upscale(config: Config, overrides: Overrides = None) -> None:
     """Widen the base model; nothing it computes changes."""
+    checked = _load(config, overrides)
     from scale_cli.upscale import run
 
-    _show(run.upscale(_load(config, overrides)))
+    _show(run.upscale(checked))
 
 
 @app.command()
 def train(config: Config, overrides: Overrides = None, resume: Resume = None) -> None:
     """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
+    checked = _load(config, overrides)
     from scale_cli.training import run
 
-    _show(run.train(_load(config, overrides), resume, _say))
+    _show(run.train(checked, resume, _say))
 
 
 @app.command()
 def evaluate(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
     """Compare base and trained model on held-out text: the forgetting report."""
+    checked = _load(config, overrides)
     from scale_cli.evaluation import run
 
-    summary = run.evaluate(_load(config, overrides))
+    summary = run.evaluate(checked)
     _show(summary)
     if max_forgetting is not None:
         run.check_forgetting(summary.report, max_forgetting)
@@ -74,17 +77,19 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 @app.command()
 def export(config: Config, overrides: Overrides = None) -> None:
     """Write the trained model as a folder that other tools load."""
+    checked = _load(config, overrides)
     from scale_cli.export import run
 
-    _show(run.export(_load(config, overrides)))
+    _show(run.export(checked))
 
 
 @app.command(name="run")
 def run_all(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
     """Run the four verbs in turn, skipping what is done already."""
+    checked = _load(config, overrides)
     from scale_cli.pipeline import run_pipeline
 
-    report = run_pipeline(_load(config, overrides), _say)
+    report = run_pipeline(checked, _say)
     if max_forgetting is not None:
         from scale_cli.evaluation.run import check_forgetting
 

@@ -29,7 +29,7 @@ def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) ->
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list) and value:  # an empty one is a value too: layers [] is not layers null
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ class _Yaml12FloatLoader(yaml.SafeLoader):
     """Safe YAML in which `1e-4` is a number: PyYAML, faithful to YAML 1.1, reads it as a string."""
 
 
-_Yaml12FloatLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Yaml12FloatDumper(yaml.SafeDumper):
+    """Safe YAML that quotes a string which that loader would read as a number (a git revision such as 1e10)."""
+
+
+for _half in (_Yaml12FloatLoader, _Yaml12FloatDumper):
+    _half.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -61,8 +67,9 @@ def _parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid YAML ({error})") from None
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
+        # PyYAML lets through whatever int(), a regex or a dict says of a scalar that is not what its tag claims.
+        raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -81,31 +88,38 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _child(node: Any, part: str, place: str, override: str) -> Any:
-    child = node[_index(node, part, override)] if isinstance(node, list) else node.setdefault(part, {})
-    if child is None:  # an empty section in YAML
-        node[part] = child = {}
-    if not isinstance(child, dict | list):
+    key: Any = _index(node, part, override) if isinstance(node, list) else part
+    child = node[key] if isinstance(node, list) else node.get(key)
+    if child is None:  # absent, or an empty section in YAML
+        child = {}
+    elif not isinstance(child, dict | list):
         raise ConfigError(f"override {override!r}: {place} is {_kind(child)}, it has no keys")
+    node[key] = child = copy(child)  # an alias of it elsewhere in the YAML is not overridden
     return child
 
 
 def _index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdecimal() or int(part) >= len(node):
+    indices = {str(index): index for index in range(len(node))}
+    if part not in indices:
         raise ConfigError(f"override {override!r}: {part!r} is not an index of a list of {len(node)}")
-    return int(part)
+    return indices[part]
 
 
 def _describe(detail: ErrorDetails) -> str:
-    location = [part for part in detail["loc"] if not _is_union_branch(part)]
+    unknown_key = detail["type"] == "extra_forbidden"
+    *sections, last = detail["loc"] or ("",)
+    location = [part for part in sections if not _is_union_branch(part)]
+    if unknown_key or not _is_union_branch(last):
+        location.append(last)
     place = ".".join(str(part) for part in location)
-    if detail["type"] == "extra_forbidden":
+    if unknown_key:
         return f"{place}: unknown key{_did_you_mean(location)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
     message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return f"{place}: {message}" if place else message
-    return f"{place}: {message[0].lower()}{message[1:]}"
+    if detail["type"] != "value_error":
+        message = message[0].lower() + message[1:]
+    return f"{place}: {message}" if place else message
 
 
 def _is_union_branch(part: str | int) -> bool:
@@ -147,4 +161,6 @@ def _kind(value: object) -> str:
 
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config as YAML, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(mode="json")
+    dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True)
+    return dumped

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import gzip
+import io
 import json
 import lzma
 import zlib
@@ -10,16 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet
-import zstandard
 
 from scale_cli.config.schema import TextSource
 from scale_cli.errors import CorpusError
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
-_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError, OSError, pa.ArrowException)
+_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
 def source_files(source: TextSource) -> list[Path]:
@@ -60,15 +60,21 @@ def _format(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
 
 
-def _open(file: Path) -> Any:
-    return fsspec.open(str(file), mode="rb", compression="infer")
+def _open(file: Path) -> IO[bytes]:
+    if file.suffix in COMPRESSIONS and file.stat().st_size == 0:
+        raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
+    if file.suffix == ".zst":
+        # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(file)), "zstd"))
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+    return opener(file, "rb")
 
 
 def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                yield number, line.decode("utf-8")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows puts a mark before line 1
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
@@ -90,22 +96,31 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
     for number, line in _decoded_lines(file):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorpusError(f"{file}:{number}: not JSON ({error})") from None
         if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
             raise CorpusError(f"{file}:{number}: no text in a field {text_field!r}")
+        try:
+            record[text_field].encode()
+        except UnicodeEncodeError:  # JSON can say "\ud800", no tokenizer can
+            raise CorpusError(f"{file}:{number}: half a surrogate pair in the field {text_field!r}") from None
         yield record[text_field]
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
-    stream: IO[bytes]
     with _open(file) as stream:
-        table = pa.parquet.ParquetFile(stream)
+        # A parquet file is read from its end, where a decompressor cannot jump.
+        table = pa.parquet.ParquetFile(io.BytesIO(stream.read()) if file.suffix in COMPRESSIONS else stream)
         if text_field not in table.schema_arrow.names:
             raise CorpusError(f"{file}: no column {text_field!r} (it has: {', '.join(table.schema_arrow.names)})")
         number = 0
         for batch in table.iter_batches(columns=[text_field]):
-            for text in batch.column(0).to_pylist():
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                rows = f"one of the rows {number + 1} to {number + len(batch)}"
+                raise CorpusError(f"{file}: {rows}: not UTF-8 ({error.reason})") from None
+            for text in texts:
                 number += 1
                 if not isinstance(text, str):
                     raise CorpusError(f"{file}: row {number}: no text in the column {text_field!r}")
@@ -119,14 +134,15 @@ def _read_hub(source: TextSource) -> Iterator[str]:
         rows = datasets.load_dataset(
             source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
         )
+        for number, row in enumerate(rows, start=1):
+            text = row.get(source.text_field)
+            if not isinstance(text, str):
+                place = f"{source.name}: {source.dataset} row {number}"
+                raise CorpusError(f"{place}: no text in a field {source.text_field!r}")
+            yield text
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
-    for number, row in enumerate(rows, start=1):
-        text = row.get(source.text_field)
-        if not isinstance(text, str):
-            raise CorpusError(f"{source.name}: {source.dataset} row {number}: no text in a field {source.text_field!r}")
-        yield text
 
 
 _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -25,8 +25,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import read_documents, source_files
-from scale_cli.errors import CorpusError
+from scale_cli.data.documents import COMPRESSIONS, read_documents, source_files
+from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
 
 _FORMAT_VERSION = 1
@@ -127,9 +127,10 @@ def tokenised(
 
 def _is_whole(folder: Path) -> bool:
     # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
-    if not (folder / MANIFEST).is_file():
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+    except StorageError:
         return False
-    files = read_json(folder / MANIFEST)["files"]
     return all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
     )
@@ -151,7 +152,7 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _reader_suffixes(file: Path) -> str:
-    return "".join(file.suffixes[-2:])
+    return "".join(file.suffixes[-2:] if file.suffix in COMPRESSIONS else file.suffixes[-1:])
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

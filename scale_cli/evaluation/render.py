@@ -39,15 +39,18 @@ def terminal_lines(report: Report) -> list[str]:
     heads = ["base", "adapted"] + ([report.served] if served == "routed" else [])
     columns = ["base", "adapted"] + (["routed"] if served == "routed" else [])
     lines = []
+    width = max(12, *(len(corpus.name) for corpus in report.corpora))
     for role in ("retention", "acquisition"):
         for language in dict.fromkeys(corpus.language for corpus in report.with_role(role)):
             title = f"{language_name(language)}, {role}"
-            lines.append(f"{title:<29}" + "".join(f"{name:>10}" for name in columns) + f"   {served} - base [95 %]")
+            lines.append(
+                f"{title:<{width + 14}}" + "".join(f"{name:>10}" for name in columns) + f"   {served} - base [95 %]"
+            )
             for corpus in report.with_role(role):
                 if corpus.language == language:
                     figures = "".join(f"{number(corpus.heads[head].bits_per_byte):>10}" for head in heads)
                     difference = signed(corpus.heads[report.served].bits_per_byte_difference, 4)
-                    lines.append(f"  {corpus.name[:14]:<15}{'bits/byte':<12}{figures}   {difference}")
+                    lines.append(f"  {corpus.name:<{width}}  {'bits/byte':<10}{figures}   {difference}")
     if served == "routed":
         shares = report.base_share_by_language(report.served)
         told = ", ".join(f"{100 * share:.1f} % of {language_name(code)}" for code, share in shares.items())

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .cache_scale import RouterState, ScaleCache
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion, LayerContext
+from .head_loss import IGNORED, adaptation_cross_entropy
 from .routing import (
     cosine_serves_base,
     head_log_probs,
@@ -92,7 +93,16 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         self.base: Any = base
         self.expansion = Expansion(base, config)
         self.base.requires_grad_(False)
+        self.generation_config = base.generation_config
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a pair with output_loading_info
+        model.base.requires_grad_(False)
+        return loaded
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
@@ -119,13 +129,18 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: (B, past + T), 1 for tokens; left padding for generation.
             position_ids: (B, T); counted from the cache's length where not given.
             past_key_values: a ScaleCache, or an empty cache of transformers, which is replaced by one.
-            labels: (B, T), -100 where no loss is wanted; shifted here, as everywhere in transformers.
+            labels: (B, T), -100 where no loss is wanted; shifted here, as everywhere in transformers. In training mode
+                the loss comes without logits, which then never exist whole.
             use_cache: whether to keep keys, values and the router's state; the config's default in evaluation mode.
             logits_to_keep: return logits of the last so many positions only; 0 for all.
-            **kwargs: passed to the loss function (`num_items_in_batch`).
+            **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
+                `num_items_in_batch` (what the sum is divided by; the number of labels where not given).
         """
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
+        if self.training and labels is not None:
+            states = self.final_states(input_ids, attention_mask, position_ids, None, preserved=False)
+            return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.variant == "route" and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
         kept = slice(-logits_to_keep if logits_to_keep else None, None)
@@ -139,6 +154,20 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _training_loss(
+        self,
+        states: FinalStates,
+        labels: Tensor,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        heads = self.base.lm_head.weight, self.expansion.lm_head.weight
+        loss = adaptation_cross_entropy(states.adapted_BTD, states.expansion_BTE, *heads, shift_labels)
+        return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     @staticmethod
     def _own_cache(past_key_values: Any) -> ScaleCache:
@@ -189,7 +218,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
                 continue
             if preserved:
                 p_BTD = self._base_layer(base_layer, p_BTD, position_ids, context)
-            x_BTD, u_BTE = added(base_layer, x_BTD, u_BTE, context, base_slot=2 * context.num_layers + index)
+            # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
+            base_slot = 2 * context.num_layers + index if preserved else index
+            x_BTD, u_BTE = added(base_layer, x_BTD, u_BTE, context, base_slot)
         adapted_BTD = decoder.norm(x_BTD)
         expansion_BTE = self.expansion.norm(x_BTD, u_BTE)
         if not preserved:

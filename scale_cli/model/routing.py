@@ -24,7 +24,7 @@ def head_log_probs(logits: Tensor) -> Tensor:
     """Return log-probabilities in which a non-finite prediction counts as probability zero.
 
     Args:
-        logits: (..., V); a row with a NaN or an infinity in it has broken and gets -inf throughout.
+        logits: (..., V); a row with a NaN or a positive infinity in it has broken and gets -inf throughout.
     """
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
@@ -51,7 +51,7 @@ def posterior_log_weights(log_probs_KBT: Tensor, start_KB: Tensor, prior_K: Tens
         start_KB: log-weights before the first token (`prior_K` for a new document, the last result for the next
             window of the same one).
         prior_K: where weight is shared back to, and where it starts over once every head has failed.
-        switch_rate: alpha; 0 needs no loop over tokens.
+        switch_rate: alpha; 0 needs no loop over tokens, unless every head has failed.
 
     Returns:
         (K, B, T + 1) in float64, each column normalised.
@@ -62,7 +62,9 @@ def posterior_log_weights(log_probs_KBT: Tensor, start_KB: Tensor, prior_K: Tens
     start_KB = start_KB.double()
     if switch_rate == 0.0:
         sums_KBS = torch.cat([start_KB.unsqueeze(-1), evidence_KBT], dim=-1).cumsum(dim=-1)
-        return _normalise(sums_KBS, prior_K[:, None, None])
+        # Once every head has failed, each at its own token, a sum cannot start over; the loop below can.
+        if not (sums_KBS == -torch.inf).all(dim=0).any():
+            return _normalise(sums_KBS, prior_K[:, None, None])
     weights = [_normalise(start_KB, prior_K[:, None])]
     stay = torch.log1p(torch.tensor(-switch_rate, dtype=torch.float64, device=start_KB.device))
     share_K1 = prior_K[:, None] + torch.tensor(switch_rate, dtype=torch.float64, device=start_KB.device).log()

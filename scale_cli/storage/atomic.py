@@ -36,7 +36,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
 
@@ -116,7 +116,11 @@ def _rename(beside: Path, path: Path) -> None:
     previous = path.with_name(f".{path.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)
     path.rename(previous)
-    beside.rename(path)
+    try:
+        beside.rename(path)
+    except BaseException:
+        previous.rename(path)
+        raise
     shutil.rmtree(previous)
 
 

@@ -126,6 +126,7 @@ def _open_run(
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
     tokenizer = load_tokenizer(config.model)
     main = accelerator.is_main_process
+    say(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
     with accelerator.main_process_first():  # the first one fills the cache, the others open it
         corpora = open_training_corpora(config, tokenizer, show_progress=main)
         held_out = open_held_out_corpora(config, tokenizer, show_progress=main) if sizes.eval_every_steps else []

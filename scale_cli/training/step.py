@@ -6,11 +6,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from scale_cli.data.batches import IGNORED, Batches, MicroBatch
+from scale_cli.data.batches import Batches, MicroBatch
 from scale_cli.errors import TrainingError
 from scale_cli.training.optimiser import trainable_parameters
 
@@ -54,7 +53,7 @@ def train_step(
     for index, micro_batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with nullcontext() if last else accelerator.no_sync(model):
-            share = _summed_loss(model, micro_batch, accelerator.device) / num_tokens
+            share = _loss_share(model, micro_batch, accelerator.device, num_tokens)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
         loss += share.detach()
@@ -74,7 +73,16 @@ def train_step(
     return StepResult(loss.item(), grad_norm.item(), num_tokens)
 
 
-def _summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    logits = model(input_ids=micro_batch.input_ids.to(device)).logits
+def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:
+    """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
     targets = micro_batch.targets.to(device)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    # The targets are shifted already; transformers computes a loss only where labels are given too.
+    output = model(
+        input_ids=micro_batch.input_ids.to(device),
+        labels=targets,
+        shift_labels=targets,
+        num_items_in_batch=num_tokens,
+        use_cache=False,
+    )
+    loss: Tensor = output.loss
+    return loss

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +17,9 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError
 
 SUPPORTED_FAMILIES = ("llama",)
+
+# What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
+_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,25 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     """Load the base model, frozen and in evaluation mode.
 
     Raises:
-        BaseModelError: not found, not of a supported family, or without safetensors weights.
+        BaseModelError: not found, not of a supported family, or without safetensors weights for every tensor.
     """
     config = load_base_config(model)
     try:
-        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.base,
             revision=model.revision,
             config=config,
             dtype=getattr(torch, model.dtype),
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except _UNLOADABLE as error:
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {first_line(error)}") from None
+    base: PreTrainedModel
+    base, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     return base.requires_grad_(False).eval()
 
 
@@ -87,7 +97,7 @@ def load_base_config(model: ModelConfig) -> Any:
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNLOADABLE as error:
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {first_line(error)} ({supported})") from None
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
@@ -104,7 +114,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except _UNLOADABLE as error:
         raise BaseModelError(
             f"model.base: the tokenizer of {model.base} cannot be loaded: {first_line(error)}"
         ) from None

@@ -1,0 +1,76 @@
+"""A small base model of one's own: a tokenizer and a Llama trained from random weights, for demos and benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import trange
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from scale_cli.config.schema import TrainConfig
+from scale_cli.data.batches import Batches
+from scale_cli.storage.atomic import new_folder
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.schedule import learning_rate
+from scale_cli.training.step import train_step
+
+END_OF_TEXT = "<|end_of_text|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Return a byte-level BPE tokenizer learned on some texts; END_OF_TEXT closes every document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def train_base(
+    architecture: LlamaConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    train: TrainConfig,
+    seed: int,
+    folder: Path,
+) -> LlamaForCausalLM:
+    """Train every weight of a Llama from a random start, and write it with its tokenizer.
+
+    Args:
+        architecture: sizes.
+        tokenizer: written beside the model.
+        batches: of `train.max_steps` steps.
+        train: schedule and optimiser.
+        seed: of the random start.
+        folder: where a local base model is wanted.
+    """
+    accelerator = Accelerator(mixed_precision=train.mixed_precision)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(architecture).to(accelerator.device).train()
+    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(model)
+    started_s = time.monotonic()
+    num_tokens = 0
+    with trange(train.max_steps, desc="training a base", unit="step", leave=False) as steps:
+        for step in steps:
+            lr = learning_rate(step, train)
+            result = train_step(
+                accelerator, wrapped, optimiser, batches, step, lr=lr, max_grad_norm=train.max_grad_norm
+            )
+            num_tokens += result.num_tokens
+            rate = num_tokens / (time.monotonic() - started_s)
+            steps.set_postfix_str(f"loss {result.loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+    with new_folder(folder) as partial:
+        accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return model.eval()

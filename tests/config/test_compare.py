@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.schema import RunConfig
+
+
+def config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "runs/x",
+        "model": {"base": "some/model"},
+        "method": {"variant": "adapt"},
+        "corpus": {"sources": [{"name": "news", "path": "news.txt", "language": "ko"}]},
+        "train": {"max_steps": 10},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        if field:
+            tree[section] = tree.get(section, {}) | {field: value}
+        else:
+            tree[section] = value
+    return RunConfig.model_validate(tree)
+
+
+LAYERS = st.none() | st.sampled_from(["none", "all", "top:1"]) | st.lists(st.integers(0, 3), max_size=2)
+CONFIGS = st.builds(
+    config,
+    seed=st.integers(0, 1),
+    method__collaboration=st.fixed_dictionaries({"layers": LAYERS}),
+    corpus__sequence_length=st.sampled_from([8, 16]),
+    train__lr=st.sampled_from([1e-3, 1e-4]),
+    train__log_every_steps=st.integers(1, 2),
+    output_dir=st.sampled_from([Path("a"), Path("b")]),
+)
+SECTIONS = st.sampled_from([UPSCALE_SECTIONS, TRAIN_SECTIONS])
+
+
+@settings(deadline=None, max_examples=100)
+@given(CONFIGS, CONFIGS, SECTIONS)
+def test_differences_are_the_same_from_both_sides(one: RunConfig, other: RunConfig, sections: tuple[str, ...]) -> None:
+    def swapped(line: str) -> str:
+        key, _, values = line.partition(": ")
+        before, _, now = values.partition(" -> ")
+        return f"{key}: {now} -> {before}"
+
+    assert sorted(differences(one, other, sections)) == sorted(map(swapped, differences(other, one, sections)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(CONFIGS, CONFIGS)
+def test_two_configs_differ_unless_every_counted_key_is_equal(one: RunConfig, other: RunConfig) -> None:
+    counted = [(c.seed, c.method.collaboration.layers, c.corpus.sequence_length, c.train.lr) for c in (one, other)]
+    assert bool(differences(one, other, TRAIN_SECTIONS)) == (counted[0] != counted[1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_dir": "elsewhere"},
+        {"corpus__cache_dir": "cache"},
+        {"train__log_every_steps": 1},
+        {"train__save_every_steps": 1},
+        {"train__keep_checkpoints": 9},
+        {"train__eval_every_steps": 5},
+        {"train__eval_max_documents": 5},
+        {"evaluation": {"batch_size": 1}},
+        {"export": {"format": "adapter"}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_changes_no_number_of_a_run_may_change(changes: dict[str, Any]) -> None:
+    assert differences(config(), config(**changes), TRAIN_SECTIONS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"model__base": "other/model"}, "model.base"),
+        ({"model__dtype": "bfloat16"}, "model.dtype"),
+        ({"method__variant": "route"}, "method.variant"),
+        ({"method__collaboration": {"layers": []}}, "method.collaboration.layers"),
+        ({"method__collaboration": {"modules": ["mlp"]}}, "method.collaboration.modules"),
+        ({"corpus__sequence_length": 4}, "corpus.sequence_length"),
+        ({"train__max_steps": 11}, "train.max_steps"),
+        ({"train__micro_batch_size": 4}, "train.micro_batch_size"),
+    ],
+)
+def test_what_makes_another_run_is_named(changes: dict[str, Any], key: str) -> None:
+    lines = differences(config(), config(**changes), TRAIN_SECTIONS)
+    assert lines
+    assert all(line.startswith(key) for line in lines)
+
+
+def test_a_source_more_is_a_difference() -> None:
+    news = {"name": "news", "path": "news.txt", "language": "ko"}
+    more = config(corpus__sources=[news, news | {"name": "tales"}])
+    assert any(
+        line.startswith("corpus.sources.1.name: None -> ") for line in differences(config(), more, TRAIN_SECTIONS)
+    )
+
+
+@pytest.mark.parametrize("changes", [{"corpus__sequence_length": 4}, {"train__lr": 1.0}])
+def test_training_keys_do_not_touch_what_was_upscaled(changes: dict[str, Any]) -> None:
+    assert differences(config(), config(**changes), UPSCALE_SECTIONS) == []

@@ -1,0 +1,482 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+
+SMALLEST = """\
+output_dir: runs/x
+model: {base: some/model}
+corpus:
+  sources:
+    - {name: news, path: news.txt, language: ko}
+train: {max_steps: 10}
+"""
+
+EVALUATED = (
+    SMALLEST
+    + """\
+evaluation:
+  perplexity:
+    - {name: tales, path: tales.txt, language: en, role: retention}
+"""
+)
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        return path
+
+    return write
+
+
+def load_text(text: str, *overrides: str) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        return load_config(path, list(overrides))
+
+
+def error_of(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text, *overrides)
+    return str(caught.value)
+
+
+# The happy path
+
+
+def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> None:
+    source: dict[str, object] = {"path": None, "dataset": None, "subset": None, "revision": None, "text_field": "text"}
+    assert load_text(EVALUATED).model_dump(mode="json") == {
+        "output_dir": "runs/x",
+        "seed": 0,
+        "model": {"base": "some/model", "revision": None, "dtype": "float32"},
+        "method": {
+            "variant": "route",
+            "expansion": {"ratio": 0.25, "init": "svd"},
+            "collaboration": {"layers": None, "modules": ["attention", "mlp"]},
+            "router": {"rule": "posterior", "prior": 0.5, "switch_rate": 0.0, "threshold": 0.5},
+        },
+        "corpus": {
+            "sequence_length": 2048,
+            "cache_dir": None,
+            "sources": [
+                source
+                | {"name": "news", "path": "news.txt", "language": "ko", "split": "train"}
+                | {"max_documents": None, "weight": 1.0}
+            ],
+        },
+        "train": {
+            "max_steps": 10,
+            "global_batch_size": 32,
+            "micro_batch_size": 8,
+            "lr": 1e-3,
+            "min_lr_ratio": 0.1,
+            "schedule": "cosine",
+            "warmup_steps": 0,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_epsilon": 1e-8,
+            "max_grad_norm": 1.0,
+            "mixed_precision": "no",
+            "log_every_steps": 10,
+            "save_every_steps": 500,
+            "keep_checkpoints": 2,
+            "eval_every_steps": None,
+            "eval_max_documents": 32,
+        },
+        "evaluation": {
+            "perplexity": [
+                source
+                | {"name": "tales", "path": "tales.txt", "language": "en", "split": "validation"}
+                | {"max_documents": None, "role": "retention"}
+            ],
+            "benchmarks": [],
+            "sequence_length": None,
+            "batch_size": 8,
+            "mixed_precision": "no",
+            "bootstrap_resamples": 2000,
+        },
+        "export": {"format": "llama", "dtype": "float32"},
+    }
+
+
+@pytest.mark.parametrize("section", ["train", "evaluation"])
+@pytest.mark.parametrize("written", ["no", "'no'", '"no"', "No", "off"])
+def test_mixed_precision_no_needs_no_quotes(section: str, written: str) -> None:
+    config = load_text(EVALUATED, f"{section}.mixed_precision={written}")
+    assert getattr(config, section).mixed_precision == "no"
+
+
+@pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.e-4", ".1e-3", "1.0e-4", "0.0001", "+1e-4"])
+def test_every_spelling_of_a_float_is_a_number(written: str) -> None:
+    assert load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr == 0.0001
+    assert load_text(SMALLEST, f"train.lr={written}").train.lr == 0.0001
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_config_loads(path: Path) -> None:
+    assert load_config(path).corpus.sources
+
+
+def test_configs_are_shipped() -> None:
+    assert SHIPPED
+
+
+# Overrides
+
+
+def test_an_override_reaches_a_nested_key_and_leaves_its_neighbours() -> None:
+    before, after = load_text(SMALLEST), load_text(SMALLEST, "method.expansion.ratio=0.5")
+    assert after.method.expansion.ratio == 0.5
+    assert after.method.expansion.init == before.method.expansion.init
+    assert after.model_copy(update={"method": before.method}) == before
+
+
+def test_an_override_reaches_an_element_of_a_list() -> None:
+    config = load_text(SMALLEST, "corpus.sources.0.weight=2", "corpus.sources.0.language=en")
+    assert [(source.name, source.weight, source.language) for source in config.corpus.sources] == [("news", 2.0, "en")]
+
+
+def test_an_override_replaces_an_element_of_a_list_whole() -> None:
+    config = load_text(SMALLEST, "corpus.sources.0={name: other, dataset: some/set, language: en}")
+    assert [(source.name, source.path, source.dataset) for source in config.corpus.sources] == [
+        ("other", None, "some/set")
+    ]
+
+
+def test_the_value_of_an_override_is_yaml() -> None:
+    config = load_text(
+        SMALLEST,
+        "method.variant=adapt",
+        "method.collaboration={layers: [0, 2], modules: [mlp]}",
+        "train.eval_every_steps=5",
+        "corpus.cache_dir=~",
+        "model.revision='1e5'",
+    )
+    assert config.method.collaboration.layers == [0, 2]
+    assert config.method.collaboration.modules == ["mlp"]
+    assert config.train.eval_every_steps == 5
+    assert config.corpus.cache_dir is None
+    assert config.model.revision == "1e5"
+
+
+def test_an_override_may_hold_an_equals_sign() -> None:
+    assert load_text(SMALLEST, "corpus.sources.0.path=lang=ko/part.txt").corpus.sources[0].path == "lang=ko/part.txt"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5))
+def test_the_later_override_wins(seeds: list[int]) -> None:
+    assert load_text(SMALLEST, *(f"seed={seed}" for seed in seeds)).seed == seeds[-1]
+
+
+@pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])
+def test_an_override_fills_an_empty_section(section: str) -> None:
+    assert load_text(f"{SMALLEST}{section}\n", "export.format=adapter").export.format == "adapter"
+
+
+def test_an_override_fills_an_empty_element_of_a_list() -> None:
+    text = SMALLEST.replace("- {name: news, path: news.txt, language: ko}", "-")
+    overrides = [f"corpus.sources.0.{field}" for field in ("name=a", "path=a.txt", "language=en")]
+    assert load_text(text, *overrides).corpus.sources[0].name == "a"
+
+
+def test_an_override_leaves_what_a_yaml_alias_shares_with_its_target() -> None:
+    alias = "[&one {name: a, path: a.txt, language: en}, *one]"
+    config = load_text(
+        f"output_dir: x\nmodel: {{base: m}}\ntrain: {{max_steps: 1}}\ncorpus: {{sources: {alias}}}\n",
+        "corpus.sources.1.name=b",
+    )
+    assert [source.name for source in config.corpus.sources] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.max_steps", "key.sub=value"),
+        ("=1", "key.sub=value"),
+        ("train..lr=1", "key.sub=value"),
+        ("corpus.sources.1.name=x", "'1'"),
+        ("corpus.sources.-1.name=x", "'-1'"),
+        ("corpus.sources.first=x", "'first'"),
+        (f"corpus.sources.{'9' * 5000}=x", "not an index"),
+        ("model.base.sub=x", "model.base is a string"),
+        ("train.lr=[", "not valid YAML"),
+        ("train.lr=!!bool x", "not valid YAML"),
+    ],
+)
+def test_an_override_that_cannot_be_applied_is_quoted(override: str, named: str) -> None:
+    message = error_of(SMALLEST, override)
+    assert repr(override) in message
+    assert named in message
+    assert "\n" not in message
+
+
+# Errors
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.text() | st.from_regex(r"\A[a-z_.0-9]{0,20}=[ -~]{0,12}\Z"), max_size=3))
+@example(["str=1"])
+@example(["corpus.sources.0.int=1"])
+@example(["a[0]=1"])
+@example(["train.lr=!!int ''"])
+def test_any_overrides_give_a_config_or_a_config_error(overrides: list[str]) -> None:
+    try:
+        config = load_text(SMALLEST, *overrides)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+def _paths(model: type[BaseModel]) -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        found.append(name)
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for kind in kinds:
+            if issubclass(kind, BaseModel):
+                index = "" if kind is field.annotation else "0."
+                found += [f"{name}.{index}{path}" for path in _paths(kind)]
+    return found
+
+
+KEYS = _paths(RunConfig)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.integers(), inner)
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(KEYS), VALUES)
+def test_any_value_of_any_key_gives_a_config_or_an_error_naming_the_key(key: str, value: Any) -> None:
+    override = f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
+    try:
+        config = load_text(EVALUATED, override)
+    except ConfigError as error:
+        assert key.split(".")[0] in str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.text(alphabet=st.characters(exclude_categories=["Cs"]))
+    | st.from_regex(r"\A(!!?[a-z]+ |[\w&*<{}\[\]:,'\"\-\n])*\Z")
+)
+@example("str: 1")
+@example("seed: !!bool maybe")
+@example("seed: !!timestamp soon")
+@example("seed: !!int ''")
+@example(f"seed: 1{':0' * 200}.0")
+@example("seed: " + "9" * 5000)
+@example("[" * 5000)
+@example('"\\ud800": 1')
+@example("export: &a {x: *a}")
+@example("\x00")
+def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
+    for whole in (text, SMALLEST + text):
+        try:
+            config = load_text(whole)
+        except ConfigError as error:
+            assert str(error)
+        else:
+            assert isinstance(config, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "meant"),
+    [
+        ("sede=1", "sede", "seed"),
+        ("model.bas=x", "model.bas", "base"),
+        ("method.varient=adapt", "method.varient", "variant"),
+        ("method.expansion.ration=1", "method.expansion.ration", "ratio"),
+        ("method.collaboration.layer=all", "method.collaboration.layer", "layers"),
+        ("method.router.treshold=0.5", "method.router.treshold", "threshold"),
+        ("corpus.sequence_len=8", "corpus.sequence_len", "sequence_length"),
+        ("corpus.sources.0.wieght=1", "corpus.sources.0.wieght", "weight"),
+        ("train.max_step=3", "train.max_step", "max_steps"),
+        ("evaluation.batchsize=3", "evaluation.batchsize", "batch_size"),
+        ("evaluation.perplexity.0.rol=retention", "evaluation.perplexity.0.rol", "role"),
+        ("export.fromat=llama", "export.fromat", "format"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_one_that_was_meant(override: str, key: str, meant: str) -> None:
+    assert f"{key}: unknown key (did you mean {meant}?)" in error_of(EVALUATED, override)
+
+
+@pytest.mark.parametrize("key", ["str", "int", "a[0]"])
+@pytest.mark.parametrize("section", ["", "train.", "method.expansion.", "corpus.sources.0."])
+def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(section: str, key: str) -> None:
+    assert f"{section}{key}: unknown key" in error_of(SMALLEST, f"{section}{key}=1")
+
+
+def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
+    message = error_of(SMALLEST, "export.zzzzz=1")
+    assert "export.zzzzz: unknown key" in message
+    assert "format, dtype" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("output_dir=3", "output_dir"),
+        ("seed=1.5", "seed"),
+        ("seed=true", "seed"),
+        ("seed=-1", "seed"),
+        ("seed=4294967296", "seed"),
+        ("model=x", "model"),
+        ("model.base=''", "model.base"),
+        ("model.dtype=float16", "model.dtype"),
+        ("method.variant=lora2", "method.variant"),
+        ("method.expansion.ratio=0", "method.expansion.ratio"),
+        ("method.expansion.ratio='0.25'", "method.expansion.ratio"),
+        ("method.collaboration.layers=top:0", "method.collaboration.layers"),
+        ("method.collaboration.layers=[-1]", "method.collaboration.layers"),
+        ("method.collaboration.layers=[true]", "method.collaboration.layers"),
+        ("method.collaboration.modules=[mlp, mlp]", "method.collaboration.modules"),
+        ("method.collaboration.modules=mlp", "method.collaboration.modules"),
+        ("method.router.prior=1", "method.router.prior"),
+        ("corpus.sources=[]", "corpus.sources"),
+        ("corpus.sources={}", "corpus.sources"),
+        ("corpus.sources.0.language=Korean", "corpus.sources.0.language"),
+        ("corpus.sources.0.name=../up", "corpus.sources.0.name"),
+        ("corpus.sources.0.weight=0", "corpus.sources.0.weight"),
+        ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
+        ("corpus.sources.0.path=~", "corpus.sources.0"),
+        ("train.max_steps=ten", "train.max_steps"),
+        ("train.lr=.nan", "train.lr"),
+        ("train.lr=.inf", "train.lr"),
+        ("train.lr=fast", "train.lr"),
+        ("train.min_lr_ratio=1.1", "train.min_lr_ratio"),
+        ("train.mixed_precision=yes", "train.mixed_precision"),
+        ("train.micro_batch_size=5", "train"),
+        ("train.warmup_steps=11", "train"),
+        ("evaluation.perplexity.0.role=both", "evaluation.perplexity.0.role"),
+        ("export.format=gguf", "export.format"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_names_its_field_on_one_line(override: str, key: str) -> None:
+    message = error_of(EVALUATED, override)
+    assert f": {key}: " in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["output_dir", "model", "corpus", "train", "model.base", "train.max_steps"])
+def test_a_missing_key_is_named(key: str) -> None:
+    tree = yaml.safe_load(SMALLEST)
+    section, _, leaf = key.rpartition(".")
+    del (tree[section] if section else tree)[leaf]
+    assert f"{key}: required" in error_of(yaml.safe_dump(tree))
+
+
+@pytest.mark.parametrize("layers", ["all", "top:1", "[0]"])
+def test_preserve_with_a_collaborating_layer_is_refused(layers: str) -> None:
+    message = error_of(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
+    assert "collaboration.layers" in message
+    assert "preserve" in message
+
+
+@pytest.mark.parametrize("layers", ["none", "[]", "~"])
+def test_preserve_without_a_collaborating_layer_is_fine(layers: str) -> None:
+    config = load_text(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
+    assert config.method.variant == "preserve"
+
+
+@pytest.mark.parametrize("section", ["corpus.sources", "evaluation.perplexity"])
+def test_two_sources_of_one_name_are_refused(section: str) -> None:
+    source = "{name: twin, path: a.txt, language: en" + (", role: retention}" if "eval" in section else "}")
+    message = error_of(SMALLEST, f"{section}=[{source}, {source}]")
+    assert section in message
+    assert "'twin'" in message
+
+
+def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
+    lines = error_of(SMALLEST, "sede=1", "train.lr=fast", "export.format=gguf").splitlines()
+    assert len(lines) == len(set(lines)) == 3
+
+
+def test_a_yaml_error_names_file_and_line(write: Write) -> None:
+    path = write(SMALLEST + "a: b: c\n")
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}:{len(SMALLEST.splitlines()) + 1}: ")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "a string", "3"])
+def test_a_file_that_is_no_mapping_says_so(write: Write, text: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError, match="mapping") as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    not_utf8 = tmp_path / "latin.yaml"
+    not_utf8.write_bytes(b"output_dir: caf\xe9\n")
+    for path in (tmp_path / "absent.yaml", tmp_path, not_utf8):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value).startswith(f"{path}: ")
+
+
+# dump_config
+
+UNICODE = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBER_LIKE = st.from_regex(r"\A[-+]?[0-9._]{1,3}([eE][-+]?[0-9]{1,2})?\Z")
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    base=(UNICODE | NUMBER_LIKE).filter(bool),
+    revision=st.none() | UNICODE | NUMBER_LIKE,
+    lr=st.floats(min_value=0.0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.none() | st.sampled_from(["none", "all", "top:3"]) | st.lists(st.integers(0, 99), max_size=3),
+)
+@example(base="1e5", revision="12345e67", lr=5e-324, seed=0, layers=[])
+@example(base="no", revision="~", lr=1e22, seed=0, layers=None)
+@example(base="a\r\n\x85\u2028\ufeff\x00b", revision="", lr=1.0, seed=0, layers=None)
+def test_a_dumped_config_loads_as_itself(
+    base: str, revision: str | None, lr: float, seed: int, layers: str | list[int] | None
+) -> None:
+    before = load_text(EVALUATED)
+    tree = before.model_dump() | {"seed": seed}
+    tree["model"] |= {"base": base, "revision": revision}
+    tree["train"]["lr"] = lr
+    tree["method"]["collaboration"]["layers"] = layers
+    config = RunConfig.model_validate(tree)
+    assert load_text(dump_config(config)) == config
+
+
+def test_a_dumped_config_holds_every_key() -> None:
+    dumped = yaml.safe_load(dump_config(load_text(EVALUATED)))
+    for key in KEYS:
+        node = dumped
+        for part in key.split("."):
+            node = node[int(part)] if isinstance(node, list) else node[part]
+    assert set(dumped) == set(RunConfig.model_fields)

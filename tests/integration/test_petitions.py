@@ -1,0 +1,110 @@
+"""The whole loop on real text: a model of English novels learns Korean from half a million tokens of petitions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ForgettingError
+from scale_cli.evaluation.results import Report
+from scale_cli.evaluation.run import check_forgetting
+from scale_cli.pipeline import run_pipeline
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import changed_tensors, load_base
+from scale_cli.upscale.folder import read_record
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
+
+
+@pytest.fixture(scope="module")
+def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """configs/petitions.yaml as it is shipped, but for the folders."""
+    sources = ("corpus.sources.0", "evaluation.perplexity.0", "evaluation.perplexity.1")
+    files = ("ko-petitions/train.txt.xz", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
+    return load_config(
+        CONFIG,
+        [
+            f"output_dir={tmp_path_factory.mktemp('petitions')}",
+            f"model.base={shared_data}/ckpt-eltec/hf",
+            *(f"{source}.path={shared_data}/{file}" for source, file in zip(sources, files, strict=True)),
+            "evaluation.mixed_precision=bf16",
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def report(config: RunConfig) -> Report:
+    """The forgetting report of the finished run."""
+    said: list[str] = []
+    report = run_pipeline(config, said.append)
+    assert not any("done already" in line for line in said)
+    return report
+
+
+def test_it_trains_on_at_least_half_a_million_tokens(report: Report) -> None:
+    assert report.num_tokens_trained >= 500_000
+
+
+def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Report) -> None:
+    (english,) = report.with_role("retention")
+    assert english.num_documents == 114
+    worst = english.heads["posterior"].worst_document_nats
+    assert worst is not None and worst <= math.log(2) + 1e-6
+
+
+def test_korean_is_learned_and_routing_gives_up_less_than_one_percent_of_it(report: Report) -> None:
+    (korean,) = report.with_role("acquisition")
+    base, adapted, routed = (korean.heads[head].nats_per_token for head in ("base", "adapted", "posterior"))
+    assert base is not None and adapted is not None and routed is not None
+    assert adapted < 0.6 * base
+    assert routed <= 1.01 * adapted
+
+
+def test_the_intervals_of_a_real_gain_exclude_zero(report: Report) -> None:
+    (korean,) = report.with_role("acquisition")
+    gain = korean.heads["posterior"].bits_per_byte_difference
+    assert gain.value is not None and gain.low is not None and gain.high is not None
+    assert gain.low <= gain.value <= gain.high < 0.0
+
+
+def test_the_written_report_shows_both_rules_and_its_picture(config: RunConfig, report: Report) -> None:
+    folder = RunFolder(config.output_dir).evaluation
+    assert Report.from_json(json.loads((folder / "report.json").read_text(encoding="utf-8"))) == report
+    page = (folder / "report.md").read_text(encoding="utf-8")
+    assert "routed, posterior" in page and "routed, cosine" in page
+    assert (folder / "trade-off.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_base_is_untouched_and_the_export_is_a_plain_model(config: RunConfig, report: Report) -> None:
+    run = RunFolder(config.output_dir)
+    assert changed_tensors(load_base(config.model), read_record(run.final)) == []
+    folder = run.export("llama")
+    assert not list(folder.glob("*.py"))
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        assert torch.isfinite(exported(torch.tensor([[0, 5, 7]])).logits).all()
+    assert json.loads((folder / "parity.json").read_text())["max_logit_difference"] <= 1e-4
+
+
+def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> None:
+    said: list[str] = []
+    assert run_pipeline(config, said.append) == report
+    assert (
+        sum("done already" in line for line in said) == 2
+    )  # upscale and export; train and evaluate show what is there
+
+
+def test_the_gate_fails_only_where_more_was_forgotten_than_allowed(report: Report) -> None:
+    check_forgetting(report, 0.01)
+    lost = report.with_role("retention")[0].heads["posterior"].bits_per_byte_difference.value
+    assert lost is not None and lost > 0.0
+    with pytest.raises(ForgettingError, match="eltec"):
+        check_forgetting(report, lost / 2)

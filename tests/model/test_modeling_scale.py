@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.model import modeling_scale
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+from scale_cli.upscale.base import changed_tensors, record_base
+from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
+
+# Variant and collaborating layers; the paper's three, and route with and without an untouched stream of its own.
+METHODS = [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")]
+WHERE_LAYERS_COLLABORATE = [("adapt", None), ("adapt", "top:2"), ("route", "all"), ("route", "top:2")]
+EVERYWHERE = list(dict.fromkeys([*METHODS, *WHERE_LAYERS_COLLABORATE]))
+
+
+def prompts(ids: Tensor) -> list[Tensor]:
+    """64 prompts of 24 to 56 tokens from all over a token stream, in batches of equal shape."""
+    starts = torch.linspace(0, len(ids) - 56, 64).long().split(16)
+    return [
+        torch.stack([ids[start : start + length] for start in batch.tolist()])
+        for batch, length in zip(starts, (24, 32, 40, 56), strict=True)
+    ]
+
+
+def some_ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def base_path(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+    return model.base_logits(model.final_states(input_ids, preserved=True))
+
+
+@torch.no_grad()
+def adaptation(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(("variant", "layers"), METHODS)
+@torch.no_grad()
+def test_base_logits_are_the_base_models_bit_for_bit_before_and_after_training(
+    shared_data: Path, checkpoint: str, dtype: Any, variant: str, layers: str | None
+) -> None:
+    folder, ids = shared_data / checkpoint / "hf", real_ids(shared_data, checkpoint)
+    original = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    expected = [original(batch, use_cache=False).logits for batch in prompts(ids)]
+    model = widen(real_base(shared_data, checkpoint, dtype), variant, layers)
+    record = record_base(model.base, ModelConfig(base=str(folder), dtype=dtype))
+
+    for batch, logits in zip(prompts(ids), expected, strict=True):
+        assert torch.equal(base_path(model, batch), logits)
+        assert torch.equal(adaptation(model, batch), logits.float()), "step 0: H' = 0 and W12 = 0"
+    with torch.enable_grad():
+        losses = train_steps(model, ids, num_steps=50, lr=1e-2)
+    assert losses != sorted(losses, reverse=True) and min(losses) < losses[0], "a real run, not a standstill"
+    for batch, logits in zip(prompts(ids), expected, strict=True):
+        assert torch.equal(base_path(model, batch), logits)
+    assert not torch.equal(adaptation(model, batch), logits.float())
+    assert changed_tensors(model.base, record) == []
+
+
+@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+def test_only_the_expansion_ever_has_a_gradient(variant: str, layers: str | None) -> None:
+    model = as_if_trained(widen(tiny_llama(), variant, layers)).train()
+    model(input_ids=some_ids(2, 9), labels=some_ids(2, 9)).loss.backward()
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.base.parameters())
+    still = [name for name, parameter in model.expansion.named_parameters() if parameter.grad is None]
+    assert still == [], "every block learns"
+
+
+def base_outputs(model: ScaleForCausalLM, input_ids: Tensor) -> dict[str, Tensor]:
+    """What every product and norm of the base returned in one training forward pass, by module name."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _module, _inputs, output: seen.__setitem__(name, output)
+
+    # The activation function has no weights and serves both streams: it is nobody's.
+    handles = [
+        module.register_forward_hook(keep(name))
+        for name, module in model.base.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    model.train()(input_ids=input_ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_in_preserve_autograd_records_nothing_of_the_base_stream() -> None:
+    seen = base_outputs(as_if_trained(widen(tiny_llama(), "preserve")), some_ids(2, 9))
+    assert {name.rsplit(".", 1)[-1] for name in seen} > {"embed_tokens", "q_proj", "down_proj", "norm", "lm_head"}
+    assert [name for name, output in seen.items() if output.requires_grad] == []
+
+
+def test_below_the_first_collaborating_layer_autograd_records_nothing_of_the_base_stream() -> None:
+    seen = base_outputs(as_if_trained(widen(tiny_llama(), "adapt", "top:1")), some_ids(2, 9))
+    assert [name for name, output in seen.items() if output.requires_grad and ".layers.2." not in f".{name}"] == [
+        "model.norm",
+        "lm_head",
+    ]
+    assert seen["model.layers.2.self_attn.o_proj"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers", "expected"),
+    [("preserve", None, set()), ("route", None, set()), ("adapt", None, {0, 1, 2}), ("route", "top:2", {1, 2})],
+)
+def test_w12_exists_where_layers_collaborate_and_nowhere_else(
+    variant: str, layers: str | None, expected: set[int]
+) -> None:
+    model = widen(tiny_llama(), variant, layers)
+    names = [name for name in model.state_dict() if name.endswith("weight_12")]
+    assert {int(name.split(".")[2]) for name in names} == expected
+    assert len(names) == 7 * len(expected)
+
+
+@pytest.mark.parametrize("modules", [("attention",), ("mlp",)])
+def test_w12_exists_in_the_chosen_modules_only(modules: tuple[str, ...]) -> None:
+    model = widen(tiny_llama(), "adapt", "all", modules=modules)
+    names = {name.split(".")[3] for name in model.state_dict() if name.endswith("weight_12")}
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert names == (attention if modules == ("attention",) else mlp)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("layers", ["none", "top:2", "all"])
+@torch.no_grad()
+def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(layers: str, broken: float) -> None:
+    base, input_ids = tiny_llama(), some_ids(3, 17)
+    expected = base(input_ids, use_cache=False).logits
+    model = widen(base, "route", layers)
+    for parameter in model.expansion.parameters():
+        parameter.fill_(broken)
+    assert torch.isnan(adaptation(model, input_ids)).all()
+    assert torch.equal(base_path(model, input_ids), expected)
+    routed = model(input_ids=input_ids, use_cache=False).logits
+    torch.testing.assert_close(routed[:, 1:], torch.log_softmax(expected, -1)[:, 1:], rtol=1e-6, atol=1e-6)
+    first = torch.log_softmax(expected, -1)[:, 0] - math.log(2)
+    torch.testing.assert_close(routed[:, 0], first, rtol=1e-6, atol=1e-6)
+    model.config.router_rule = "cosine"
+    assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("layers", ["none", "top:2", "all"])
+@pytest.mark.parametrize("switch_rate", [0.0, 0.01])
+@torch.no_grad()
+def test_posterior_logits_are_what_evaluation_computes_from_observations(layers: str, switch_rate: float) -> None:
+    model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3), std=0.1)
+    ids = some_ids(4, 40)
+    input_ids, next_ids = ids[:, :-1], ids[:, 1:]
+    observed = model.observe(model.final_states(input_ids, preserved=True), next_ids)
+    prior_K = log_prior(0.3)
+    weights = posterior_log_weights(observed.log_probs_KBT, prior_K[:, None].expand(-1, 4), prior_K, switch_rate)
+    expected = mix_log_probs(weights[..., :-1], observed.log_probs_KBT.double())
+    routed = model(input_ids=input_ids, use_cache=False).logits
+    torch.testing.assert_close(torch.logsumexp(routed, -1).exp(), torch.ones(4, 39), rtol=1e-5, atol=0.0)
+    came = routed.gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
+    assert 0.01 < weights[0].exp().min() < 0.3, "neither head is the only one heard"
+
+
+@torch.no_grad()
+def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> None:
+    model = as_if_trained(widen(tiny_llama(), "route", "top:1", rule="cosine", threshold=0.9), std=0.2)
+    input_ids = some_ids(4, 40)
+    states = model.final_states(input_ids, preserved=True)
+    serves_base = cosine_serves_base(model.observe(states, input_ids).cosine_BT, 0.9)
+    assert serves_base.any() and not serves_base.all()
+    base, adapted = model.both_logits(states)
+    expected = torch.where(serves_base.unsqueeze(-1), base, adapted)
+    assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("layers", ["none", "top:2"])
+@torch.no_grad()
+def test_observations_are_both_heads_log_softmax_however_they_are_chunked(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = as_if_trained(widen(tiny_llama(), "route", layers))
+    input_ids, next_ids = some_ids(3, 17), some_ids(3, 17, seed=1)
+    states = model.final_states(input_ids, preserved=True)
+    whole = model.observe(states, next_ids)
+    for head, logits in enumerate((base_path(model, input_ids), adaptation(model, input_ids))):
+        expected = torch.log_softmax(logits, -1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(whole.log_probs_KBT[head], expected, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(modeling_scale, "_LOGITS_AT_ONCE", 3 * 61 * 5)
+    chunked = model.observe(states, next_ids)
+    torch.testing.assert_close(chunked.log_probs_KBT, whole.log_probs_KBT, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chunked.cosine_BT, whole.cosine_BT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+@torch.no_grad()
+def test_training_mode_answers_with_the_adaptation_head_and_evaluation_mode_with_what_is_served(
+    variant: str, layers: str | None
+) -> None:
+    model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9)
+    expected = adaptation(model, input_ids)
+    assert torch.equal(model.train()(input_ids=input_ids).logits, expected)
+    served = model.eval()(input_ids=input_ids).logits
+    assert torch.equal(served, expected) is (variant != "route")
+
+
+@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+@torch.no_grad()
+def test_the_loss_is_the_cross_entropy_of_the_logits(variant: str, layers: str | None) -> None:
+    model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9)
+    labels = input_ids.masked_fill(some_ids(2, 9, seed=2) < 20, -100)
+    for mode in (model.train(), model.eval()):
+        result = mode(input_ids=input_ids, labels=labels)
+        expected = F.cross_entropy(result.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        torch.testing.assert_close(result.loss, expected)
+
+
+@pytest.mark.parametrize("rule", ["posterior", "cosine"])
+@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+@torch.no_grad()
+def test_logits_to_keep_keeps_the_last_ones(variant: str, layers: str | None, rule: str) -> None:
+    model = as_if_trained(widen(tiny_llama(), variant, layers, rule=rule))
+    whole = model(input_ids=some_ids(2, 9)).logits
+    for kept in (1, 3, 9):
+        last = model(input_ids=some_ids(2, 9), logits_to_keep=kept).logits
+        torch.testing.assert_close(last, whole[:, -kept:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["eager", "sdpa"])
+def attention_base(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    yield tiny_llama(attn_implementation=request.param)
+
+
+@torch.no_grad()
+def test_preservation_holds_whatever_computes_attention(attention_base: PreTrainedModel) -> None:
+    model = as_if_trained(widen(attention_base, "route", "top:1"))
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :4] = 0
+    for mask in (None, padding):
+        expected = attention_base(some_ids(2, 9), attention_mask=mask, use_cache=False).logits
+        preserved = model.base_logits(model.final_states(some_ids(2, 9), mask, preserved=True))
+        assert torch.equal(preserved, expected)
+
+
+def test_a_later_token_changes_no_earlier_prediction() -> None:
+    changed = some_ids(2, 12)
+    changed[:, 7:] = some_ids(2, 5, seed=3)
+    for variant, layers in EVERYWHERE:
+        model = as_if_trained(widen(tiny_llama(), variant, layers), std=0.2)
+        before, after = (model(input_ids=ids, use_cache=False).logits[:, :7] for ids in (some_ids(2, 12), changed))
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_the_expansion_alone_is_what_trains_and_its_norms_and_linears_are_all_there() -> None:
+    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if name.startswith("expansion.")}
+    num_linears = sum(isinstance(module, nn.Linear) for module in model.base.model.modules())
+    assert sum(name.endswith("weight_21") for name in trained) == num_linears
+    assert sum(name.endswith("bias_2") for name in trained) == num_linears

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.spatial.distance import cosine as cosine_distance
+from torch import Tensor
+
+from scale_cli.model.routing import (
+    cosine_serves_base,
+    head_log_probs,
+    log_prior,
+    logit_cosine,
+    mix_log_probs,
+    observed_log_probs,
+    posterior_log_weights,
+)
+
+Values = npt.NDArray[np.float64]
+BROKEN = (-math.inf, math.nan)
+
+unhurried = settings(deadline=None, max_examples=100)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What K heads gave the tokens of one document, and the base's prior."""
+
+    log_probs_KT: Values
+    base_prior: float
+
+    @property
+    def prior_K(self) -> Tensor:
+        return log_prior(self.base_prior, len(self.log_probs_KT))
+
+    def weights(self, switch_rate: float = 0.0) -> Tensor:
+        """(K, T + 1), logarithms."""
+        log_probs_KBT = torch.from_numpy(self.log_probs_KT).unsqueeze(1)
+        return posterior_log_weights(log_probs_KBT, self.prior_K[:, None], self.prior_K, switch_rate)[:, 0]
+
+    def routed_loss(self, switch_rate: float = 0.0) -> float:
+        log_probs_KT = torch.from_numpy(self.log_probs_KT)
+        return -mix_log_probs(self.weights(switch_rate)[:, :-1], log_probs_KT).sum().item()
+
+    def head_losses(self) -> list[float]:
+        return [float(loss) for loss in -_zero_for_nan(self.log_probs_KT).sum(axis=1)]
+
+
+def _zero_for_nan(log_probs: Values) -> Values:
+    return np.where(np.isnan(log_probs), -np.inf, log_probs)
+
+
+@st.composite
+def documents(draw: st.DrawFn, *, base_may_break: bool = True) -> Said:
+    num_heads, num_tokens = draw(st.sampled_from([2, 3])), draw(st.integers(1, 30))
+    finite = st.floats(-60.0, 0.0)
+    any_value = finite | st.sampled_from(BROKEN)
+    log_probs = [
+        draw(hnp.arrays(np.float64, num_tokens, elements=any_value if head or base_may_break else finite))
+        for head in range(num_heads)
+    ]
+    return Said(np.stack(log_probs), draw(st.floats(1e-6, 1.0 - 1e-6)))
+
+
+def recursion(said: Said, switch_rate: float) -> Values:
+    """Bayes' rule one token at a time, then a share of the weight back to the prior; probabilities (K, T + 1)."""
+    prior = np.exp(said.prior_K.numpy())
+    weights = prior
+    columns = [weights]
+    for token in _zero_for_nan(said.log_probs_KT).T:
+        if np.isneginf(token).all():
+            token = np.zeros_like(token)
+        with np.errstate(divide="ignore"):
+            joint = np.log(weights) + token
+        if np.isneginf(joint).all():
+            updated = prior
+        else:
+            updated = np.exp(joint - joint.max())
+            updated = updated / updated.sum()
+        weights = (1.0 - switch_rate) * updated + switch_rate * prior
+        columns.append(weights)
+    return np.stack(columns, axis=1)
+
+
+@unhurried
+@given(documents())
+def test_routing_loses_at_most_the_prior_to_every_head_on_every_document(said: Said) -> None:
+    routed = said.routed_loss()
+    for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
+        assert routed <= loss - prior + 1e-9 * (1.0 + abs(loss))
+
+
+@unhurried
+@given(documents(base_may_break=False))
+def test_routing_is_finite_whatever_the_other_heads_say(said: Said) -> None:
+    assert math.isfinite(said.routed_loss())
+
+
+@unhurried
+@given(documents(), st.floats(1e-6, 0.5))
+def test_a_switch_rate_costs_at_most_its_own_logarithm_a_token(said: Said, switch_rate: float) -> None:
+    routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
+    for loss, prior in zip(said.head_losses(), said.prior_K.tolist(), strict=True):
+        assert routed <= loss - prior - num_tokens * math.log1p(-switch_rate) + 1e-9 * (1.0 + abs(loss))
+
+
+@unhurried
+@given(documents(), st.sampled_from([0.0, 1e-6, 0.01, 0.5]))
+def test_weights_are_those_of_a_step_by_step_recursion(said: Said, switch_rate: float) -> None:
+    np.testing.assert_allclose(said.weights(switch_rate).exp().numpy(), recursion(said, switch_rate), atol=1e-10)
+
+
+@unhurried
+@given(documents(), st.sampled_from([0.0, 0.01]))
+def test_weights_are_normalised_before_every_token_and_after_the_last(said: Said, switch_rate: float) -> None:
+    totals = torch.logsumexp(said.weights(switch_rate), dim=0)
+    assert totals.shape == (said.log_probs_KT.shape[1] + 1,)
+    torch.testing.assert_close(totals, torch.zeros_like(totals), rtol=0.0, atol=1e-12)
+
+
+@unhurried
+@given(documents(), st.sampled_from([0.0, 0.01]), st.data())
+def test_later_tokens_change_no_earlier_weight(said: Said, switch_rate: float, data: st.DataObject) -> None:
+    first_changed = data.draw(st.integers(0, said.log_probs_KT.shape[1] - 1))
+    changed = said.log_probs_KT.copy()
+    changed[:, first_changed:] = data.draw(
+        hnp.arrays(np.float64, changed[:, first_changed:].shape, elements=st.floats(-60.0, 0.0))
+    )
+    before, after = said.weights(switch_rate), Said(changed, said.base_prior).weights(switch_rate)
+    kept = slice(None, first_changed + 1)
+    torch.testing.assert_close(after[:, kept].exp(), before[:, kept].exp(), rtol=0.0, atol=1e-12)
+
+
+@unhurried
+@given(documents(), st.sampled_from([0.0, 0.01]), st.data())
+def test_windows_with_carried_weights_are_the_whole_document(
+    said: Said, switch_rate: float, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, said.log_probs_KT.shape[1]))
+    log_probs_KBT, start_KB, windows = torch.from_numpy(said.log_probs_KT).unsqueeze(1), said.prior_K[:, None], []
+    for window in (log_probs_KBT[..., :cut], log_probs_KBT[..., cut:]):
+        weights_KBS = posterior_log_weights(window, start_KB, said.prior_K, switch_rate)
+        start_KB = weights_KBS[..., -1]
+        windows.append(weights_KBS[:, 0, :-1])
+    whole = said.weights(switch_rate)
+    torch.testing.assert_close(torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10)
+
+
+@unhurried
+@given(hnp.arrays(np.float64, (2, 8), elements=st.floats(-1.0, 0.0)), st.floats(0.1, 0.9))
+def test_a_vanishing_switch_rate_is_no_switching(log_probs_KT: Values, base_prior: float) -> None:
+    said = Said(log_probs_KT, base_prior)
+    torch.testing.assert_close(said.weights(1e-12).exp(), said.weights(0.0).exp(), rtol=0.0, atol=1e-6)
+
+
+@unhurried
+@given(documents(base_may_break=False), st.sampled_from(BROKEN), st.data())
+def test_once_the_other_heads_break_the_base_alone_is_served(said: Said, broken: float, data: st.DataObject) -> None:
+    first_broken = data.draw(st.integers(0, said.log_probs_KT.shape[1] - 1))
+    log_probs_KT = _zero_for_nan(said.log_probs_KT)
+    log_probs_KT[1:, first_broken:] = broken
+    weights = Said(log_probs_KT, said.base_prior).weights()
+    assert weights[0, first_broken + 1 :].tolist() == [0.0] * (log_probs_KT.shape[1] - first_broken)
+
+
+def test_a_head_broken_from_the_first_token_costs_exactly_the_prior() -> None:
+    base = np.linspace(-9.0, -0.1, 50)
+    said = Said(np.stack([base, np.full_like(base, math.nan)]), 0.25)
+    assert said.routed_loss() == pytest.approx(-base.sum() - math.log(0.25), rel=1e-14)
+
+
+def test_documents_of_a_batch_do_not_touch_each_other() -> None:
+    log_probs_KBT = -10.0 * torch.rand(2, 5, 20, dtype=torch.float64)
+    log_probs_KBT[1, 3, 7] = -math.inf
+    prior_K = log_prior(0.3)
+    for switch_rate in (0.0, 0.01):
+        start_KB = prior_K[:, None].expand(-1, 5)
+        together = posterior_log_weights(log_probs_KBT, start_KB, prior_K, switch_rate)
+        for index in range(5):
+            alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights(switch_rate)
+            torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)
+
+
+@unhurried
+@given(st.floats(1e-6, 1.0 - 1e-6), st.integers(2, 5))
+def test_the_prior_is_the_bases_share_and_the_rest_evenly(base_prior: float, num_heads: int) -> None:
+    weights = log_prior(base_prior, num_heads).exp().tolist()
+    assert weights[0] == pytest.approx(base_prior)
+    assert sum(weights) == pytest.approx(1.0)
+    assert len(weights) == num_heads
+    assert len(set(weights[1:])) == 1
+
+
+@unhurried
+@given(
+    hnp.arrays(np.float32, (4, 7), elements=st.floats(-50.0, 50.0, width=32)),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.sampled_from([math.nan, math.inf, -math.inf]))),
+    st.lists(st.integers(0, 6), min_size=4, max_size=4),
+)
+def test_the_token_that_came_is_given_what_the_whole_distribution_gives_it(
+    logits: npt.NDArray[np.float32], damage: list[tuple[int, int, float]], came: list[int]
+) -> None:
+    for row, column, value in damage:
+        logits[row, column] = value
+    logits_BTV, next_ids_BT = torch.from_numpy(logits).unsqueeze(0), torch.tensor([came])
+    whole = head_log_probs(logits_BTV)
+    said = observed_log_probs(logits_BTV, next_ids_BT)
+    torch.testing.assert_close(said, whole.gather(-1, next_ids_BT.unsqueeze(-1)).squeeze(-1), rtol=1e-5, atol=1e-5)
+    assert not torch.isnan(whole).any()
+    broken = torch.isnan(logits_BTV).any(-1) | (logits_BTV == torch.inf).any(-1) | (logits_BTV == -torch.inf).all(-1)
+    assert (whole[broken] == -torch.inf).all()
+    torch.testing.assert_close(torch.logsumexp(whole[~broken], dim=-1).abs() < 1e-4, torch.ones_like(broken[~broken]))
+
+
+@unhurried
+@given(documents())
+def test_a_mixture_is_the_weighted_mean_of_probabilities(said: Said) -> None:
+    weights = said.weights()[:, :-1]
+    mixed = mix_log_probs(weights, torch.from_numpy(said.log_probs_KT)).exp().numpy()
+    expected = (weights.exp().numpy() * np.exp(_zero_for_nan(said.log_probs_KT))).sum(axis=0)
+    np.testing.assert_allclose(mixed, expected, rtol=1e-9, atol=1e-300)
+
+
+def test_the_cosine_is_scipys_and_torchs() -> None:
+    base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
+    cosine = logit_cosine(base, adapted)
+    torch.testing.assert_close(cosine, torch.nn.functional.cosine_similarity(base, adapted, dim=-1))
+    expected = [1.0 - cosine_distance(b, a) for b, a in zip(base.numpy(), adapted.numpy(), strict=True)]
+    np.testing.assert_allclose(cosine.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
+def test_where_there_is_no_cosine_the_base_is_served(broken: float) -> None:
+    base = torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
+    cosine = logit_cosine(base, torch.full_like(base, broken))
+    assert torch.isnan(cosine).all()
+    for threshold in (-1.0, 0.5, 1.0):
+        assert cosine_serves_base(cosine, threshold).all()
+
+
+@unhurried
+@given(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_the_papers_rule_serves_the_base_from_the_threshold_up(cosine: float, threshold: float) -> None:
+    served = cosine_serves_base(torch.tensor(cosine, dtype=torch.float64), threshold)
+    assert served.item() is (cosine >= threshold)

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.errors import StorageError
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    load_tensors,
+    new_folder,
+    read_json,
+    save_tensors,
+    verify_folder,
+    write_json,
+    write_text,
+)
+
+FILES = {"a.txt": b"first", "deep/er/b.bin": bytes(range(256)), "empty": b""}
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != MANIFEST
+    }
+
+
+def write_folder(path: Path, files: dict[str, bytes]) -> None:
+    with new_folder(path) as partial:
+        fill(partial, files)
+
+
+# Folders
+
+
+def test_a_new_folder_holds_what_was_put_in_and_verifies(tmp_path: Path) -> None:
+    write_folder(tmp_path / "deep" / "folder", FILES)
+    verify_folder(tmp_path / "deep" / "folder")
+    assert contents(tmp_path / "deep" / "folder") == FILES
+
+
+def test_a_folder_is_absent_until_it_is_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "folder") as partial:
+        fill(partial, FILES)
+        assert not (tmp_path / "folder").exists()
+    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_replaces_the_previous_one_whole(tmp_path: Path) -> None:
+    write_folder(tmp_path / "folder", FILES)
+    write_folder(tmp_path / "folder", {"other": b"second"})
+    verify_folder(tmp_path / "folder")
+    assert contents(tmp_path / "folder") == {"other": b"second"}
+    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+def test_what_a_killed_writer_left_is_no_part_of_the_next_folder(tmp_path: Path) -> None:
+    partial = tmp_path / ".folder.partial"
+    fill(partial, {"stale": b"half"})
+    fill(tmp_path / ".folder.previous", {"stale": b"old"})
+    write_folder(tmp_path / "folder", FILES)
+    write_folder(tmp_path / "folder", FILES)
+    assert contents(tmp_path / "folder") == FILES
+    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("written", range(len(FILES) + 1))
+@pytest.mark.parametrize("previous", [None, {"old": b"content"}])
+def test_a_failed_write_leaves_the_previous_folder(
+    tmp_path: Path, error: type[BaseException], written: int, previous: dict[str, bytes] | None
+) -> None:
+    if previous is not None:
+        write_folder(tmp_path / "folder", previous)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(error), new_folder(tmp_path / "folder") as partial:
+        fill(partial, dict(list(FILES.items())[:written]))
+        raise error
+    assert sorted(tmp_path.iterdir()) == before
+    if previous is not None:
+        verify_folder(tmp_path / "folder")
+        assert contents(tmp_path / "folder") == previous
+
+
+def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
+    calls = 0
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise OSError("no space left")
+        return real(*arguments, **options)
+
+    return fail_once
+
+
+# Synced before the folder takes its place: the manifest when it is written, then 4 files, 2 folders, and the folder.
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [(os, "fsync", call) for call in range(1, 9)] + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
+)
+def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+) -> None:
+    write_folder(tmp_path / "folder", {"old": b"content"})
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), call))
+        with pytest.raises(OSError, match="no space"):
+            write_folder(tmp_path / "folder", FILES)
+    verify_folder(tmp_path / "folder")
+    assert contents(tmp_path / "folder") == {"old": b"content"}
+    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+# verify_folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verified") / "folder"
+    write_folder(folder, FILES)
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "folder"))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(sorted(f for f in whole.rglob("*") if f.is_file() and f.stat().st_size)))
+    before = file.read_bytes()
+    position, bit = data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(0, 7))
+    after = bytearray(before)
+    after[position] ^= 1 << bit
+    try:
+        file.write_bytes(after)
+        with pytest.raises(StorageError):
+            verify_folder(whole)
+    finally:
+        file.write_bytes(before)
+    verify_folder(whole)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_file_that_was_cut_or_grew_is_detected_and_named(whole: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FILES)))
+    before = FILES[name]
+    cut = st.integers(0, max(0, len(before) - 1)).map(lambda length: before[:length])
+    after = data.draw((cut if before else st.nothing()) | st.binary(min_size=1, max_size=9).map(before.__add__))
+    try:
+        (whole / name).write_bytes(after)
+        with pytest.raises(StorageError) as caught:
+            verify_folder(whole)
+        assert str(whole / name) in str(caught.value)
+    finally:
+        (whole / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_missing_file_is_named(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(StorageError, match="missing") as caught:
+        verify_folder(copied)
+    assert str(copied / name) in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        verify_folder(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": 3}', '{"files": {"a.txt": {}}}', '{"files": ["a"]}', ""])
+def test_a_manifest_of_another_shape_is_damage(copied: Path, manifest: str) -> None:
+    (copied / MANIFEST).write_text(manifest, encoding="utf-8")
+    with pytest.raises(StorageError, match="damaged"):
+        verify_folder(copied)
+
+
+# Files
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_json_is_refused_and_nothing_is_written(tmp_path: Path, number: float) -> None:
+    write_json(tmp_path / "file.json", {"old": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "file.json", {"nested": [number]})
+    assert read_json(tmp_path / "file.json") == {"old": 1}
+    assert [child.name for child in tmp_path.iterdir()] == ["file.json"]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab가", max_size=2), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(JSON)
+def test_json_reads_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    write_json(path, value)
+    assert read_json(path) == value
+    assert json.loads(path.read_bytes()) == value
+
+
+@pytest.mark.parametrize("owner", [(os, "fsync"), (Path, "replace")])
+@pytest.mark.parametrize("text", ["new", "half a surrogate pair: \ud800"])
+def test_a_file_that_cannot_be_written_keeps_its_old_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[Any, str], text: str
+) -> None:
+    write_text(tmp_path / "file.txt", "old")
+    monkeypatch.setattr(*owner, failing(getattr(*owner), 1))
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        write_text(tmp_path / "file.txt", text)
+    assert (tmp_path / "file.txt").read_text(encoding="utf-8") == "old"
+    assert [child.name for child in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_text_is_written_byte_for_byte(tmp_path: Path) -> None:
+    write_text(tmp_path / "new" / "file.txt", "가\r\nb\n")
+    assert (tmp_path / "new" / "file.txt").read_bytes() == "가\r\nb\n".encode()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff"])
+def test_a_damaged_json_file_is_a_storage_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file.json").write_bytes(content)
+    with pytest.raises(StorageError) as caught:
+        read_json(tmp_path / "file.json")
+    assert str(tmp_path / "file.json") in str(caught.value)
+
+
+# Tensors
+
+
+def test_tensors_read_back_bit_for_bit(tmp_path: Path) -> None:
+    tensors = {
+        "f": torch.tensor([float("nan"), -0.0, 1e-45]),
+        "b": torch.randn(3, 4, dtype=torch.bfloat16).t(),
+        "none": torch.zeros(0, 2),
+    }
+    save_tensors(tmp_path / "t.safetensors", tensors)
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_cut_tensor_file_is_a_storage_error(tmp_path: Path, kept: float) -> None:
+    path = tmp_path / "t.safetensors"
+    save_tensors(path, {"a": torch.ones(100)})
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(StorageError) as caught:
+        load_tensors(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_tensor_file_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        load_tensors(tmp_path / "absent.safetensors")

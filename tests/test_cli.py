@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scale_cli.cli import main
+
+VERBS = ("upscale", "train", "evaluate", "eval", "export", "run")
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "scipy", "matplotlib"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command line ended with."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    def error(self) -> str:
+        """Return its error message, having checked that there is one, and that it is all the user is bothered with."""
+        assert "Traceback" not in self.stdout + self.stderr
+        shown = [line for line in re.split(r"[\r\n]+", self.stderr) if line.strip()]
+        errors = [line for line in shown if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert self.stderr.count("error:") == 1
+        return errors[0].removeprefix("error: ")
+
+
+def scale(*arguments: str | Path, cwd: Path) -> Finished:
+    command = [sys.executable, "-m", "scale_cli", *map(str, arguments)]
+    # Torch's idle threads spin, and on a busy machine they take the cores from those that work: five times the time.
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+ScaleHere = Callable[..., Finished]
+
+
+@pytest.fixture
+def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> ScaleHere:
+    """The same without a process of its own, which would spend seconds on importing torch."""
+
+    def run(*arguments: str | Path) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capfd.readouterr()
+        code = caught.value.code
+        assert code is None or isinstance(code, int)
+        return Finished(code or 0, captured.out, captured.err)
+
+    return run
+
+
+def write_config(folder: Path, base: Path | str, name: str = "config") -> Path:
+    tree = {
+        "output_dir": str(folder / "run"),
+        "model": {"base": str(base)},
+        "corpus": {
+            "sequence_length": 16,
+            "sources": [{"name": "news", "path": str(folder / "news.txt"), "language": "en"}],
+        },
+        "train": {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
+    return path
+
+
+def write_base_config(folder: Path, model_type: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A good config, but for its base, which is not there."""
+    return write_config(tmp_path, tmp_path / "absent-base")
+
+
+# Help
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
+def test_help_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "scale_cli", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & HEAVY
+
+
+def test_help_takes_at_most_three_times_what_typer_and_rich_take(tmp_path: Path) -> None:
+    floor = [sys.executable, "-c", "import typer, rich"]
+    asked = [sys.executable, "-m", "scale_cli", "--help"]
+    elapsed_s: dict[int, list[float]] = {0: [], 1: []}
+    for _ in range(7):  # in turn, so that whatever else the machine does falls on both
+        for which, command in enumerate((floor, asked)):
+            started_s = time.perf_counter()
+            subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+            elapsed_s[which].append(time.perf_counter() - started_s)
+    assert statistics.median(elapsed_s[1]) <= 3 * statistics.median(elapsed_s[0])
+
+
+def test_help_shows_every_verb_but_the_alias(tmp_path: Path) -> None:
+    shown = scale("--help", cwd=tmp_path).stdout
+    assert {verb for verb in VERBS if re.search(rf"^ +{verb} ", shown, re.MULTILINE)} == {*VERBS} - {"eval"}
+
+
+def test_eval_is_evaluate(config: Path, scale_here: ScaleHere) -> None:
+    asked = [scale_here(verb, "--help").stdout.replace(verb, "VERB") for verb in ("evaluate", "eval")]
+    refused = [scale_here(verb, config) for verb in ("evaluate", "eval")]
+    assert "--max-forgetting" in asked[0]
+    assert "--max-forgetting" in asked[1]
+    assert refused[0] == refused[1]
+    assert refused[0].exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"]], ids=" ".join)
+def test_a_command_line_that_makes_no_sense_exits_2(tmp_path: Path, arguments: list[str]) -> None:
+    done = scale(*arguments, cwd=tmp_path)
+    assert done.exit_code == 2
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Errors of the config: told before torch is imported, so each in a process of its own
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.max_stpes=3", ["train.max_stpes", "did you mean max_steps?"]),
+        ("str=3", ["str: unknown key"]),
+        ("train.max_steps=three", ["train.max_steps"]),
+        ("train.lr=!!bool x", ["train.lr=!!bool x"]),
+        ("train.lr", ["train.lr", "key.sub=value"]),
+    ],
+)
+@pytest.mark.parametrize("verb", ["upscale", "train"])
+def test_a_bad_override_is_one_message_that_names_it(config: Path, verb: str, override: str, named: list[str]) -> None:
+    done = scale(verb, config, override, cwd=config.parent)
+    message = done.error()
+    assert done.stderr == f"error: {message}\n"
+    assert all(part in message for part in named)
+    assert done.exit_code == 2
+    assert not (config.parent / "run").exists()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_missing_config_is_one_message_that_names_it(tmp_path: Path, verb: str) -> None:
+    done = scale(verb, "absent.yaml", cwd=tmp_path)
+    assert done.stderr == "error: absent.yaml: no such config file\n"
+    assert done.exit_code == 2
+
+
+def test_a_config_that_is_not_utf8_is_one_message_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"output_dir: caf\xe9\n")
+    done = scale("train", "latin.yaml", cwd=tmp_path)
+    assert "latin.yaml" in done.error()
+    assert done.exit_code == 2
+
+
+# Errors of the base
+
+
+def test_a_base_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+    config = write_config(tmp_path, write_base_config(tmp_path / "gpt2-like", "gpt2"))
+    done = scale("upscale", config, cwd=tmp_path)
+    message = done.error()
+    assert done.stderr == f"error: {message}\n"
+    assert "model.base" in message
+    assert str(tmp_path / "gpt2-like") in message
+    assert "gpt2" in message
+    assert "llama" in message
+    assert done.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_of_no_known_family_is_named(tmp_path: Path, scale_here: ScaleHere) -> None:
+    done = scale_here("upscale", write_config(tmp_path, write_base_config(tmp_path / "unheard-of", "unheard")))
+    assert str(tmp_path / "unheard-of") in done.error()
+    assert done.exit_code == 2
+
+
+def test_a_missing_base_is_named(config: Path, scale_here: ScaleHere) -> None:
+    done = scale_here("upscale", config)
+    assert str(config.parent / "absent-base") in done.error()
+    assert done.exit_code == 2
+    assert not (config.parent / "run").exists()
+
+
+def test_training_without_upscaling_says_what_to_run_first(config: Path, scale_here: ScaleHere) -> None:
+    done = scale_here("train", config)
+    message = done.error()
+    assert "scale upscale" in message
+    assert str(config.parent / "run") in message
+    assert done.exit_code == 2
+    assert not (config.parent / "run").exists()
+
+
+# Errors of the corpus and of the run folder, on a real base
+
+
+@pytest.fixture(scope="module")
+def upscaled_once(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    done = scale("upscale", write_config(folder, shared_data / "ckpt-stories260K" / "hf"), cwd=folder)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "preserved" in done.stdout
+    return folder
+
+
+@pytest.fixture
+def upscaled(upscaled_once: Path, tmp_path: Path, shared_data: Path) -> Path:
+    """The config of a folder that `scale upscale` has been through."""
+    shutil.copytree(upscaled_once / "run", tmp_path / "run")
+    return write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+
+
+def test_a_corpus_that_is_not_utf8_is_named_with_its_line(upscaled: Path) -> None:
+    corpus = upscaled.parent / "news.txt"
+    corpus.write_bytes(b"fine\n\nalso fine\ncaf\xe9\n")
+    before = files_of(upscaled.parent / "run")
+    done = scale("train", upscaled, cwd=upscaled.parent)
+    assert f"{corpus}:4: " in done.error()
+    assert done.exit_code == 2
+    assert files_of(upscaled.parent / "run") == before
+
+
+def test_a_missing_corpus_is_named(upscaled: Path, scale_here: ScaleHere) -> None:
+    before = files_of(upscaled.parent / "run")
+    done = scale_here("train", upscaled, "corpus.sources.0.path=absent/*.jsonl")
+    message = done.error()
+    assert "news" in message
+    assert "absent/*.jsonl" in message
+    assert done.exit_code == 2
+    assert files_of(upscaled.parent / "run") == before
+
+
+def test_another_method_than_was_upscaled_is_refused(upscaled: Path, scale_here: ScaleHere) -> None:
+    done = scale_here("train", upscaled, "method.expansion.ratio=0.5")
+    assert "method.expansion.ratio: 0.25 -> 0.5" in done.error()
+    assert done.exit_code == 2
+
+
+def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale_here: ScaleHere) -> None:
+    run = upscaled.parent / "run"
+    assert scale_here("train", upscaled).exit_code == 0
+    finished = files_of(run)
+    assert scale_here("train", upscaled).error() == f"{run}: holds a finished run; choose another output_dir"
+    assert files_of(run) == finished
+    shutil.rmtree(run / "final")
+    done = scale_here("train", upscaled)
+    assert str(run) in done.error()
+    assert "--resume" in done.error()
+    assert done.exit_code == 2
+    assert not (run / "final").exists()
+    assert scale_here("train", upscaled, "--resume", "auto").exit_code == 0
+    assert (run / "final").is_dir()
+
+
+def test_upscaling_over_a_run_is_refused(upscaled: Path, scale_here: ScaleHere) -> None:
+    (upscaled.parent / "run" / "checkpoints").mkdir()
+    done = scale_here("upscale", upscaled)
+    assert str(upscaled.parent / "run") in done.error()
+    assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_checkpoint_that_is_none_is_named(upscaled: Path, scale_here: ScaleHere, there: bool) -> None:
+    folder = upscaled.parent / "checkpoint"
+    if there:
+        folder.mkdir()
+    done = scale_here("train", upscaled, "--resume", folder)
+    assert str(folder) in done.error()
+    assert done.exit_code == 2

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.training.metrics import MetricsLog
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0 / (step + 1), "source": "뉴스\u2028"}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def write(path: Path, steps: range | list[int]) -> None:
+    log = MetricsLog(path, resumed_step=0)
+    for step in steps:
+        log.append(record(step))
+    log.sync()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_records_are_kept_in_order(path: Path) -> None:
+    write(path, range(1, 5))
+    assert read(path) == [record(step) for step in range(1, 5)]
+
+
+def test_a_record_is_in_the_file_when_append_returns(path: Path) -> None:
+    log = MetricsLog(path, resumed_step=0)
+    log.append(record(1))
+    assert read(path) == [record(1)]
+
+
+def test_a_new_run_starts_an_empty_log(path: Path) -> None:
+    write(path, range(1, 5))
+    MetricsLog(path, resumed_step=0)
+    assert read(path) == []
+
+
+def test_a_log_makes_its_folder(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "new" / "metrics.jsonl", resumed_step=3).append(record(4))
+    assert read(tmp_path / "new" / "metrics.jsonl") == [record(4)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_run_stopped_anywhere_and_resumed_logs_every_step_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "stopped.jsonl"
+    path.unlink(missing_ok=True)
+    max_steps, resumed_step = 12, 0
+    for _ in range(data.draw(st.integers(0, 3))):
+        log = MetricsLog(path, resumed_step)
+        stopped = data.draw(st.integers(resumed_step, max_steps))
+        saved = data.draw(st.integers(resumed_step, stopped))
+        for step in range(resumed_step + 1, stopped + 1):
+            log.append(record(step))
+        # What the last checkpoint counts on is synced; a cut may take any byte that was written after it.
+        durable = sum(len(json.dumps(record(step))) + 1 for step in range(1, saved + 1))
+        content = path.read_bytes()
+        path.write_bytes(content[: data.draw(st.integers(durable, len(content)))])
+        resumed_step = saved
+    log = MetricsLog(path, resumed_step)
+    for step in range(resumed_step + 1, max_steps + 1):
+        log.append(record(step))
+    assert read(path) == [record(step) for step in range(1, max_steps + 1)]
+
+
+def test_a_resumed_run_keeps_every_record_of_its_step(path: Path) -> None:
+    log = MetricsLog(path, resumed_step=0)
+    for step in (1, 2, 3):
+        log.append(record(step))
+        log.append({"step": step, "evaluation_nats_per_token": {}})
+    MetricsLog(path, resumed_step=2)
+    assert [entry["step"] for entry in read(path)] == [1, 1, 2, 2]
+
+
+def test_resuming_leaves_no_partial_file(path: Path) -> None:
+    write(path, range(1, 5))
+    MetricsLog(path, resumed_step=2)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_json_leaves_the_log_as_it_was(path: Path, number: float) -> None:
+    log = MetricsLog(path, resumed_step=0)
+    log.append(record(1))
+    with pytest.raises(ValueError, match="JSON"):
+        log.append({"step": 2, "loss": number})
+    assert read(path) == [record(1)]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.config.schema import TrainConfig
+from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.errors import TrainingError
+from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
+from scale_cli.training.step import StepResult, train_step
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(sizes)
+
+
+def batches_of(micro_batch_size: int, length: int = 301) -> Batches:
+    ids = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(1)).numpy()
+    return Batches(
+        # 300 targets in windows of 16: the last window has 12, so micro-batches differ in their number of targets.
+        [PackedWindows(ids, 16)],
+        [1.0],
+        seed=0,
+        num_steps=20,
+        global_batch_size=8,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1e-2) -> StepResult:
+    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
+    return train_step(Accelerator(cpu=True), model, optimiser, batches, index, lr=lr, max_grad_norm=1e9)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_gradient_accumulation_equals_the_large_batch(model: LlamaForCausalLM, micro_batch_size: int) -> None:
+    partial = [i for i in range(20) if batches_of(8).num_target_tokens(i) < 8 * 16]
+    assert partial, "some batch holds the short window"
+    accumulated, whole = copy.deepcopy(model), copy.deepcopy(model)
+    cut_up = step(accumulated, batches_of(micro_batch_size), partial[0])
+    at_once = step(whole, batches_of(8), partial[0])
+    assert cut_up.num_tokens == at_once.num_tokens
+    assert cut_up.loss == pytest.approx(at_once.loss, rel=1e-6)
+    assert cut_up.grad_norm == pytest.approx(at_once.grad_norm, rel=1e-5)
+    # A fresh Adam moves every weight by lr times the sign of its gradient, whatever its size.
+    for one, other in zip(accumulated.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0.0)
+
+
+def test_loss_is_transformers_own_mean_over_target_tokens(model: LlamaForCausalLM) -> None:
+    batches = batches_of(8)
+    (micro_batch,) = batches.micro_batches(0)
+    with torch.no_grad():
+        logits = model(micro_batch.input_ids).logits
+        expected = model.loss_function(
+            logits=logits, labels=None, shift_labels=micro_batch.targets, vocab_size=model.config.vocab_size
+        )
+    assert step(model, batches).loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_step_that_is_not_finite_updates_nothing_and_names_itself(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = torch.nan
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TrainingError, match="step 6"):
+        step(model, batches_of(8), 5)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_clipping_bounds_what_reaches_the_optimiser(model: LlamaForCausalLM) -> None:
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, lr=1.0, max_grad_norm=0.01)
+    moved = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+    assert result.grad_norm > 0.01
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_optimiser_state_survives_a_round_trip_and_covers_only_what_trains(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    model.model.requires_grad_(False)
+    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
+    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, lr=1e-2, max_grad_norm=1.0)
+    tensors = optimiser_tensors(optimiser, model)
+    assert {name.split(".", 1)[1] for name in tensors} == {"lm_head.weight"}
+    other = copy.deepcopy(model)
+    restored = build_optimiser(other, TrainConfig(max_steps=1))
+    load_optimiser_tensors(restored, other, {name: tensor.clone() for name, tensor in tensors.items()})
+    for subject, optim in ((model, optimiser), (other, restored)):
+        train_step(Accelerator(cpu=True), subject, optim, batches_of(8), 1, lr=1e-2, max_grad_norm=1.0)
+    assert torch.equal(model.lm_head.weight, other.lm_head.weight)
+
+
+def test_weight_decay_spares_embeddings_and_gains(model: LlamaForCausalLM) -> None:
+    optimiser = build_optimiser(model, TrainConfig(max_steps=1, weight_decay=0.1))
+    decayed = {id(p) for group in optimiser.param_groups if group["weight_decay"] for p in group["params"]}
+    spared = {name for name, parameter in model.named_parameters() if id(parameter) not in decayed}
+    assert spared == {name for name in dict(model.named_parameters()) if "norm" in name or "embed" in name}

@@ -1,0 +1,125 @@
+"""What tests widen, and how: the real checkpoints, tiny random Llamas, expansions as if they had been trained."""
+
+from __future__ import annotations
+
+import lzma
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from scale_cli.config.schema import (
+    CollaborationConfig,
+    ExpansionConfig,
+    MethodConfig,
+    ModelConfig,
+    RouterConfig,
+    TrainConfig,
+)
+from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.initialise import initialise_expansion
+from scale_cli.upscale.sizes import plan_expansion
+
+CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
+CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
+
+
+def real_base(shared_data: Path, checkpoint: str, dtype: Any = "float32") -> PreTrainedModel:
+    return load_base(ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype))
+
+
+@cache
+def real_ids(shared_data: Path, checkpoint: str) -> Tensor:
+    """Token ids of the beginnings of all three corpora, a third each, in a checkpoint's own vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / checkpoint / "hf")
+    streams = []
+    for name in CORPORA:
+        path = shared_data / name
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            text = file.read(30_000)
+        streams.append(torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+    shortest = min(len(stream) for stream in streams)
+    return torch.cat([stream[:shortest] for stream in streams])
+
+
+def tiny_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
+    """A random Llama whose predictions are far from flat and whose gains and biases are not at their defaults."""
+    settings: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    base = LlamaForCausalLM(LlamaConfig(**{**settings, **sizes})).eval().requires_grad_(False)
+    for name, parameter in base.named_parameters():
+        centre = 1.0 if "norm" in name else 0.0
+        parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return base
+
+
+def widen(
+    base: PreTrainedModel,
+    variant: Any,
+    layers: str | list[int] | None = None,
+    *,
+    modules: tuple[Any, ...] = ("attention", "mlp"),
+    ratio: float = 0.25,
+    start: Any = "svd",
+    seed: int = 0,
+    **router: Any,
+) -> ScaleForCausalLM:
+    """A freshly initialised widened model, in evaluation mode."""
+    method = MethodConfig(
+        variant=variant,
+        expansion=ExpansionConfig(ratio=ratio, init=start),
+        collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
+        router=RouterConfig(**router),
+    )
+    model = ScaleForCausalLM(plan_expansion(base.config, method), base)
+    initialise_expansion(model, start, seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def as_if_trained(model: ScaleForCausalLM, std: float = 0.05, seed: int = 1) -> ScaleForCausalLM:
+    """Fill every block of the expansion, W12 and H' included, with random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.expansion.modules():
+        centre = 1.0 if isinstance(module, ExpansionNorm) else 0.0
+        for parameter in module.parameters(recurse=False):
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: float) -> list[float]:
+    """Train on random windows of a token stream, 2 x 64 tokens a step, and return the losses."""
+    optimiser = build_optimiser(model, TrainConfig(max_steps=num_steps, lr=lr, weight_decay=0.1))
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    model.train()
+    for _ in range(num_steps):
+        starts = torch.randint(0, len(ids) - 65, (2,), generator=generator).tolist()
+        windows = torch.stack([ids[start : start + 65] for start in starts])
+        logits = model(input_ids=windows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.expansion.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
