@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -114,8 +113,7 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
     for _ in range(num_steps):
         starts = torch.randint(0, len(ids) - 65, (2,), generator=generator).tolist()
         windows = torch.stack([ids[start : start + 65] for start in starts])
-        logits = model(input_ids=windows[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss = model(input_ids=windows[:, :-1], labels=windows[:, :-1], shift_labels=windows[:, 1:]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.expansion.parameters(), 1.0)
         optimiser.step()

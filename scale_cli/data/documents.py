@@ -9,6 +9,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,10 +128,34 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
                 yield text
 
 
-def _read_hub(source: TextSource) -> Iterator[str]:
-    import datasets  # takes seconds, and only hub sources need it
+@contextmanager
+def _named_dataset_errors(source: TextSource) -> Iterator[None]:
+    import datasets
 
     try:
+        yield
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
+
+
+def dataset_commit(source: TextSource) -> str:
+    """Return what names the content of a hub dataset: the commit its revision stands for, by datasets' own look-up.
+
+    Raises:
+        CorpusError: it cannot be found out.
+    """
+    import datasets  # takes seconds, and only hub sources need it
+
+    with _named_dataset_errors(source):
+        builder = datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
+    return str(builder.hash)
+
+
+def _read_hub(source: TextSource) -> Iterator[str]:
+    import datasets
+
+    with _named_dataset_errors(source):
         rows = datasets.load_dataset(
             source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
         )
@@ -140,9 +165,6 @@ def _read_hub(source: TextSource) -> Iterator[str]:
                 place = f"{source.name}: {source.dataset} row {number}"
                 raise CorpusError(f"{place}: no text in a field {source.text_field!r}")
             yield text
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
 
 
 _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import COMPRESSIONS, read_documents, source_files
+from scale_cli.data.documents import COMPRESSIONS, dataset_commit, read_documents, source_files
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
 
@@ -137,18 +137,29 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
-    if source.dataset is not None:
-        content: object = [source.dataset, source.subset, source.split, source.revision]
-    else:
-        content = [[_reader_suffixes(file), file_sha256(file)] for file in source_files(source)]
     described = {
         "format": _FORMAT_VERSION,
-        "content": content,
+        "content": _file_content(source) if source.dataset is None else _dataset_content(source),
         "text_field": source.text_field,
         "max_documents": source.max_documents,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _file_content(source: TextSource) -> list[tuple[str, str]]:
+    return [(_reader_suffixes(file), file_sha256(file)) for file in source_files(source)]
+
+
+def _dataset_content(source: TextSource) -> list[object]:
+    assert source.dataset is not None
+    place = Path(source.dataset)
+    if place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.is_file())
+        commit: object = [(str(file.relative_to(place)), file_sha256(file)) for file in files]
+    else:
+        commit = dataset_commit(source)
+    return [source.dataset, source.subset, source.split, commit]
 
 
 def _reader_suffixes(file: Path) -> str:
@@ -185,7 +196,7 @@ def _tokenise(source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Pa
                     file.write(framed.tobytes())
                     lengths.append(len(framed))
                     num_bytes.append(len(text.encode()))
-        if not lengths:
+        if sum(lengths) < 2:
             raise CorpusError(f"{source.name}: no document with text in {source.path or source.dataset}")
         np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(partial / "num_bytes.npy", np.asarray(num_bytes, dtype=np.int64))

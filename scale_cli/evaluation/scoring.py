@@ -140,7 +140,7 @@ def _observe(
         input_ids, next_ids = (_padded([getattr(w, name) for w in batch], device) for name in ("input_ids", "next_ids"))
         # Padding stands on the right, where causal attention keeps it out of every real position.
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
-            observed = model.observe(model.final_states(input_ids, preserved=True), next_ids)
+            observed = model.observe_tokens(input_ids, next_ids)
         said, cosine = observed.log_probs_KBT.cpu(), observed.cosine_BT.cpu()
         for row, window in enumerate(batch):
             place = slice(window.start, window.start + len(window.next_ids))

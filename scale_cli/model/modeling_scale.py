@@ -22,18 +22,15 @@ from .cache_scale import RouterState, ScaleCache
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion, LayerContext
 from .head_loss import IGNORED, adaptation_cross_entropy
+from .observing import Observation, observe_logits
 from .routing import (
     cosine_serves_base,
     head_log_probs,
     log_prior,
     logit_cosine,
     mix_log_probs,
-    observed_log_probs,
     posterior_log_weights,
 )
-
-# Logits of each head held at once where only a number or two of each position is wanted: 16 MB in float32.
-_LOGITS_AT_ONCE = 2**22
 
 
 @dataclass
@@ -54,19 +51,6 @@ class FinalStates:
             return FinalStates(adapted, self.expansion_BTE[:, positions], adapted)
         preserved = None if self.preserved_BTD is None else self.preserved_BTD[:, positions]
         return FinalStates(adapted, self.expansion_BTE[:, positions], preserved)
-
-
-@dataclass
-class Observation:
-    """What the heads said of tokens that came, and how alike their predictions were.
-
-    Args:
-        log_probs_KBT: log-probability each head gave the token that came, float32, nats.
-        cosine_BT: cosine of the two heads' logit vectors.
-    """
-
-    log_probs_KBT: Tensor
-    cosine_BT: Tensor
 
 
 class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
@@ -266,18 +250,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             states: with the preserved stream, T positions.
             next_ids_BT: the token after each position.
         """
-        observations = []
-        num_positions = max(1, _LOGITS_AT_ONCE // (len(next_ids_BT) * self.config.vocab_size))
-        for start in range(0, next_ids_BT.shape[1], num_positions):
-            chunk = slice(start, start + num_positions)
-            base, adapted = (logits.float() for logits in self.both_logits(states.at(chunk)))
-            next_ids = next_ids_BT[:, chunk]
-            said = torch.stack([observed_log_probs(base, next_ids), observed_log_probs(adapted, next_ids)])
-            observations.append(Observation(said, logit_cosine(base, adapted)))
-        return Observation(
-            torch.cat([o.log_probs_KBT for o in observations], dim=-1),
-            torch.cat([o.cosine_BT for o in observations], dim=-1),
-        )
+        return observe_logits(lambda at: self.both_logits(states.at(at)), next_ids_BT, self.config.vocab_size)
+
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        """Return what both heads said of the tokens that came after each of `input_ids` (B, T)."""
+        return self.observe(self.final_states(input_ids, preserved=True), next_ids_BT)
 
     def _cosine_logits(self, states: FinalStates) -> Tensor:
         base, adapted = self.both_logits(states)

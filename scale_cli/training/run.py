@@ -98,8 +98,8 @@ def _starting_point(
             raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
     else:
         start = Path(resume)
-        if not start.is_dir():
-            raise RunFolderError(f"--resume {resume}: no such checkpoint folder")
+        if not (start / "position.json").is_file():
+            raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
     if start is not None:
         _check_same_run(start, config, TRAIN_SECTIONS)
         say(f"resuming       {start}")

@@ -11,7 +11,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step (0 is the first).
 
     Linear warm-up to `lr` over `warmup_steps`, the first step at lr / warmup_steps; then `cosine` or `linear` decay
-    that reaches `lr * min_lr_ratio` at the last step, or none (`constant`).
+    that reaches `lr * min_lr_ratio` at the last step (two steps after the warm-up at the least), or none (`constant`).
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps

@@ -290,3 +290,25 @@ def test_a_cut_off_file_leaves_no_cache(tmp_path: Path, english: PreTrainedToken
     with pytest.raises(CorpusError, match=path.name):
         open_corpus(path, english, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_changed_dataset_folder_is_tokenised_again(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "ckpt-eltec" / "hf")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    source = TextSource(name="source", dataset=str(folder), language="en")
+    folders = []
+    for text in ("one", "two", "one"):
+        (folder / "train.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+        folders.append(tokenised(source, tokenizer, tmp_path / "cache", show_progress=False).folder)
+    assert folders[0] == folders[2] != folders[1]
+
+
+def test_a_hub_dataset_whose_commit_cannot_be_told_is_named(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "ckpt-eltec" / "hf")
+    source = TextSource(name="source", dataset="no-such-owner/no-such-dataset", language="en")
+    with pytest.raises(CorpusError, match="no-such-owner/no-such-dataset"):
+        tokenised(source, tokenizer, tmp_path, show_progress=False)

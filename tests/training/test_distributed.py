@@ -29,10 +29,10 @@ def test_two_gloo_processes_train_as_one_does_at_the_same_global_batch(
     train(one, None, print)
     path = tmp_path / "two-processes.yaml"
     path.write_text(dump_config(two), encoding="utf-8")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    # accelerate launch starts several CPU processes through MPI only; torchrun sets the same variables without it.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "scale_cli", "train", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("processes      2 x cpu") == 1, "two work, one speaks"

@@ -1,0 +1,54 @@
+"""What two heads said of a text that came, one number a token, without the logits of all positions at once.
+
+Shapes: K heads (base, trained), B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .routing import logit_cosine, observed_log_probs
+
+# Logits of each head held at once: 16 MB in float32.
+_LOGITS_AT_ONCE = 2**22
+
+
+@dataclass
+class Observation:
+    """What the heads said of tokens that came, and how alike their predictions were.
+
+    Args:
+        log_probs_KBT: log-probability each head gave the token that came, float32, nats.
+        cosine_BT: cosine of the two heads' logit vectors.
+    """
+
+    log_probs_KBT: Tensor
+    cosine_BT: Tensor
+
+
+def observe_logits(
+    logits_at: Callable[[slice], tuple[Tensor, Tensor]], next_ids_BT: Tensor, vocab_size: int
+) -> Observation:
+    """Judge both heads by the tokens that came.
+
+    Args:
+        logits_at: gives (B, positions, V) logits of the base head and of the trained one at some positions.
+        next_ids_BT: the token after each position.
+        vocab_size: V.
+    """
+    observations = []
+    num_positions = max(1, _LOGITS_AT_ONCE // (len(next_ids_BT) * vocab_size))
+    for start in range(0, next_ids_BT.shape[1], num_positions):
+        chunk = slice(start, start + num_positions)
+        base, trained = (logits.float() for logits in logits_at(chunk))
+        next_ids = next_ids_BT[:, chunk]
+        said = torch.stack([observed_log_probs(base, next_ids), observed_log_probs(trained, next_ids)])
+        observations.append(Observation(said, logit_cosine(base, trained)))
+    return Observation(
+        torch.cat([o.log_probs_KBT for o in observations], dim=-1),
+        torch.cat([o.cosine_BT for o in observations], dim=-1),
+    )
