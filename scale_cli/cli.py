@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -100,6 +101,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from scale_cli.config.load import load_config
 
     config = load_config(path, overrides)
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries, to each other
     # After the config has been found good: its errors must not wait for this import.
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Variant = Literal["preserve", "adapt", "route"]
+WIDENED = ("preserve", "adapt", "route")
+Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
+# The paper's learning rates (section on training details), where a config leaves train.lr out.
+_PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e-4}
 Dtype = Literal["float32", "bfloat16"]
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -73,6 +76,28 @@ class RouterConfig(Section):
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen projections (PEFT)."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+    )
+
+
+class FreezeConfig(Section):
+    """Full fine-tuning above some frozen layers; the input embedding is frozen too."""
+
+    num_layers: int = Field(default=3, ge=0, description="bottom layers that stay frozen")
+
+
+class LlamaProConfig(Section):
+    """Depth expansion: copied layers that start as the identity, and alone train."""
+
+    num_blocks: int | None = Field(default=None, ge=1, description="copies; null: one for every four layers")
+
+
 class MethodConfig(Section):
     """What is trained, and what is served."""
 
@@ -80,6 +105,19 @@ class MethodConfig(Section):
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()
     router: RouterConfig = RouterConfig()
+    lora: LoraConfig = LoraConfig()
+    freeze: FreezeConfig = FreezeConfig()
+    llama_pro: LlamaProConfig = LlamaProConfig()
+
+    @property
+    def widens(self) -> bool:
+        """Whether the variant is one of SCALE's; the others are baselines."""
+        return self.variant in WIDENED
+
+    @property
+    def trains_base_weights(self) -> bool:
+        """Whether the base's own weights (or copies of them) train, and so are held in float32."""
+        return self.variant in ("full", "freeze", "llama-pro")
 
     @model_validator(mode="after")
     def _preserve_has_no_collaboration(self) -> MethodConfig:
@@ -157,7 +195,7 @@ class TrainConfig(Section):
     max_steps: int = Field(ge=1)
     global_batch_size: int = Field(default=32, ge=1, description="sequences an optimiser step")
     micro_batch_size: int = Field(default=8, ge=1, description="sequences a process holds at once")
-    lr: float = Field(default=1.0e-3, gt=0.0)
+    lr: float = Field(default=1.0e-3, gt=0.0, description="where it is left out: the paper's for the variant")
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
@@ -229,3 +267,13 @@ class RunConfig(Section):
     train: TrainConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _learning_rate_of_the_variant(cls, tree: Any) -> Any:
+        train, method = (tree.get(key) if isinstance(tree, dict) else None for key in ("train", "method"))
+        if isinstance(train, dict) and "lr" not in train and isinstance(method, dict):
+            variant = method.get("variant")
+            if isinstance(variant, str) and variant in _PAPER_LR:
+                return {**tree, "train": {**train, "lr": _PAPER_LR[variant]}}
+        return tree

@@ -17,7 +17,8 @@ from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.folder import load_widened, trained_sha256
+from scale_cli.upscale.folder import load_model, trained_sha256
+from scale_cli.upscale.method import two_headed
 
 PICTURE = "trade-off.png"
 
@@ -49,7 +50,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
     if changed:
         raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
-    model = load_widened(run.final, config.model)
+    model = two_headed(load_model(run.final, config.model), config.model)
     corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
     results = []
     for source, corpus in zip(sources, corpora, strict=True):

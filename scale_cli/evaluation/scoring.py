@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from scale_cli.config.schema import RouterConfig
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import TwoHeaded
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 
 # Documents whose windows are sorted by length together, so that little of a batch is padding.
@@ -64,7 +64,7 @@ class _Window:
 
 
 def score_corpus(
-    model: ScaleForCausalLM,
+    model: TwoHeaded,
     corpus: TokenisedCorpus,
     router: RouterConfig,
     *,
@@ -121,7 +121,7 @@ def _document_row(
 
 
 def _observe(
-    model: ScaleForCausalLM,
+    model: TwoHeaded,
     corpus: TokenisedCorpus,
     documents: range,
     sequence_length: int,

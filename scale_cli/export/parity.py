@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from scale_cli.errors import ExportParityError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.folder import MethodModel
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
 # In bfloat16 an export may be this many times as far from the float32 model as the trained model in bfloat16 is.
 MAX_BFLOAT16_RATIO = 2.0
 
-Logits = Callable[[ScaleForCausalLM, Tensor], Tensor]
+Logits = Callable[[MethodModel, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class Parity:
     num_positions: int
 
 
-def adaptation_logits(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
-    """Return H x_a + H' u."""
+def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
+    """Return the trained head's logits: H x_a + H' u of a widened model, the only ones of any other."""
+    if not isinstance(model, ScaleForCausalLM):
+        return served_logits(model, input_ids)
     return model.adaptation_logits(model.final_states(input_ids, preserved=False))
 
 
-def served_logits(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
     """Return what the trained model answers with: routed logits for `route`."""
     logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits
 
 
 @torch.no_grad()
-def measure_parity(
-    exported: PreTrainedModel, trained: ScaleForCausalLM, expected: Logits, prompts: list[Tensor]
-) -> Parity:
+def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
     """Compare an export with the trained model in float32.
 
     Args:

@@ -8,21 +8,28 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.compare import TRAIN_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
-from scale_cli.errors import RunFolderError
-from scale_cli.export.dense import dense_model
-from scale_cli.export.parity import Parity, adaptation_logits, check_parity, measure_parity, served_logits
+from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.export.dense import plain_model
+from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.folder import load_onto_base, load_widened, read_record, trained_sha256, write_expansion
+from scale_cli.upscale.folder import (
+    MethodModel,
+    load_model,
+    load_onto_base,
+    read_record,
+    trained_sha256,
+    write_trained,
+)
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
 _DOCUMENTS_PER_CORPUS = 4
@@ -60,6 +67,7 @@ def export(config: RunConfig) -> ExportSummary:
     """Write the trained model in the config's format.
 
     Raises:
+        ConfigError: the method has no such format.
         RunFolderError: nothing has been trained, or with another config.
         ExportParityError: what was written does not compute what was trained; nothing is left behind then.
     """
@@ -69,25 +77,36 @@ def export(config: RunConfig) -> ExportSummary:
     changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
     if changed:
         raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
-    model, tokenizer = load_widened(run.final, config.model), load_tokenizer(config.model)
+    if settings.format not in _formats(config.method):
+        raise ConfigError(
+            f"export.format: {settings.format}: a model of the variant {config.method.variant} is exported as "
+            f"{' or '.join(_formats(config.method))}"
+        )
+    model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
     prompts = _prompts(config, tokenizer)
     folder = run.export(settings.format)
-    loaded: PreTrainedModel
+    loaded: MethodModel
     with new_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
         if settings.format == "llama":
-            dense_model(model, settings.dtype).save_pretrained(partial)
+            plain_model(model, settings.dtype).save_pretrained(partial)
             loaded = AutoModelForCausalLM.from_pretrained(partial, dtype="auto")
         elif settings.format == "transformers":
             _write_self_contained(model, partial, settings.dtype)
             loaded = ScaleForCausalLM.from_pretrained(partial, dtype="auto")
         else:
-            write_expansion(partial, model, read_record(run.final))
+            write_trained(partial, model, config.method, read_record(run.final))
             loaded = load_onto_base(partial, config.model)
         parity = _check(loaded, model, prompts, config)
         write_json(partial / "parity.json", {**asdict(parity), "trained_sha256": trained_sha256(run.final)})
     return ExportSummary(folder, settings.format, config.method.variant, parity)
+
+
+def _formats(method: MethodConfig) -> tuple[str, ...]:
+    if method.widens:
+        return ("llama", "transformers", "adapter")
+    return ("llama",) if method.trains_base_weights else ("llama", "adapter")
 
 
 def export_is_finished(config: RunConfig) -> bool:
@@ -101,21 +120,21 @@ def export_is_finished(config: RunConfig) -> bool:
     return not changed and exported_sha256 == trained_sha256(run.final)
 
 
-def _check(loaded: PreTrainedModel, model: ScaleForCausalLM, prompts: list[Tensor], config: RunConfig) -> Parity:
-    expected = adaptation_logits if config.export.format == "llama" else served_logits
+def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
+    expected = trained_logits if config.export.format == "llama" else served_logits
     parity = measure_parity(loaded.eval(), model, expected, prompts)
     check_parity(parity, "float32" if loaded.dtype == torch.float32 else "bfloat16")
     return parity
 
 
-def _write_self_contained(model: ScaleForCausalLM, folder: Path, dtype: str) -> None:
+def _write_self_contained(model: MethodModel, folder: Path, dtype: str) -> None:
     # Registered here and not where the classes are defined: only this folder carries its own code.
     ScaleConfig.register_for_auto_class()
     ScaleForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     try:
         lowered = copy.deepcopy(model)
         nn.Module.to(lowered, getattr(torch, dtype))
-        lowered.save_pretrained(folder)
+        lowered.save_pretrained(str(folder))
     finally:
         ScaleConfig._auto_class = None
         ScaleForCausalLM._auto_class = None

@@ -5,11 +5,12 @@ Shapes: K heads (base, trained), B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .routing import logit_cosine, observed_log_probs
 
@@ -28,6 +29,16 @@ class Observation:
 
     log_probs_KBT: Tensor
     cosine_BT: Tensor
+
+
+class TwoHeaded(Protocol):
+    """A model whose base head and trained head are observed together."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return its parameters: they tell its device."""
+
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        """Return what both heads said of the tokens that came."""
 
 
 def observe_logits(

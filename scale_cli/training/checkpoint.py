@@ -1,6 +1,6 @@
-"""Checkpoints: the expansion, the optimiser, and the position, each whole or absent.
+"""Checkpoints: what trains, the optimiser, and the position, each whole or absent.
 
-A checkpoint is an expansion folder (`upscale/folder.py`) and beside it
+A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
     optimiser.safetensors  the moments of every trainable parameter
     position.json          step, tokens seen, seconds trained
@@ -31,7 +31,7 @@ from scale_cli.storage.atomic import (
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.optimiser import load_optimiser_tensors, optimiser_tensors
 from scale_cli.upscale.base import BaseRecord, changed_tensors
-from scale_cli.upscale.folder import load_expansion, write_expansion
+from scale_cli.upscale.folder import MethodModel, load_trained, write_trained
 
 _OPTIMISER = "optimiser.safetensors"
 _POSITION = "position.json"
@@ -59,7 +59,7 @@ class Position:
 def save_checkpoint(
     run: RunFolder,
     config: RunConfig,
-    model: ScaleForCausalLM,
+    model: MethodModel,
     record: BaseRecord,
     optimiser: torch.optim.Optimizer,
     position: Position,
@@ -71,24 +71,22 @@ def save_checkpoint(
     """
     folder = run.checkpoint(position.step)
     with new_folder(folder) as partial:
-        write_trained(partial, config, model, record, position)
+        write_position(partial, config, model, record, position)
         save_tensors(partial / _OPTIMISER, optimiser_tensors(optimiser, model))
     for old in checkpoints(run)[: -config.train.keep_checkpoints]:
         shutil.rmtree(old)
     return folder
 
 
-def write_trained(
-    folder: Path, config: RunConfig, model: ScaleForCausalLM, record: BaseRecord, position: Position
-) -> None:
+def write_position(folder: Path, config: RunConfig, model: MethodModel, record: BaseRecord, position: Position) -> None:
     """Write what a checkpoint and `final/` have in common, after checking the base's hashes.
 
     Raises:
         PreservationError: a tensor of the base is not what it was.
     """
-    if changed := changed_tensors(model.base, record):
+    if isinstance(model, ScaleForCausalLM) and (changed := changed_tensors(model.base, record)):
         raise PreservationError(f"step {position.step}: the base has changed: {', '.join(changed[:3])}")
-    write_expansion(folder, model, record)
+    write_trained(folder, model, config.method, record)
     write_json(folder / _POSITION, asdict(position))
     write_text(folder / "scale.yaml", dump_config(config))
 
@@ -116,13 +114,13 @@ def read_position(folder: Path) -> Position:
     return Position(**read_json(folder / _POSITION))
 
 
-def load_checkpoint(folder: Path, model: ScaleForCausalLM, optimiser: torch.optim.Optimizer) -> Position:
+def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> Position:
     """Put a checkpoint's blocks and moments back, and return its position.
 
     Raises:
         StorageError: it is damaged.
     """
     verify_folder(folder)
-    load_expansion(model, folder)
+    load_trained(model, folder)
     load_optimiser_tensors(optimiser, model, load_tensors(folder / _OPTIMISER))
     return read_position(folder)

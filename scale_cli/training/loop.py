@@ -20,13 +20,14 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted
 from scale_cli.evaluation.scoring import score_corpus
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import Position, save_checkpoint
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.base import BaseRecord
+from scale_cli.upscale.folder import MethodModel
 
 
 @dataclass
@@ -37,9 +38,10 @@ class TrainingRun:
         config: the resolved config.
         accelerator: processes and devices.
         model: what is trained.
-        wrapped: the same, as Accelerate runs it (DistributedDataParallel with several processes).
+        observed: the same with its base head, for the periodic evaluation; None where there is none.
+        wrapped: the model as Accelerate runs it (DistributedDataParallel with several processes).
         record: the base's hashes.
-        optimiser: over the expansion only.
+        optimiser: over what trains.
         batches: of the whole run.
         held_out: corpora of the periodic evaluation.
         position: where the run stands.
@@ -48,7 +50,8 @@ class TrainingRun:
 
     config: RunConfig
     accelerator: Accelerator
-    model: ScaleForCausalLM
+    model: MethodModel
+    observed: TwoHeaded | None
     wrapped: nn.Module
     record: BaseRecord
     optimiser: torch.optim.Optimizer
@@ -136,12 +139,12 @@ def _log(run: TrainingRun, result: StepResult, lr: float, bar: Any) -> None:
 
 def _evaluate(run: TrainingRun) -> None:
     """Score a few documents of every held-out corpus, on the main process; the others wait."""
-    if run.metrics is not None:
+    if run.metrics is not None and run.observed is not None:
         run.model.eval()
         evaluation, losses = run.config.evaluation, {}
         for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):
             scored = score_corpus(
-                run.model,
+                run.observed,
                 corpus,
                 run.config.method.router,
                 sequence_length=evaluation.sequence_length or run.config.corpus.sequence_length,

@@ -21,13 +21,14 @@ from scale_cli.training.checkpoint import (
     load_checkpoint,
     newest_whole_checkpoint,
     read_position,
-    write_trained,
+    write_position,
 )
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.folder import load_widened, read_record
+from scale_cli.upscale.folder import load_model, read_record
+from scale_cli.upscale.method import two_headed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
     run_loop(run)
     if accelerator.is_main_process:
         with new_folder(run_folder.final) as partial:
-            write_trained(partial, config, run.model, run.record, run.position)
+            write_position(partial, config, run.model, run.record, run.position)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
@@ -134,13 +135,14 @@ def _open_run(
         ledger = corpus.ledger
         dropped = f", {ledger.empty_documents:,} empty dropped" if ledger.empty_documents else ""
         say(f"corpus         {source.name}: {len(corpus):,} documents, {ledger.num_tokens:,} tokens{dropped}")
-    model = load_widened(run_folder.upscaled, config.model).to(accelerator.device)
+    model = load_model(run_folder.upscaled, config.model, config.seed).to(accelerator.device)
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
+        observed=two_headed(model, config.model) if main and sizes.eval_every_steps else None,
         wrapped=accelerator.prepare(model),
         record=read_record(run_folder.upscaled),
         optimiser=optimiser,

@@ -1,78 +1,109 @@
-"""The expansion folder: what `upscaled/`, every checkpoint, `final/` and an adapter have in common.
+"""The method folder: what `upscaled/`, every checkpoint, `final/` and an adapter have in common.
 
-config.json            sizes of the expansion, and the base's own configuration
-base.json              which base it belongs to: name, revision, SHA-256 of every tensor
-expansion.safetensors  every added block, float32
-manifest.json          size and SHA-256 of every file
+- config.json: the model's configuration; of a widened model, sizes of the expansion and the base's own
+- method.json: the method section of the config
+- base.json: which base it belongs to: name, revision, SHA-256 of every tensor
+- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none)
+- manifest.json: size and SHA-256 of every file
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scale_cli.config.schema import ModelConfig
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.upscale.base import BaseRecord, check_same_base, load_base
+from scale_cli.upscale.baselines import prepare_baseline
 
-EXPANSION = "expansion.safetensors"
+TRAINED = "trained.safetensors"
 BASE_RECORD = "base.json"
+_METHOD = "method.json"
+
+# What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
+MethodModel = ScaleForCausalLM | PreTrainedModel | PeftModel
 
 
-def write_expansion(folder: Path, model: ScaleForCausalLM, record: BaseRecord) -> None:
-    """Write a model's expansion, its configuration and its base's record into a folder."""
+def describe_method(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
+    """Write what a folder says of itself: everything but the parameters."""
     model.config.save_pretrained(folder)
+    write_json(folder / _METHOD, method.model_dump(mode="json"))
     write_json(folder / BASE_RECORD, record.to_json())
-    save_tensors(folder / EXPANSION, model.expansion.state_dict())
+
+
+def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
+    """Write a whole method folder: its description and every parameter that trains."""
+    describe_method(folder, model, method, record)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    save_tensors(folder / TRAINED, trained)
 
 
 def read_record(folder: Path) -> BaseRecord:
-    """Read which base an expansion folder belongs to."""
+    """Read which base a method folder belongs to."""
     return BaseRecord.from_json(read_json(folder / BASE_RECORD))
 
 
 def trained_sha256(folder: Path) -> str:
-    """Return the hash of an expansion folder's blocks, as its manifest has it."""
-    sha256: str = read_json(folder / MANIFEST)["files"][EXPANSION]["sha256"]
+    """Return the hash of a method folder's parameters, as its manifest has it."""
+    sha256: str = read_json(folder / MANIFEST)["files"][TRAINED]["sha256"]
     return sha256
 
 
-def load_widened(folder: Path, model: ModelConfig) -> ScaleForCausalLM:
-    """Load a base and the expansion in a folder, after checking both against their hashes.
+def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
+    """Load a base and what a folder makes of it, after checking both against their hashes.
+
+    Args:
+        folder: a method folder.
+        base: where the base is.
+        seed: of the start of a baseline that has not been trained yet.
 
     Raises:
         RunFolderError: the folder is not there.
         StorageError: the folder is damaged.
-        BaseModelError: the base is not the one that was widened.
+        BaseModelError: the base is not the one that the folder belongs to.
     """
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
     verify_folder(folder)
-    return load_onto_base(folder, model)
+    return load_onto_base(folder, base, seed)
 
 
-def load_onto_base(folder: Path, model: ModelConfig) -> ScaleForCausalLM:
-    """Load a base, check that it is the recorded one, and put the expansion in a folder on it.
-
-    Raises:
-        BaseModelError: the base is not the one that was widened.
-    """
-    base = load_base(model)
-    check_same_base(base, read_record(folder), where=f"model.base {model.base}")
-    widened = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
-    load_expansion(widened, folder)
-    return widened.eval()
-
-
-def load_expansion(model: ScaleForCausalLM, folder: Path) -> None:
-    """Load an expansion folder's blocks into a model that has them.
+def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
+    """Load a base, check that it is the recorded one, and put a folder's parameters on it.
 
     Raises:
-        StorageError: a block is missing, unknown, or of another shape.
+        BaseModelError: the base is not the one that the folder belongs to.
     """
+    loaded = load_base(base)
+    check_same_base(loaded, read_record(folder), where=f"model.base {base.base}")
+    method = MethodConfig.model_validate(read_json(folder / _METHOD))
+    model: MethodModel
+    if method.widens:
+        model = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), loaded)
+    else:
+        model = prepare_baseline(loaded, method, seed)
+    if (folder / TRAINED).exists():
+        load_trained(model, folder)
+    return model.eval()
+
+
+def load_trained(model: MethodModel, folder: Path) -> None:
+    """Load a folder's parameters into a model that trains the same ones.
+
+    Raises:
+        StorageError: a parameter is missing, unknown, or of another shape.
+    """
+    tensors = load_tensors(folder / TRAINED)
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if odd := sorted(wanted ^ tensors.keys()):
+        raise StorageError(f"{folder / TRAINED}: does not fit this model ({odd[0]} is in only one of them)")
     try:
-        model.expansion.load_state_dict(load_tensors(folder / EXPANSION))
+        model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        raise StorageError(f"{folder / EXPANSION}: does not fit this model ({error})") from None
+        raise StorageError(f"{folder / TRAINED}: does not fit this model ({error})") from None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.errors import PreservationError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.folder import MethodModel
 
 SAMPLE_TEXTS = (
     "It was the best of times, it was the worst of times.",
@@ -20,20 +22,35 @@ SAMPLE_TEXTS = (
 )
 
 
+def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+    """Return the sample texts as (1, T) ids."""
+    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in SAMPLE_TEXTS]
+
+
 @torch.no_grad()
-def check_preservation(model: ScaleForCausalLM, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Compare the widened model's base logits with the base model's own, bit for bit, and count the prompts.
+def plain_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
+    """Return a model's logits on some (1, T) prompts, each at its own shape."""
+    model.eval()
+    return [model(input_ids=ids.to(model.device), use_cache=False).logits for ids in prompts]
+
+
+@torch.no_grad()
+def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, base_logits: list[Tensor]) -> None:
+    """Compare a method's model with its base, bit for bit: the base head of a widened one, any other's only head.
+
+    Args:
+        model: at its start; a widened one at any time.
+        tokenizer: the base's.
+        base_logits: the base's own logits on the sample texts, from before it became a part of the model.
 
     Raises:
         PreservationError: naming the first text on which they differ.
     """
-    was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
-    for text in SAMPLE_TEXTS:
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
-        expected = model.base(ids, use_cache=False).logits
-        if not torch.equal(model.base_logits(model.final_states(ids, preserved=True)), expected):
+    for text, ids, expected in zip(SAMPLE_TEXTS, sample_ids(tokenizer), base_logits, strict=True):
+        if isinstance(model, ScaleForCausalLM):
+            logits = model.base_logits(model.final_states(ids.to(model.device), preserved=True))
+        else:
+            logits = model(input_ids=ids.to(model.device), use_cache=False).logits.to(expected.dtype)
+        if not torch.equal(logits, expected):
             raise PreservationError(f"the base logits are not preserved on {text!r}")
-    model.train(was_training)
-    return len(SAMPLE_TEXTS)

@@ -1,4 +1,4 @@
-"""The verb `scale upscale`: load, widen, initialise, prove, write."""
+"""The verb `scale upscale`: load, make what the method trains, prove that nothing changed, write."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, load_base, load_tokenizer, record_base
-from scale_cli.upscale.folder import write_expansion
-from scale_cli.upscale.initialise import initialise_expansion
-from scale_cli.upscale.preservation import check_preservation
-from scale_cli.upscale.sizes import plan_expansion
+from scale_cli.upscale.folder import MethodModel, describe_method, write_trained
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.preservation import check_preservation, plain_logits, sample_ids
 
 
 @dataclass(frozen=True)
@@ -24,54 +23,73 @@ class UpscaleSummary:
     """What was made, for the terminal."""
 
     folder: Path
-    model: ScaleForCausalLM
+    variant: str
+    model: MethodModel
     record: BaseRecord
     num_prompts: int
 
     def lines(self) -> list[str]:
         """Return aligned lines: sizes, parameters, bytes, and what was proved."""
-        base, config = self.model.base.config, self.model.config
-        frozen = list(self.model.base.parameters())
-        added = list(self.model.expansion.parameters())
+        parameters = list(self.model.parameters())
+        num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
-        layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
-        sizes = (
-            ("hidden", base.hidden_size, config.expansion_hidden_size),
-            ("MLP", base.intermediate_size, config.expansion_intermediate_size),
-            ("heads", base.num_attention_heads, config.expansion_num_attention_heads),
-            ("KV heads", base.num_key_value_heads, config.expansion_num_key_value_heads),
-        )
+        made = [f"method         {self.variant}: widens nothing; the folder is prepared for `scale train`"]
+        proved = "logits at the start"
+        if isinstance(self.model, ScaleForCausalLM):
+            made, proved = _expansion_lines(self.model), "base logits"
         return [
-            f"base           {self.record.name} ({base.architectures[0]}, {self.record.dtype})",
+            f"base           {self.record.name} ({self.record.dtype})",
             f"base hash      sha256 {self.record.content_sha256}",
-            f"sizes          {', '.join(f'{name} {size:,} + {more:,}' for name, size, more in sizes)}",
-            f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
-            f"frozen         {sum(p.numel() for p in frozen):>15,} parameters",
-            f"trainable      {sum(p.numel() for p in added):>15,} parameters",
-            f"preserved      base logits bitwise equal on {self.num_prompts} prompts",
+            *made,
+            f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters",
+            f"trainable      {num_trainable:>15,} parameters",
+            f"preserved      {proved} bitwise equal on {self.num_prompts} prompts",
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
         ]
 
 
+def _expansion_lines(model: ScaleForCausalLM) -> list[str]:
+    base, config = model.base.config, model.config
+    layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
+    sizes = (
+        ("hidden", base.hidden_size, config.expansion_hidden_size),
+        ("MLP", base.intermediate_size, config.expansion_intermediate_size),
+        ("heads", base.num_attention_heads, config.expansion_num_attention_heads),
+        ("KV heads", base.num_key_value_heads, config.expansion_num_key_value_heads),
+    )
+    return [
+        f"sizes          {', '.join(f'{name} {size:,} + {more:,}' for name, size, more in sizes)}",
+        f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
+    ]
+
+
 def upscale(config: RunConfig) -> UpscaleSummary:
-    """Widen the base model and write `upscaled/`; nothing the base computes changes.
+    """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes.
 
     Raises:
         BaseModelError: the base is missing or not supported.
         RunFolderError: training has already begun in this folder.
-        PreservationError: the widened model's base logits are not the base's; nothing is written then.
+        PreservationError: the base logits are not the base's any more; nothing is written then.
     """
-    run = RunFolder(config.output_dir)
+    run, method = RunFolder(config.output_dir), config.method
     if run.final.is_dir() or run.checkpoints.is_dir():
         raise RunFolderError(f"{run.root}: training has begun from what is there; choose another output_dir")
-    model, record = widen(config)
+    base = load_base(config.model)
+    record = record_base(base, config.model)
     tokenizer = load_tokenizer(config.model)
-    num_prompts = check_preservation(model, tokenizer)
+    if method.trains_base_weights:
+        base.float()  # the master copy it will be trained in: compared in the same precision
+    base_logits = plain_logits(base, sample_ids(tokenizer))
+    model = start_model(base, method, config.seed)
+    check_preservation(model, tokenizer, base_logits)
     with new_folder(run.upscaled) as partial:
-        write_expansion(partial, model, record)
+        if method.widens:
+            write_trained(partial, model, method, record)
+        else:
+            describe_method(partial, model, method, record)
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
-    return UpscaleSummary(run.upscaled, model, record, num_prompts)
+    return UpscaleSummary(run.upscaled, method.variant, model, record, len(base_logits))
 
 
 def upscale_is_finished(config: RunConfig) -> bool:
@@ -80,12 +98,3 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if not folder.is_dir():
         return False
     return not differences(load_config(folder / "scale.yaml"), config, UPSCALE_SECTIONS)
-
-
-def widen(config: RunConfig) -> tuple[ScaleForCausalLM, BaseRecord]:
-    """Return a freshly widened and initialised model, and the record of its base."""
-    base = load_base(config.model)
-    record = record_base(base, config.model)
-    model = ScaleForCausalLM(plan_expansion(base.config, config.method), base)
-    initialise_expansion(model, config.method.expansion.init, config.seed)
-    return model, record

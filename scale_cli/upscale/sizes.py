@@ -30,7 +30,7 @@ def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
     layers = collaborating_layers(method.collaboration, method.variant, base_config.num_hidden_layers)
     modules = method.collaboration.modules
     return ScaleConfig(
-        base_config=base_config.to_dict(),
+        base_config=base_config.to_diff_dict(),
         variant=method.variant,
         # In proportion to the heads: Llama requires hidden_size to be a multiple of num_attention_heads.
         expansion_hidden_size=base_config.hidden_size * num_heads // base_config.num_attention_heads,

@@ -1,0 +1,39 @@
+"""From a config to the model that its method trains, at its start; and that model beside its base."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import TwoHeaded
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.baselines import prepare_baseline
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.initialise import initialise_expansion
+from scale_cli.upscale.sizes import plan_expansion
+
+
+def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
+    """Return what a method makes of a base before any training; `base` becomes a part of it.
+
+    Raises:
+        ConfigError: the method asks for layers or modules that the base does not have.
+    """
+    if not method.widens:
+        return prepare_baseline(base, method, seed)
+    model = ScaleForCausalLM(plan_expansion(base.config, method), base)
+    initialise_expansion(model, method.expansion.init, seed)
+    return model
+
+
+def two_headed(model: MethodModel, base: ModelConfig) -> TwoHeaded:
+    """Return a model whose base head and trained head are observed together.
+
+    A widened model is one already; any other gets the untouched base at its side, a second model in memory.
+    """
+    if isinstance(model, ScaleForCausalLM):
+        return model
+    beside: BesideBase = BesideBase(load_base(base), model).to(model.device)
+    return beside.eval()

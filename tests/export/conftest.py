@@ -1,0 +1,70 @@
+"""Small trained runs: stories260K learns a few Korean petitions, once a session and method."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+
+TrainedRun = Callable[..., RunConfig]
+
+
+def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtype: str = "float32") -> RunConfig:
+    english = {"path": str(shared_data / "en-tinystories" / "tinystories_val.txt"), "language": "en"}
+    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
+    return RunConfig.model_validate(
+        {
+            "output_dir": output_dir,
+            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf"), "dtype": dtype},
+            "method": method,
+            "corpus": {
+                "sequence_length": 64,
+                "cache_dir": output_dir.parent / "tokens",
+                "sources": [{"name": "petitions", **korean, "max_documents": 8}],
+            },
+            "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 5e-3},
+            "evaluation": {
+                "perplexity": [
+                    {"name": "tiny", **english, "role": "retention", "max_documents": 4},
+                    {"name": "petitions-held-out", **korean, "role": "acquisition", "max_documents": 4},
+                ]
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def trained_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    runs: dict[str, RunConfig] = {}
+    root = tmp_path_factory.mktemp("trained")
+
+    def trained(method: dict[str, Any], dtype: str) -> RunConfig:
+        key = f"{method}{dtype}"
+        if key not in runs:
+            config = configured(shared_data, root / str(len(runs)), method, dtype)
+            upscale(config)
+            train(config, None, str.strip)
+            runs[key] = config
+        return runs[key]
+
+    return trained
+
+
+@pytest.fixture
+def trained_run(trained_once: TrainedRun, tmp_path: Path) -> TrainedRun:
+    """Return a function from a method (and the base's dtype, and an export section) to the config of a trained run."""
+
+    def copied(method: dict[str, Any], dtype: str = "float32", **export: Any) -> RunConfig:
+        config = trained_once(method, dtype)
+        output_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(config.output_dir, output_dir)
+        return RunConfig.model_validate(config.model_dump() | {"output_dir": output_dir, "export": export})
+
+    return copied

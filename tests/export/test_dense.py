@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from scale_cli.export import dense as dense_module
+from scale_cli.export.dense import StreamScales, dense_config, dense_model
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
+
+METHODS = [("preserve", None), ("adapt", None), ("route", "top:2")]
+
+
+@torch.no_grad()
+def adaptation(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
+    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+
+
+@torch.no_grad()
+def answered(model: Any, input_ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.float()
+
+
+def saved_and_loaded(model: nn.Module, folder: Path) -> Any:
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
+
+
+@pytest.mark.parametrize(("variant", "layers"), METHODS)
+def test_untrained_it_generates_what_the_base_is_known_to_generate(
+    shared_data: Path, tmp_path: Path, variant: str, layers: str | None
+) -> None:
+    model = widen(real_base(shared_data, "ckpt-stories260K"), variant, layers)
+    loaded = saved_and_loaded(dense_model(model, "float32"), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    generated = loaded.generate(torch.tensor([[1]]), max_new_tokens=256, do_sample=False)
+    expected = (shared_data / "ckpt-stories260K" / "EXPECTED_greedy.txt").read_text(encoding="utf-8")
+    assert tokenizer.decode(generated[0], skip_special_tokens=True).strip() == expected.strip()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize(("variant", "layers"), METHODS)
+def test_trained_it_answers_what_the_adaptation_head_answers(
+    shared_data: Path, tmp_path: Path, checkpoint: str, variant: str, layers: str | None
+) -> None:
+    model = as_if_trained(widen(real_base(shared_data, checkpoint), variant, layers), std=0.05)
+    loaded = saved_and_loaded(dense_model(model, "float32"), tmp_path)
+    ids = real_ids(shared_data, checkpoint)[:1536].view(24, 64)
+    assert (answered(loaded, ids) - adaptation(model, ids)).abs().max() <= 1e-4
+    assert (answered(loaded, ids) - answered(model.base, ids)).abs().max() > 0.1, "the expansion is in it"
+
+
+@pytest.mark.parametrize(("checkpoint", "variant"), [("ckpt-stories260K", "preserve"), ("ckpt-eltec", "adapt")])
+def test_really_trained_it_answers_what_the_adaptation_head_answers(
+    shared_data: Path, checkpoint: str, variant: str
+) -> None:
+    ids = real_ids(shared_data, checkpoint)
+    model = widen(real_base(shared_data, checkpoint), variant)
+    train_steps(model, ids, num_steps=20, lr=5e-3)
+    prompts = ids[:1536].view(24, 64)
+    difference = answered(dense_model(model, "float32"), prompts) - adaptation(model, prompts)
+    assert difference.abs().max() <= 1e-4
+
+
+def test_it_is_a_plain_llama_of_larger_sizes_without_code(tmp_path: Path) -> None:
+    model = as_if_trained(widen(tiny_llama(tie_word_embeddings=True), "route", "top:1", ratio=0.5))
+    loaded = saved_and_loaded(dense_model(model, "float32"), tmp_path)
+    assert type(loaded) is LlamaForCausalLM
+    config = loaded.config
+    assert (config.hidden_size, config.intermediate_size) == (48, 72)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 3, 8)
+    assert not config.tie_word_embeddings
+    assert not list(tmp_path.glob("*.py"))
+    assert "auto_map" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    assert loaded.generation_config.to_diff_dict() == model.base.generation_config.to_diff_dict()
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+def test_in_bfloat16_it_is_no_worse_than_twice_the_widened_model_in_bfloat16(
+    shared_data: Path, tmp_path: Path, variant: str, base_dtype: str
+) -> None:
+    model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K", base_dtype), variant), std=0.05)
+    loaded = saved_and_loaded(dense_model(model, "bfloat16"), tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    nn.Module.to(model, torch.float32)
+    ids = real_ids(shared_data, "ckpt-stories260K")[:1536].view(24, 64)
+    exact = adaptation(model, ids)
+    nn.Module.to(model, torch.bfloat16)
+    own_error = (adaptation(model, ids).float() - exact).abs().mean()
+    assert 0.0 < (answered(loaded, ids) - exact).abs().mean() <= 2.0 * own_error
+
+
+def mantissas(tensor: Tensor) -> Tensor:
+    return torch.frexp(tensor.float()).mantissa
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_scaling_the_streams_changes_no_mantissa(shared_data: Path, dtype: str) -> None:
+    model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K", dtype), "adapt"))
+    if dtype == "bfloat16":
+        model.expansion.to(torch.bfloat16).float()
+    dense: Any = dense_model(model, dtype)
+    scales = dense_module._SCALES[dtype]
+    num_base = model.base.config.hidden_size
+    embeddings = dense.model.embed_tokens.weight
+    assert torch.equal(embeddings[:, :num_base].float(), scales.base * model.base.model.embed_tokens.weight.float())
+    assert torch.equal(mantissas(embeddings[:, num_base:]), mantissas(model.expansion.embed_tokens.weight))
+    assert torch.equal(dense.lm_head.weight[:, :num_base].float(), model.base.lm_head.weight.float())
+    layers = zip(dense.model.layers, model.base.model.layers, model.expansion.layers, strict=True)
+    for joined, frozen, added in layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+            owner = "self_attn" if hasattr(frozen.self_attn, name) else "mlp"
+            weight = getattr(getattr(joined, owner), name).weight
+            base_weight, blocks = getattr(getattr(frozen, owner), name).weight, getattr(added, name)
+            rows, columns = base_weight.shape
+            parts = {
+                (0, 0): (weight[:rows, :columns], base_weight),
+                (0, 1): (weight[:rows, columns:], blocks.weight_12),
+                (1, 0): (weight[rows:, :columns], blocks.weight_21),
+                (1, 1): (weight[rows:, columns:], blocks.weight_22),
+            }
+            for (row, _), (part, block) in parts.items():
+                assert torch.equal(mantissas(part), mantissas(block))
+                scale = (scales.base, scales.expansion)[row] if name in ("o_proj", "down_proj") else 1.0
+                assert torch.equal(part.float(), scale * block.float())
+
+
+def test_the_error_is_the_expansions_share_in_the_joint_mean_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = as_if_trained(widen(tiny_llama(), "preserve"), std=0.1)
+    ids = torch.randint(0, 61, (4, 32), generator=torch.Generator().manual_seed(0))
+    errors = []
+    for exponent in (0, 2, 4, 6):
+        monkeypatch.setitem(dense_module._SCALES, "float32", StreamScales(1.0, 2.0**-exponent))
+        errors.append((answered(dense_model(model, "float32"), ids) - adaptation(model, ids)).abs().mean().item())
+    # Four times smaller u, sixteen times smaller error, until u is small enough for the first order to hold.
+    assert errors[1] / errors[2] == pytest.approx(16.0, rel=0.2)
+    assert errors[2] / errors[3] == pytest.approx(16.0, rel=0.2)
+
+
+def test_only_the_ratio_of_the_two_scales_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = as_if_trained(widen(tiny_llama(), "adapt"))
+    ids = torch.randint(0, 61, (4, 32), generator=torch.Generator().manual_seed(0))
+    answers = []
+    for base in (2.0**-4, 1.0, 2.0**8):
+        monkeypatch.setitem(dense_module._SCALES, "float32", StreamScales(base, base * 2.0**-8))
+        answers.append(answered(dense_model(model, "float32"), ids))
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_joint_norm_keeps_the_bases_epsilon() -> None:
+    model = widen(tiny_llama(rms_norm_eps=1e-2), "preserve", ratio=1.0)
+    config = dense_config(model, StreamScales(2.0**3, 2.0**-3))
+    assert config.rms_norm_eps == pytest.approx(1e-2 * 64 * 32 / 64)
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    difference = answered(dense_model(as_if_trained(model), "float32"), ids) - adaptation(model, ids)
+    assert difference.abs().max() <= 1e-4, "an epsilon that matters is scaled with the stream"
+
+
+def test_neither_the_trained_model_nor_its_base_is_changed_by_exporting() -> None:
+    model = as_if_trained(widen(tiny_llama(tie_word_embeddings=True), "adapt"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dense = dense_model(model, "float32")
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scale_cli.errors import ExportParityError
+from scale_cli.export.dense import dense_model
+from scale_cli.export.parity import Parity, adaptation_logits, check_parity, measure_parity, served_logits
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from tests.widening import as_if_trained, tiny_llama, widen
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 61, (1, length), generator=generator) for length in (5, 17, 9)]
+
+
+@pytest.fixture
+def trained() -> ScaleForCausalLM:
+    return as_if_trained(widen(tiny_llama(), "route", "top:1"))
+
+
+def test_a_faithful_export_is_close_and_called_good(trained: ScaleForCausalLM) -> None:
+    parity = measure_parity(dense_model(trained, "float32"), trained, adaptation_logits, prompts())
+    assert 0.0 < parity.mean_logit_difference <= parity.max_logit_difference <= 1e-4
+    assert parity.num_positions == 31
+    check_parity(parity, "float32")
+
+
+@pytest.mark.parametrize("part", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, part: str, dtype: str) -> None:
+    exported: Any = dense_model(trained, dtype)
+    with torch.no_grad():
+        exported.get_parameter(part).mul_(-1.0)
+    parity = measure_parity(exported, trained, adaptation_logits, prompts())
+    with pytest.raises(ExportParityError, match="the export is not the trained model"):
+        check_parity(parity, dtype)
+
+
+def test_an_export_of_another_head_is_refused(trained: ScaleForCausalLM) -> None:
+    parity = measure_parity(dense_model(trained, "float32"), trained, served_logits, prompts())
+    with pytest.raises(ExportParityError):
+        check_parity(parity, "float32")
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCausalLM, broken: float) -> None:
+    with torch.no_grad():
+        trained.expansion.lm_head.weight[3, 3] = broken
+    for dtype in ("float32", "bfloat16"):
+        parity = measure_parity(dense_model(trained, dtype), trained, adaptation_logits, prompts())
+        with pytest.raises(ExportParityError):
+            check_parity(parity, dtype)
+
+
+@pytest.mark.parametrize(
+    ("difference", "own", "dtype", "good"),
+    [
+        (1e-4, 0.0, "float32", True),
+        (1.1e-4, 1.0, "float32", False),
+        (0.2, 0.1, "bfloat16", True),
+        (0.21, 0.1, "bfloat16", False),
+        (math.nan, 0.1, "bfloat16", False),
+        (math.nan, 0.1, "float32", False),
+    ],
+)
+def test_float32_is_held_to_a_figure_and_bfloat16_to_the_models_own_error(
+    difference: float, own: float, dtype: str, good: bool
+) -> None:
+    parity = Parity(difference, difference, own, 1)
+    if good:
+        check_parity(parity, dtype)
+    else:
+        with pytest.raises(ExportParityError, match="nothing was written"):
+            check_parity(parity, dtype)
+
+
+def test_the_models_own_error_is_how_far_it_moves_in_the_exports_dtype(trained: ScaleForCausalLM) -> None:
+    for dtype in ("float32", "bfloat16"):
+        parity = measure_parity(dense_model(trained, dtype), trained, adaptation_logits, prompts())
+        lowered = as_if_trained(widen(tiny_llama(), "route", "top:1"))
+        nn.Module.to(lowered, getattr(torch, dtype))
+        with torch.no_grad():
+            moved = [
+                (adaptation_logits(lowered, ids).float() - adaptation_logits(trained, ids)).abs().flatten()
+                for ids in prompts()
+            ]
+        assert parity.own_mean_difference == pytest.approx(torch.cat(moved).mean().item())
+
+
+def test_measuring_leaves_the_trained_model_as_it_was(trained: ScaleForCausalLM) -> None:
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    measure_parity(dense_model(trained, "bfloat16"), trained, adaptation_logits, prompts())
+    after = trained.state_dict()
+    assert all(
+        torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
+    )

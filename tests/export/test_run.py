@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError
+from scale_cli.export import run as export_run
+from scale_cli.export.run import export, export_is_finished
+from scale_cli.upscale.folder import load_onto_base, load_widened
+from scale_cli.upscale.run import upscale
+
+TrainedRun = Callable[..., RunConfig]
+ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
+METHODS: list[dict[str, Any]] = [{"variant": "preserve"}, {"variant": "adapt"}, ROUTE]
+IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def answered(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["preserve", "adapt", "route"])
+def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
+    trained_run: TrainedRun, method: dict[str, Any]
+) -> None:
+    config = trained_run(method)
+    summary = export(config)
+    assert summary.parity.max_logit_difference <= 1e-4
+    assert not [file.name for file in summary.folder.rglob("*") if file.suffix in (".py", ".bin", ".pt", ".pkl")]
+    assert "auto_map" not in (summary.folder / "config.json").read_text(encoding="utf-8")
+    plain = AutoModelForCausalLM.from_pretrained(summary.folder, trust_remote_code=False)
+    trained = load_widened(config.output_dir / "final", config.model)
+    with torch.no_grad():
+        expected = trained.adaptation_logits(trained.final_states(IDS, preserved=False))
+    torch.testing.assert_close(answered(plain), expected, rtol=0.0, atol=1e-4)
+    assert (answered(plain) - answered(trained.base)).abs().max() > 0.1
+    text = "Once upon a time, 옛날에"
+    original = AutoTokenizer.from_pretrained(config.model.base)
+    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == original(text).input_ids
+    assert ("router" in "\n".join(summary.lines())) is (method is ROUTE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_written_in_the_dtype_that_was_asked_for(trained_run: TrainedRun, dtype: str) -> None:
+    summary = export(trained_run({"variant": "preserve"}, "bfloat16", dtype=dtype))
+    with safe_open(summary.folder / "model.safetensors", framework="pt") as file:
+        dtypes = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 (not a dict)
+    assert dtypes == {getattr(torch, dtype)}
+    assert json.loads((summary.folder / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
+
+
+def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
+    trained_run: TrainedRun, shared_data: Path
+) -> None:
+    config = trained_run(ROUTE, format="adapter")
+    folder = export(config).folder
+    trained = load_widened(config.output_dir / "final", config.model)
+    base_size = sum(parameter.numel() for parameter in trained.base.parameters())
+    with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
+        num_held = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (not a dict)
+    assert num_held == sum(parameter.numel() for parameter in trained.parameters()) - base_size
+    assert torch.equal(answered(load_onto_base(folder, config.model)), answered(trained))
+    for other in (
+        ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")),
+        ModelConfig(base=config.model.base, dtype="bfloat16"),
+    ):
+        with pytest.raises(BaseModelError, match="not the base that was widened"):
+            load_onto_base(folder, other)
+
+
+def corrupted(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[7] *= 1.01
+    return model
+
+
+def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
+    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained_run({"variant": "preserve"})
+    exact = export_run.dense_model
+    monkeypatch.setattr(export_run, "dense_model", lambda model, dtype: corrupted(exact(model, dtype)))
+    with pytest.raises(ExportParityError, match="nothing was written"):
+        export(config)
+    assert list((config.output_dir / "export").iterdir()) == []
+
+
+def test_a_failed_export_leaves_the_previous_one_as_it_was(
+    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained_run({"variant": "preserve"})
+    folder = export(config).folder
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    exact = export_run.dense_model
+    monkeypatch.setattr(export_run, "dense_model", lambda model, dtype: corrupted(exact(model, dtype)))
+    with pytest.raises(ExportParityError):
+        export(config)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_an_export_is_finished_until_what_it_is_made_of_changes(trained_run: TrainedRun) -> None:
+    config = trained_run({"variant": "preserve"})
+    assert not export_is_finished(config)
+    export(config)
+    assert export_is_finished(config)
+    in_bfloat16 = RunConfig.model_validate(config.model_dump() | {"export": {"dtype": "bfloat16"}})
+    assert not export_is_finished(in_bfloat16)
+    manifest = config.output_dir / "final" / "manifest.json"
+    manifest.write_text(manifest.read_text(encoding="utf-8").replace('"sha256": "', '"sha256": "x'), encoding="utf-8")
+    assert not export_is_finished(config)
+
+
+def test_what_was_not_trained_with_this_config_is_not_exported(trained_run: TrainedRun) -> None:
+    config = trained_run({"variant": "preserve"})
+    other = RunConfig.model_validate(config.model_dump() | {"seed": 7})
+    with pytest.raises(RunFolderError, match="seed"):
+        export(other)
+    upscaled_only = RunConfig.model_validate(config.model_dump() | {"output_dir": config.output_dir.parent / "new"})
+    upscale(upscaled_only)
+    with pytest.raises(RunFolderError, match="run `scale train` first"):
+        export(upscaled_only)
+
+
+def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:
+    config = trained_run({"variant": "preserve"})
+    silent = RunConfig.model_validate(config.model_dump() | {"evaluation": {"perplexity": []}})
+    assert export(silent).parity.num_positions > 100

@@ -1,0 +1,123 @@
+"""The self-contained folder, opened where this package is not: in a fresh process, somewhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.export.run import export
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.folder import load_widened
+
+TrainedRun = Callable[..., RunConfig]
+METHODS: dict[str, dict[str, Any]] = {
+    "route-posterior": {"variant": "route", "collaboration": {"layers": "top:2"}, "router": {"switch_rate": 0.01}},
+    "route-cosine": {"variant": "route", "router": {"rule": "cosine"}},
+    "adapt": {"variant": "adapt"},
+}
+IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+
+_OPEN_AND_ANSWER = """
+import sys
+sys.modules["scale_cli"] = None  # importing it is an error from here on
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert not model.training and type(model).__module__.startswith("transformers_modules")
+    assert not any(parameter.requires_grad for parameter in model.base.parameters())
+    ids = load_file(f"{folder}/ids.safetensors")["ids"]
+    answers = {"logits": model(input_ids=ids, use_cache=False).logits.detach()}
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for use_cache in (True, False):
+        answers[f"generated_{use_cache}"] = model.generate(ids[:, :12], use_cache=use_cache, **options)
+    save_file(answers, f"{folder}/answers.safetensors")
+    assert len(AutoTokenizer.from_pretrained(folder)("Once upon a time").input_ids) > 3
+assert not [name for name in sys.modules if name.startswith("scale_cli.")]
+"""
+
+
+@pytest.fixture
+def exported(trained_run: TrainedRun) -> dict[str, RunConfig]:
+    return {name: trained_run(method, format="transformers") for name, method in METHODS.items()}
+
+
+def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_trained_model_does(
+    exported: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    folders = {}
+    for name, config in exported.items():
+        folders[name] = tmp_path / "elsewhere" / name
+        shutil.copytree(export(config).folder, folders[name])
+        save_file({"ids": IDS}, folders[name] / "ids.safetensors")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
+    environment |= {
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", _OPEN_AND_ANSWER, *map(str, folders.values())],
+        cwd=tmp_path / "elsewhere",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    for name, config in exported.items():
+        answers = load_file(folders[name] / "answers.safetensors")
+        trained = load_widened(config.output_dir / "final", config.model)
+        with torch.no_grad():
+            expected = trained(input_ids=IDS, use_cache=False).logits
+        torch.testing.assert_close(answers["logits"], expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(answers["generated_True"], answers["generated_False"])
+        generated = trained.generate(
+            IDS[:, :12], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
+        )
+        assert torch.equal(answers["generated_True"], generated)
+
+
+def test_it_holds_its_code_and_every_weight_and_is_not_opened_without_trust(trained_run: TrainedRun) -> None:
+    folder = export(trained_run(METHODS["route-posterior"], format="transformers")).folder
+    code = {file.name for file in folder.glob("*.py")}
+    assert {"modeling_scale.py", "configuration_scale.py", "routing.py"} <= code
+    assert all("scale_cli" not in (folder / name).read_text(encoding="utf-8") for name in code)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
+    trained_run: TrainedRun, dtype: str
+) -> None:
+    config = trained_run(METHODS["adapt"], dtype, format="transformers", dtype=dtype)
+    loaded = ScaleForCausalLM.from_pretrained(export(config).folder, dtype="auto")
+    trained = load_widened(config.output_dir / "final", config.model)
+    base = dict(trained.base.named_parameters())
+    assert all(torch.equal(parameter, base[name]) for name, parameter in loaded.base.named_parameters())
+    trains = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+    assert trains == {name for name, _ in loaded.named_parameters() if name.startswith("expansion.")}
+    assert loaded.generation_config.eos_token_id == trained.base.generation_config.eos_token_id
+    assert loaded.base.lm_head.weight is loaded.base.model.embed_tokens.weight, "tied stays tied"
+
+
+def test_exporting_leaves_no_mark_on_the_classes(trained_run: TrainedRun, tmp_path: Path) -> None:
+    config = trained_run(METHODS["adapt"], format="transformers")
+    export(config)
+    model = load_widened(config.output_dir / "final", config.model)
+    model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.py"))

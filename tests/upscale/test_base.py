@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError
+from scale_cli.upscale.base import (
+    BaseRecord,
+    changed_tensors,
+    check_same_base,
+    load_base,
+    load_base_config,
+    load_tokenizer,
+    looks_local,
+    record_base,
+    tensor_sha256,
+)
+from tests.widening import tiny_llama
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+
+
+@pytest.fixture
+def checkpoint(shared_data: Path, tmp_path: Path) -> Path:
+    """A copy of a real checkpoint that may be damaged."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in (shared_data / "ckpt-stories260K" / "hf").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def named(folder: Path | str, dtype: Any = "float32") -> ModelConfig:
+    return ModelConfig(base=str(folder), dtype=dtype)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def flip_bit(tensor: Tensor, byte: int = 0, bit: int = 0) -> None:
+    tensor.view(-1).view(torch.uint8)[byte] ^= 1 << bit
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_one_flipped_bit_is_another_hash(dtype: torch.dtype, shape: list[int], data: st.DataObject) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    before = tensor_sha256(tensor)
+    assert tensor_sha256(tensor.clone()) == before
+    byte = data.draw(st.integers(0, tensor.numel() * tensor.element_size() - 1))
+    flip_bit(tensor, byte, data.draw(st.integers(0, 7)))
+    assert tensor_sha256(tensor) != before
+
+
+def test_the_same_bytes_in_another_shape_or_dtype_are_another_hash() -> None:
+    zeros = torch.zeros(2, 6)
+    others = [zeros.reshape(3, 4), zeros.reshape(12), zeros.to(torch.int32), torch.zeros(2, 12, dtype=torch.bfloat16)]
+    assert len({tensor_sha256(tensor) for tensor in [zeros, *others]}) == 5
+
+
+def test_a_hash_hangs_on_content_not_on_memory_layout() -> None:
+    tensor = torch.arange(12.0).reshape(3, 4)
+    assert tensor_sha256(tensor.T.contiguous().T) == tensor_sha256(tensor)
+    assert tensor_sha256(torch.empty(0, 3)) != tensor_sha256(torch.empty(3, 0))
+
+
+def test_the_zeros_of_either_sign_are_told_apart() -> None:
+    assert tensor_sha256(torch.tensor([0.0])) != tensor_sha256(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_record_names_every_tensor_and_a_tied_one_once(tied: bool) -> None:
+    record = record_base(tiny_llama(tie_word_embeddings=tied), named("tiny"))
+    assert ("lm_head.weight" in record.tensors) is not tied
+    assert len(record.tensors) == 2 + 3 * 9 + (not tied)
+    assert BaseRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_the_content_hash_hangs_on_the_tensors_alone() -> None:
+    one, other_name = (record_base(tiny_llama(), named(name)) for name in ("here", "there"))
+    assert one.content_sha256 == other_name.content_sha256
+    assert record_base(tiny_llama(seed=1), named("here")).content_sha256 != one.content_sha256
+    renamed = {f"{name}x": sha256 for name, sha256 in one.tensors.items()}
+    assert BaseRecord("here", None, "float32", renamed).content_sha256 != one.content_sha256
+
+
+def test_what_changed_is_named_and_nothing_else() -> None:
+    base = tiny_llama()
+    record = record_base(base, named("tiny"))
+    assert changed_tensors(base, record) == []
+    check_same_base(base, record, "here")
+    flip_bit(base.model.layers[1].mlp.up_proj.weight.data)
+    assert changed_tensors(base, record) == ["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(
+        BaseModelError, match=r"here: .*tiny in float32.*model\.layers\.1\.mlp\.up_proj\.weight differs"
+    ):
+        check_same_base(base, record, "here")
+
+
+def test_a_missing_tensor_and_a_new_one_are_changes() -> None:
+    base = tiny_llama()
+    record = record_base(base, named("tiny"))
+    known = dict(record.tensors)
+    sha256 = known.pop("model.norm.weight")
+    other = BaseRecord("tiny", None, "float32", {**known, "gone.weight": sha256})
+    assert changed_tensors(base, other) == ["gone.weight", "model.norm.weight"]
+
+
+def test_the_same_weights_in_another_dtype_are_another_base() -> None:
+    record = record_base(tiny_llama(), named("tiny"))
+    assert len(changed_tensors(tiny_llama().to(torch.bfloat16), record)) == len(record.tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_is_loaded_frozen_in_evaluation_mode_and_in_its_dtype(checkpoint: Path, dtype: str) -> None:
+    base = load_base(named(checkpoint, dtype))
+    assert not base.training
+    assert {(parameter.requires_grad, parameter.dtype) for parameter in base.parameters()} == {
+        (False, getattr(torch, dtype))
+    }
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(base.model.norm.weight, tensors["model.norm.weight"].to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "bert"])
+def test_another_family_is_refused_with_what_is_supported(checkpoint: Path, model_type: str) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    with pytest.raises(
+        BaseModelError, match=rf"model\.base: .* is of the family {model_type} \(supported: llama"
+    ) as error:
+        load_base(named(checkpoint))
+    assert "\n" not in str(error.value)
+
+
+def truncate_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "config is not JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "config without a family": lambda folder: edit_config(folder, model_type=None),
+    "config of a family nobody knows": lambda folder: edit_config(folder, model_type="nonesuch"),
+    "config with a size of the wrong type": lambda folder: edit_config(folder, hidden_size="big"),
+    "config with heads that do not fit": lambda folder: edit_config(folder, num_attention_heads=7),
+    "config with a RoPE type nobody knows": lambda folder: edit_config(folder, rope_parameters={"rope_type": "none"}),
+    "weights missing": lambda folder: (folder / "model.safetensors").unlink(),
+    "weights truncated": truncate_weights,
+    "a tensor missing": lambda folder: edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight")),
+    "a tensor of another shape": lambda folder: edit_tensors(
+        folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_base_is_one_line_that_names_it(checkpoint: Path, damage: str) -> None:
+    DAMAGE[damage](checkpoint)
+    with pytest.raises(BaseModelError) as error:
+        load_base(named(checkpoint))
+    assert str(error.value).startswith("model.base: ")
+    assert str(checkpoint) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_pickled_weights_are_not_read(checkpoint: Path) -> None:
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(BaseModelError, match="cannot be loaded"):
+        load_base(named(checkpoint))
+
+
+def test_code_in_a_checkpoint_is_not_run(checkpoint: Path) -> None:
+    (checkpoint / "evil.py").write_text("raise SystemExit('ran')", encoding="utf-8")
+    edit_config(checkpoint, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"})
+    with pytest.raises(BaseModelError, match="cannot be loaded"):
+        load_base(named(checkpoint))
+
+
+@pytest.mark.parametrize("damaged", ["tokenizer.json", None])
+def test_a_missing_or_damaged_tokenizer_is_one_line_that_names_it(checkpoint: Path, damaged: str | None) -> None:
+    for file in checkpoint.glob("tokenizer*"):
+        if damaged is None:
+            file.unlink()
+    if damaged is not None:
+        (checkpoint / damaged).write_text("{", encoding="utf-8")
+    with pytest.raises(BaseModelError, match=r"model\.base: the tokenizer of .* cannot be loaded") as error:
+        load_tokenizer(named(checkpoint))
+    assert "\n" not in str(error.value)
+
+
+def test_folders_and_hub_ids_are_told_apart(checkpoint: Path) -> None:
+    assert all(looks_local(name) for name in ("./x", "../x", "/x", "~/x", "a/b/c", str(checkpoint)))
+    assert not any(looks_local(name) for name in ("org/model", "gpt2"))
+    with pytest.raises(BaseModelError, match=r"\./nowhere is not a folder with a config\.json"):
+        load_base_config(named("./nowhere"))
+
+
+def test_the_revision_that_the_hub_served_is_recorded() -> None:
+    base = tiny_llama()
+    assert record_base(base, named("tiny")).revision is None
+    base.config._commit_hash = "0123abcd"
+    assert record_base(base, named("tiny")).revision == "0123abcd"

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.initialise import leading_directions
+from tests.widening import tiny_llama, widen
+
+STARTS = ("svd", "copy", "normal")
+STD = 0.2  # the tiny Llamas' initializer_range
+
+
+def linears(model: ScaleForCausalLM) -> Iterator[tuple[nn.Linear, ExpansionLinear]]:
+    """Every frozen linear map of the decoder, and the blocks that widen it."""
+    for base_layer, added in zip(model.base.model.layers, model.expansion.layers, strict=True):
+        frozen = dict(base_layer.named_modules())
+        for name, module in added.named_modules():
+            if isinstance(module, ExpansionLinear):
+                owner = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+                yield frozen[f"{owner}.{name}"], module
+
+
+def truncated_svd(weight: Tensor, count: int) -> Tensor:
+    """S_k V_k^T by LAPACK's own decomposition."""
+    _, scales, directions = torch.linalg.svd(weight.double(), full_matrices=False)
+    return (scales[:, None] * directions)[:count].float()
+
+
+def assert_equal_up_to_sign(rows: Tensor, expected: Tensor) -> None:
+    assert rows.shape == expected.shape
+    signs = torch.sign((rows * expected).sum(dim=1, keepdim=True))
+    torch.testing.assert_close(rows, signs * expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**32 - 1))
+def test_leading_directions_are_those_of_the_svd_in_both_orientations(
+    num_rows: int, num_columns: int, count: int, seed: int
+) -> None:
+    weight = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
+    rows = leading_directions(weight, count)
+    assert rows.shape == (min(count, num_rows, num_columns), num_columns)
+    # Where two singular values all but coincide their directions may mix; what they span with their scales may not.
+    expected = truncated_svd(weight, count)
+    torch.testing.assert_close(rows @ rows.T, torch.diag(expected.norm(dim=1) ** 2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(rows.T @ rows, expected.T @ expected, rtol=1e-3, atol=1e-3)
+    assert (rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)) >= 0.0).all(), "signs are fixed"
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (16, 16)])
+def test_leading_directions_are_torchs_up_to_sign(shape: tuple[int, int]) -> None:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    for count in (1, 3, 10, 99):
+        assert_equal_up_to_sign(leading_directions(weight, count), truncated_svd(weight, count))
+
+
+def test_a_matrix_of_low_rank_has_no_further_direction() -> None:
+    weight = torch.outer(torch.arange(1.0, 7.0), torch.arange(1.0, 5.0))
+    rows = leading_directions(weight, 3)
+    torch.testing.assert_close(rows[0], weight.norm() * torch.arange(1.0, 5.0) / torch.arange(1.0, 5.0).norm())
+    assert rows[1:].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_whatever_writes_into_the_base_or_its_logits_starts_at_zero(start: str) -> None:
+    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt", start=start)
+    assert not model.expansion.lm_head.weight.any()
+    for _, added in linears(model):
+        assert added.weight_12 is not None and not added.weight_12.any()
+        assert added.bias_2 is not None and not added.bias_2.any()
+    norms = [module for module in model.expansion.modules() if isinstance(module, ExpansionNorm)]
+    assert len(norms) == 2 * 3 + 1
+    assert all(bool((norm.weight == 1.0).all()) for norm in norms)
+
+
+def test_svd_starts_with_the_leading_directions_of_what_is_widened() -> None:
+    model = widen(tiny_llama(), "preserve", start="svd", ratio=0.5)
+    for frozen, added in linears(model):
+        assert_equal_up_to_sign(added.weight_21, truncated_svd(frozen.weight, len(added.weight_21)))
+    embeddings = model.base.model.embed_tokens.weight
+    left, scales, _ = torch.linalg.svd(embeddings.double(), full_matrices=False)
+    expected = (left * scales)[:, : model.config.expansion_hidden_size].float()
+    assert_equal_up_to_sign(model.expansion.embed_tokens.weight.T, expected.T)
+
+
+def test_copy_starts_with_the_first_rows_of_what_is_widened() -> None:
+    model = widen(tiny_llama(), "preserve", start="copy", ratio=0.5)
+    for frozen, added in linears(model):
+        assert torch.equal(added.weight_21, frozen.weight[: len(added.weight_21)])
+    columns = model.config.expansion_hidden_size
+    assert torch.equal(model.expansion.embed_tokens.weight, model.base.model.embed_tokens.weight[:, :columns])
+
+
+def looks_normal(values: Tensor) -> bool:
+    spread = values.std().item() / STD
+    return abs(spread - 1.0) < 4.0 / (2 * values.numel()) ** 0.5 and bool(values.abs().max() < 6 * STD)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_what_reads_the_expansion_starts_normal_at_the_bases_own_spread(start: str) -> None:
+    model = widen(tiny_llama(), "preserve", start=start, ratio=1.0)
+    assert all(looks_normal(added.weight_22) for _, added in linears(model))
+    everything = torch.cat([added.weight_22.flatten() for _, added in linears(model)])
+    assert abs(everything.std().item() / STD - 1.0) < 0.02
+    assert abs(everything.mean().item()) < 0.02 * STD
+
+
+def test_normal_starts_everything_else_normal_too() -> None:
+    model = widen(tiny_llama(), "preserve", start="normal", ratio=1.0)
+    assert looks_normal(model.expansion.embed_tokens.weight)
+    assert all(looks_normal(added.weight_21) for _, added in linears(model))
+
+
+@pytest.mark.parametrize("start", ["svd", "copy"])
+def test_where_the_base_has_too_few_directions_the_rest_is_normal(start: str) -> None:
+    model = widen(tiny_llama(), "preserve", start=start, ratio=3.0)
+    for frozen, added in linears(model):
+        available = min(frozen.weight.shape) if start == "svd" else len(frozen.weight)
+        assert looks_normal(added.weight_21[available:])
+        taken = added.weight_21[:available]
+        expected = truncated_svd(frozen.weight, available) if start == "svd" else frozen.weight
+        assert_equal_up_to_sign(taken, expected)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(start: str) -> None:
+    once, again, other = (
+        widen(tiny_llama(), "adapt", start=start, seed=seed).expansion.state_dict() for seed in (3, 3, 4)
+    )
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert all(not torch.equal(once[name], other[name]) for name in once if name.endswith("weight_22"))
+
+
+def test_random_numbers_do_not_depend_on_torchs_own_seed_or_the_bases_dtype() -> None:
+    def started(dtype: Any, global_seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(global_seed)
+        return widen(tiny_llama().to(dtype), "adapt", start="normal").expansion.state_dict()
+
+    once, again = started(torch.float32, 0), started(torch.bfloat16, 1)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert {tensor.dtype for tensor in again.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_base_is_only_read(start: str) -> None:
+    base = tiny_llama()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    widen(base, "adapt", start=start)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, StorageError
+from scale_cli.model.modeling_scale import FinalStates, ScaleForCausalLM
+from scale_cli.upscale.folder import MethodModel, load_model, read_record
+from scale_cli.upscale.run import upscale, upscale_is_finished
+
+
+@pytest.fixture
+def base(shared_data: Path, tmp_path: Path) -> Path:
+    """A copy of a real checkpoint that may be tampered with."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in (shared_data / "ckpt-stories260K" / "hf").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int = 0, **method: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "output_dir": output_dir,
+            "seed": seed,
+            "model": {"base": str(base), "dtype": dtype},
+            "method": method,
+            "corpus": {"sources": [{"name": "unused", "path": "unused.txt", "language": "ko"}]},
+            "train": {"max_steps": 1},
+        }
+    )
+
+
+@pytest.fixture
+def config(base: Path, tmp_path: Path) -> RunConfig:
+    return configured(base, tmp_path / "run", variant="route", collaboration={"layers": "top:1"})
+
+
+def served(model: MethodModel) -> Tensor:
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "method",
+    [{"variant": "preserve"}, {"variant": "adapt"}, {"variant": "route", "collaboration": {"layers": "top:2"}}],
+)
+def test_what_is_loaded_is_what_was_made_bit_for_bit(
+    base: Path, tmp_path: Path, dtype: str, method: dict[str, Any]
+) -> None:
+    config = configured(base, tmp_path / "run", dtype, **method)
+    summary = upscale(config)
+    loaded = load_model(summary.folder, config.model)
+    made, read = summary.model.state_dict(), loaded.state_dict()
+    assert made.keys() == read.keys()
+    assert all(torch.equal(made[name], read[name]) and made[name].dtype == read[name].dtype for name in made)
+    assert loaded.config.to_dict() | {"dtype": None} == summary.model.config.to_dict() | {"dtype": None}
+    assert torch.equal(served(loaded), served(summary.model.eval()))
+    assert not loaded.training
+    assert all(
+        parameter.requires_grad == name.startswith("expansion.") for name, parameter in loaded.named_parameters()
+    )
+
+
+def test_the_folder_holds_the_expansion_and_what_it_belongs_to_but_no_base_weights(config: RunConfig) -> None:
+    summary = upscale(config)
+    names = {file.name for file in summary.folder.iterdir()}
+    assert names >= {
+        "config.json",
+        "base.json",
+        "trained.safetensors",
+        "manifest.json",
+        "scale.yaml",
+        "tokenizer.json",
+    }
+    assert not any(file.suffix in (".bin", ".pt", ".pkl", ".py") for file in summary.folder.iterdir())
+    assert load_file(summary.folder / "trained.safetensors").keys() == {
+        name for name, parameter in summary.model.named_parameters() if parameter.requires_grad
+    }
+    assert read_record(summary.folder) == summary.record
+    assert {f"base.{name}" for name in summary.record.tensors} == {
+        name for name, parameter in summary.model.named_parameters() if not parameter.requires_grad
+    }
+
+
+def test_the_summary_counts_what_is_frozen_and_what_trains(config: RunConfig) -> None:
+    summary = upscale(config)
+    lines = dict(line.split(maxsplit=1) for line in summary.lines() if not line.startswith("base hash"))
+    num_added = sum(parameter.numel() for parameter in summary.model.parameters() if parameter.requires_grad)
+    assert lines["frozen"] == "260,032 parameters"
+    assert lines["trainable"] == f"{num_added:,} parameters"
+    assert lines["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
+    assert lines["collaboration"] == "layers 4"
+
+
+def test_the_same_config_makes_the_same_files(base: Path, tmp_path: Path) -> None:
+    one, again, other = (
+        upscale(configured(base, tmp_path / name, seed=seed)).folder / "trained.safetensors"
+        for name, seed in (("one", 0), ("again", 0), ("other", 1))
+    )
+    assert one.read_bytes() == again.read_bytes()
+    assert one.read_bytes() != other.read_bytes()
+
+
+def test_a_base_with_one_bit_changed_is_refused_by_the_tensors_name(config: RunConfig, base: Path) -> None:
+    folder = upscale(config).folder
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(BaseModelError, match=r"not the base that was widened .* differs"):
+        load_model(folder, config.model)
+
+
+def test_a_base_in_another_dtype_is_refused(config: RunConfig) -> None:
+    folder = upscale(config).folder
+    with pytest.raises(BaseModelError, match="not the base that was widened"):
+        load_model(folder, ModelConfig(base=config.model.base, dtype="bfloat16"))
+
+
+def test_another_base_is_refused(config: RunConfig, shared_data: Path) -> None:
+    folder = upscale(config).folder
+    with pytest.raises(BaseModelError, match="not the base that was widened"):
+        load_model(folder, ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
+
+
+@pytest.mark.parametrize("name", ["trained.safetensors", "base.json", "config.json"])
+def test_a_damaged_folder_is_refused_by_the_files_name(config: RunConfig, name: str) -> None:
+    folder = upscale(config).folder
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(StorageError, match=rf"{name}: damaged"):
+        load_model(folder, config.model)
+    (folder / name).unlink()
+    with pytest.raises(StorageError, match=rf"{name}: missing"):
+        load_model(folder, config.model)
+
+
+def test_a_folder_that_is_not_there_says_what_makes_it(config: RunConfig) -> None:
+    with pytest.raises(RunFolderError, match="run the verb that makes it first"):
+        load_model(config.output_dir / "upscaled", config.model)
+
+
+def test_base_logits_that_are_not_preserved_leave_nothing_behind(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = ScaleForCausalLM.base_logits
+
+    def off_by_a_bit(model: ScaleForCausalLM, states: FinalStates) -> Tensor:
+        logits = exact(model, states)
+        logits[0, -1, 0] = torch.nextafter(logits[0, -1, 0], torch.tensor(torch.inf))
+        return logits
+
+    monkeypatch.setattr(ScaleForCausalLM, "base_logits", off_by_a_bit)
+    with pytest.raises(PreservationError, match="the base logits are not preserved on 'It was the best of times"):
+        upscale(config)
+    assert not config.output_dir.exists() or list(config.output_dir.iterdir()) == []
+
+
+def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: RunConfig) -> None:
+    folder = upscale(config).folder
+    (folder / "left-over").write_text("", encoding="utf-8")
+    assert upscale(config).folder == folder
+    assert not (folder / "left-over").exists()
+    (config.output_dir / "checkpoints").mkdir()
+    with pytest.raises(RunFolderError, match="training has begun"):
+        upscale(config)
+
+
+def test_upscaling_is_finished_for_the_same_base_and_method_only(base: Path, config: RunConfig) -> None:
+    assert not upscale_is_finished(config)
+    upscale(config)
+    assert upscale_is_finished(config)
+    others = [
+        configured(base, config.output_dir, variant="adapt"),
+        configured(base, config.output_dir, seed=1, variant="route", collaboration={"layers": "top:1"}),
+        configured(base, config.output_dir, "bfloat16", variant="route", collaboration={"layers": "top:1"}),
+    ]
+    assert not any(upscale_is_finished(other) for other in others)
+
+
+def test_nothing_of_the_base_is_changed_by_widening_it(config: RunConfig, base: Path) -> None:
+    before = load_file(base / "model.safetensors")
+    summary = upscale(config)
+    tensors = dict(summary.model.named_parameters())
+    assert all(torch.equal(tensors[f"base.{name}"], before[name]) for name in summary.record.tensors)
+
+
+def test_the_record_is_plain_json_with_a_hash_for_every_tensor(config: RunConfig) -> None:
+    value = json.loads((upscale(config).folder / "base.json").read_text(encoding="utf-8"))
+    assert value.keys() == {"name", "revision", "dtype", "content_sha256", "tensors"}
+    assert all(len(sha256) == 64 for sha256 in value["tensors"].values())
