@@ -33,6 +33,9 @@ MaxForgetting = Annotated[
     float | None,
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
+Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
 
 
 class Summary(Protocol):
@@ -82,6 +85,22 @@ def export(config: Config, overrides: Overrides = None) -> None:
     from scale_cli.export import run
 
     _show(run.export(checked))
+
+
+@app.command()
+def calibrate(config: Config, overrides: Overrides = None, documents: Documents = 32) -> None:
+    """Find a threshold for the cosine rule on small held-out samples, and print its frontier."""
+    from scale_cli.evaluation import calibration
+
+    _show(calibration.calibrate(_load(config, overrides), documents))
+
+
+@app.command()
+def compare(runs: Runs, output: Output) -> None:
+    """Put any number of finished runs into one report."""
+    from scale_cli.comparison import run
+
+    _show(run.compare(runs, output))
 
 
 @app.command(name="run")

@@ -23,8 +23,8 @@ from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.initialise import initialise_expansion
-from scale_cli.upscale.sizes import plan_expansion
+from scale_cli.upscale.folder import load_model
+from scale_cli.upscale.method import start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
@@ -88,9 +88,15 @@ def widen(
         collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
         router=RouterConfig(**router),
     )
-    model = ScaleForCausalLM(plan_expansion(base.config, method), base)
-    initialise_expansion(model, start, seed)
+    model = start_model(base, method, seed)
+    assert isinstance(model, ScaleForCausalLM)
     return model.eval()
+
+
+def load_widened(folder: Path, base: ModelConfig) -> ScaleForCausalLM:
+    model = load_model(folder, base)
+    assert isinstance(model, ScaleForCausalLM)
+    return model
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ WIDENED = ("preserve", "adapt", "route")
 Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
 # The paper's learning rates (section on training details), where a config leaves train.lr out.
 _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e-4}
+# How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
+_KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -164,7 +166,35 @@ class EvaluationSource(TextSource):
     role: Literal["retention", "acquisition"]
 
 
-AnySource = TypeVar("AnySource", bound=TextSource)
+class BenchmarkSource(Section):
+    """A benchmark: a task or group by lm-eval's name, or a local file of minimal pairs or of multiple choice."""
+
+    name: Name
+    path: str | None = Field(
+        default=None, description="glob of .jsonl, .tsv or .zip of .jsonl; null: `name` is lm-eval's name of a task"
+    )
+    language: Language
+    role: Literal["retention", "acquisition"]
+    prompt: str = Field(
+        default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
+    )
+    num_fewshot: int | None = Field(default=None, ge=0, description="null: the task's own")
+    limit: int | None = Field(default=None, ge=1, description="first items of every task of a group, or of every file")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _language_and_role_of_the_name(cls, item: Any) -> Any:
+        item = {"name": item} if isinstance(item, str) else item
+        if not isinstance(item, dict):
+            return item
+        if item.get("path") is None and isinstance(item.get("name"), str):
+            item = {"language": "ko" if item["name"].startswith(_KOREAN_SUITES) else "en"} | item
+        if "language" in item:
+            item = {"role": "retention" if item["language"] == "en" else "acquisition"} | item
+        return item
+
+
+AnySource = TypeVar("AnySource", bound="TextSource | BenchmarkSource")
 
 
 def distinct_names(sources: list[AnySource]) -> list[AnySource]:
@@ -232,7 +262,9 @@ class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
     perplexity: list[EvaluationSource] = []
-    benchmarks: list[str] = Field(default=[], max_length=0, description="not in this version: leave it empty")
+    benchmarks: list[BenchmarkSource] = Field(
+        default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
+    )
     sequence_length: int | None = Field(default=None, ge=2, description="null: corpus.sequence_length")
     batch_size: int = Field(default=8, ge=1)
     mixed_precision: Literal["no", "bf16"] = "no"
@@ -243,9 +275,9 @@ class EvaluationConfig(Section):
     def _yaml_no_is_no(cls, value: object) -> object:
         return "no" if value is False else value
 
-    @field_validator("perplexity")
+    @field_validator("perplexity", "benchmarks")
     @classmethod
-    def _distinct(cls, sources: list[EvaluationSource]) -> list[EvaluationSource]:
+    def _distinct(cls, sources: list[AnySource]) -> list[AnySource]:
         return distinct_names(sources)
 
 

@@ -54,6 +54,21 @@ class DocumentLosses:
 
 
 @dataclass(frozen=True)
+class ObservedDocument:
+    """What both heads said of one document's tokens.
+
+    Args:
+        index: of the document in its corpus.
+        log_probs_KT: (2, tokens) of the base head and the trained one, nats.
+        cosine_T: (tokens,) of their logits.
+    """
+
+    index: int
+    log_probs_KT: Tensor
+    cosine_T: Tensor
+
+
+@dataclass(frozen=True)
 class _Window:
     """Some consecutive tokens of one document: inputs, and the tokens that follow them."""
 
@@ -91,26 +106,23 @@ def score_corpus(
     with tqdm(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
-            log_probs, cosines = _observe(model, corpus, documents, sequence_length, batch_size, mixed_precision)
-            for index in documents:
-                rows.append(_document_row(corpus, index, log_probs[index], cosines[index], router))
+            observed = observe_documents(model, corpus, documents, sequence_length, batch_size, mixed_precision)
+            rows.extend(_document_row(document, corpus.num_bytes[document.index], router) for document in observed)
             bar.update(len(documents))
     columns = np.asarray(rows, dtype=np.float64).T
     return DocumentLosses(**{field.name: column for field, column in zip(fields(DocumentLosses), columns, strict=True)})
 
 
-def _document_row(
-    corpus: TokenisedCorpus, index: int, log_probs_KT: Tensor, cosine_T: Tensor, router: RouterConfig
-) -> tuple[float, ...]:
+def _document_row(document: ObservedDocument, num_bytes: int, router: RouterConfig) -> tuple[float, ...]:
     """Return one document's values, in the order of DocumentLosses' fields."""
     prior_K = log_prior(router.prior)
-    log_probs_KBT = log_probs_KT.double().unsqueeze(1)
+    log_probs_KBT = document.log_probs_KT.double().unsqueeze(1)
     log_weights_KBS = posterior_log_weights(log_probs_KBT, prior_K[:, None], prior_K, router.switch_rate)[..., :-1]
-    serves_base_T = cosine_serves_base(cosine_T, router.threshold)
-    base_T, adapted_T = log_probs_KT.double()
+    serves_base_T = cosine_serves_base(document.cosine_T, router.threshold)
+    base_T, adapted_T = document.log_probs_KT.double()
     return (
-        len(cosine_T),
-        float(corpus.num_bytes[index]),
+        len(document.cosine_T),
+        float(num_bytes),
         -base_T.sum().item(),
         -adapted_T.sum().item(),
         -mix_log_probs(log_weights_KBS, log_probs_KBT).sum().item(),
@@ -120,19 +132,29 @@ def _document_row(
     )
 
 
-def _observe(
+def observe_documents(
     model: TwoHeaded,
     corpus: TokenisedCorpus,
     documents: range,
     sequence_length: int,
     batch_size: int,
     mixed_precision: str,
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return (2, tokens) log-probabilities and (tokens,) cosines of each document."""
+) -> list[ObservedDocument]:
+    """Return what both heads said of every token of some documents, each scored window by window.
+
+    Args:
+        model: in evaluation mode.
+        corpus: where the documents are.
+        documents: their indices.
+        sequence_length: tokens a window.
+        batch_size: windows at once.
+        mixed_precision: `no` | `bf16`.
+    """
     windows = [window for index in documents for window in _windows(corpus, index, sequence_length)]
-    sizes = {index: sum(len(w.next_ids) for w in windows if w.document == index) for index in documents}
-    log_probs = {index: torch.empty(2, size) for index, size in sizes.items()}
-    cosines = {index: torch.empty(size) for index, size in sizes.items()}
+    sizes = {window.document: window.start + len(window.next_ids) for window in windows}  # the last one's end
+    observed_documents = {
+        index: ObservedDocument(index, torch.empty(2, size), torch.empty(size)) for index, size in sizes.items()
+    }
     windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
     device = next(model.parameters()).device
     for first in range(0, len(windows), batch_size):
@@ -144,9 +166,9 @@ def _observe(
         said, cosine = observed.log_probs_KBT.cpu(), observed.cosine_BT.cpu()
         for row, window in enumerate(batch):
             place = slice(window.start, window.start + len(window.next_ids))
-            log_probs[window.document][:, place] = said[:, row, : len(window.next_ids)]
-            cosines[window.document][place] = cosine[row, : len(window.next_ids)]
-    return log_probs, cosines
+            observed_documents[window.document].log_probs_KT[:, place] = said[:, row, : len(window.next_ids)]
+            observed_documents[window.document].cosine_T[place] = cosine[row, : len(window.next_ids)]
+    return list(observed_documents.values())
 
 
 def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:

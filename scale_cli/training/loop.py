@@ -46,6 +46,8 @@ class TrainingRun:
         held_out: corpora of the periodic evaluation.
         position: where the run stands.
         metrics: the log; None except on the main process.
+        stepped_tokens: target tokens of the steps that this process took part in.
+        stepping_s: seconds inside those steps, without evaluations and checkpoints.
     """
 
     config: RunConfig
@@ -59,6 +61,8 @@ class TrainingRun:
     held_out: list[TokenisedCorpus]
     position: Position
     metrics: MetricsLog | None
+    stepped_tokens: int = 0
+    stepping_s: float = 0.0
     _since_log: list[StepResult] = field(default_factory=list)
 
     @property
@@ -81,6 +85,7 @@ def run_loop(run: TrainingRun) -> None:
         while run.position.step < train.max_steps:
             step = run.position.step
             lr = learning_rate(step, train)
+            step_started_s = time.monotonic()
             result = train_step(
                 run.accelerator,
                 run.wrapped,
@@ -90,6 +95,8 @@ def run_loop(run: TrainingRun) -> None:
                 lr=lr,
                 max_grad_norm=train.max_grad_norm,
             )
+            run.stepping_s += time.monotonic() - step_started_s
+            run.stepped_tokens += result.num_tokens
             run.position = run.position.advanced(result.num_tokens, before_s + time.monotonic() - started_s)
             _log(run, result, lr, bar)
             if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:

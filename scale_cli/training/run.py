@@ -13,7 +13,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.atomic import new_folder, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import (
     Position,
@@ -23,6 +23,7 @@ from scale_cli.training.checkpoint import (
     read_position,
     write_position,
 )
+from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
@@ -72,6 +73,7 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
     if accelerator.is_main_process:
         with new_folder(run_folder.final) as partial:
             write_position(partial, config, run.model, run.record, run.position)
+            write_json(partial / "cost.json", measure_cost(run).to_json())
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)

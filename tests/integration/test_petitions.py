@@ -34,7 +34,6 @@ def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCo
             f"output_dir={tmp_path_factory.mktemp('petitions')}",
             f"model.base={shared_data}/ckpt-eltec/hf",
             *(f"{source}.path={shared_data}/{file}" for source, file in zip(sources, files, strict=True)),
-            "evaluation.mixed_precision=bf16",
         ],
     )
 

@@ -1,0 +1,234 @@
+"""What the report says, whether it is read as a page, as Markdown or as JSON: figures, captions, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scale_cli.comparison.bars import draw_cost, draw_shares
+from scale_cli.comparison.curves import draw_curves, runs_with_curves
+from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of, method_in_words, options_of
+from scale_cli.comparison.runs import ComparedRun, setup_differences
+from scale_cli.comparison.svg import Canvas
+from scale_cli.comparison.trade_off import draw_trade_off
+
+# What report.json says of itself; a folder whose report says this may be replaced by another comparison.
+KIND = "scale comparison"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the report.
+
+    Args:
+        key: names its file and its place on the page.
+        title: its heading.
+        caption: what to read off it.
+        draw: draws it at a width; None where there is nothing to draw, and the caption says why.
+    """
+
+    key: str
+    title: str
+    caption: str
+    draw: Callable[[float], Canvas] | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Finished runs of one base, measured on the same corpora, and every way of serving each."""
+
+    runs: list[ComparedRun]
+    options: list[Option]
+
+    @property
+    def has_trade_off(self) -> bool:
+        """Whether something was measured on both sides."""
+        report = self.runs[0].report
+        return bool(report.with_role("retention") and report.with_role("acquisition"))
+
+    @property
+    def best(self) -> list[Option]:
+        """The options that no other beats, whatever they cost to serve."""
+        return front(self.options, lambda _: True) if self.has_trade_off else []
+
+    @property
+    def best_in_one_model(self) -> list[Option]:
+        """The options held in one model that no other such beats."""
+        return front(self.options, lambda option: option.num_models == 1) if self.has_trade_off else []
+
+
+def comparison_of(runs: list[ComparedRun]) -> Comparison:
+    """Return the comparison of some runs, in their order."""
+    return Comparison(runs, [option for run in runs for option in options_of(run)])
+
+
+def side_titles(comparison: Comparison) -> tuple[str, str]:
+    """Return what the two sides are called: `English lost`, `Korean gained`."""
+    report = comparison.runs[0].report
+    lost, gained = (languages_of(report, role) for role in ("retention", "acquisition"))
+    return f"{lost or 'Known language'} lost", f"{gained or 'New language'} gained"
+
+
+def lead(comparison: Comparison) -> str:
+    """Return what was compared, in a sentence or two."""
+    runs = comparison.runs
+    tokens = sorted({run.report.num_tokens_trained for run in runs})
+    spent = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    names = "; ".join(
+        f"{corpus.name} ({corpus.language}, {corpus.role}, {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens)"
+        for corpus in runs[0].report.corpora
+    )
+    which = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return (
+        f"{which} on the base {runs[0].base[0]} (SHA-256 {runs[0].base[1][:12]}), each trained on {spent} tokens. "
+        f"Held out: {names}."
+    )
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return what a reader must know before comparing: unequal budgets and settings, figures that are not there."""
+    runs, lines = comparison.runs, []
+    if len({run.report.num_tokens_trained for run in runs}) > 1:
+        spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
+        lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
+    for name, changed in setup_differences(runs).items():
+        lines.append(f"{name} was set up otherwise than {runs[0].name} in {'; '.join(changed)}.")
+    devices = {(run.cost.device, run.cost.num_processes) for run in runs if run.cost}
+    if len(devices) > 1:
+        told = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
+        lines.append(f"The runs were trained on different devices, so their speed and memory do not compare: {told}.")
+    if without := [run.name for run in runs if run.cost is None]:
+        lines.append(
+            f"No record of parameters and memory: {', '.join(without)} (trained before `scale train` wrote "
+            "final/cost.json); their tokens/s includes periodic evaluations and checkpoints."
+        )
+    odd = [option.label for option in comparison.options if not _is_drawable(option)]
+    if comparison.has_trade_off and odd:
+        lines.append(f"Left out of the trade-off picture, a loss is not finite: {', '.join(odd)}.")
+    return lines
+
+
+def _is_drawable(option: Option) -> bool:
+    return option.lost.value is not None and option.gained.value is not None
+
+
+def table_caption(comparison: Comparison) -> str:
+    """Return how to read the headline table."""
+    report = comparison.runs[0].report
+    means = [
+        f"{side.lower()} is {corpora_in_words(report.with_role(role))}"
+        for side, role in zip(("lost", "gained"), ("retention", "acquisition"), strict=True)
+        if len(report.with_role(role)) > 1
+    ]
+    several = f" {'; '.join(means).capitalize()}, intervals added in quadrature." if means else ""
+    return (
+        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost is "
+        f"better small, gained is better large.{several} Figures in bold belong to an option that no other here beats "
+        "on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two whole models in "
+        "memory and runs both for every token, and its two predictions are averaged by the posterior rule. (LoRA kept "
+        "unmerged could share the base’s weights, at two passes still.) A widened model holds its base inside, so "
+        "SCALE-Route gives the same kind of answer from one model: one pass, and a second one only of the layers, given "
+        "as k/L, from the first that collaborates upwards. Training tokens/s counts optimiser steps alone; peak "
+        "memory is of the whole training process, periodic evaluation included."
+    )
+
+
+def figures(comparison: Comparison) -> list[Figure]:
+    """Return the figures, in the order of the report."""
+    return [_trade_off(comparison), _curves(comparison), _shares(comparison), _cost(comparison)]
+
+
+def _trade_off(comparison: Comparison) -> Figure:
+    title = "Trade-off"
+    drawable = [option for option in comparison.options if _is_drawable(option)]
+    if not comparison.has_trade_off or not drawable:
+        why = "no run has a finite loss on both" if comparison.has_trade_off else "one of the two was not measured"
+        return Figure("trade-off", title, f"Needs a retention and an acquisition corpus: {why}.", None)
+    lost, gained = side_titles(comparison)
+    told = ", ".join(option.label for option in comparison.best_in_one_model) or "none but the base"
+    either = ", ".join(option.label for option in comparison.best) or "none but the base"
+    caption = (
+        f"{lost} against {gained}, with 95 % intervals. "
+        "Filled marks are one model, hollow ones two models served side by side. The solid line joins what no other single "
+        f"model beats ({told}); the dashed line what nothing beats when two models are allowed ({either}). "
+        "Where losses span orders of magnitude the horizontal axis is linear around zero and logarithmic beyond."
+    )
+    return Figure("trade-off", title, caption, lambda width: draw_trade_off(comparison.options, width))
+
+
+def _curves(comparison: Comparison) -> Figure:
+    runs = runs_with_curves(comparison.runs)
+    title = "Learning curves"
+    if not runs:
+        why = "No run was evaluated as it trained; set train.eval_every_steps to have learning curves."
+        return Figure("learning-curves", title, why, None)
+    missing = [run.name for run in comparison.runs if not run.curves]
+    left_out = f" Not evaluated as they trained: {', '.join(missing)}." if missing else ""
+    caption = (
+        "Cross-entropy of what each run serves, on the first documents of every held-out corpus (train.eval_max_documents), "
+        f"against the tokens trained on; dashed: the untouched base, where every method starts.{left_out}"
+    )
+    return Figure("learning-curves", title, caption, lambda width: draw_curves(runs, width))
+
+
+def _shares(comparison: Comparison) -> Figure:
+    mixed = [option for option in comparison.options if option.base_share]
+    languages = list(dict.fromkeys(corpus.language for corpus in comparison.runs[0].report.corpora))
+    which = " Filled: the first language named; hollow: the others." if len(languages) > 1 else ""
+    caption = (
+        "Share of each language’s tokens that the base head served, for every option that mixes two heads: under "
+        f"the posterior rule its mean weight, under the cosine rule the tokens it was given.{which}"
+    )
+    return Figure("route-shares", "Who served which language", caption, lambda width: draw_shares(mixed, width))
+
+
+def _cost(comparison: Comparison) -> Figure:
+    caption = (
+        "What training cost. Speed is over all processes and counts optimiser steps alone; memory is the peak of the main "
+        "process (on a GPU what PyTorch allocated there, on a CPU resident memory with the libraries), periodic "
+        "evaluation included: for a method that widens nothing that evaluation holds the base a second time."
+    )
+    return Figure("cost", "Cost of training", caption, lambda width: draw_cost(comparison.runs, width))
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Return report.json: what was read, unchanged, and what was made of it."""
+    first = comparison.runs[0]
+    best, best_in_one = comparison.best, comparison.best_in_one_model
+    return {
+        "kind": KIND,
+        "base": {"name": first.base[0], "content_sha256": first.base[1]},
+        "notes": notes(comparison),
+        "options": [
+            {
+                "run": option.run.name,
+                "label": option.label,
+                "head": option.head,
+                "num_models": option.num_models,
+                "passes": option.passes,
+                "parameters": option.parameters,
+                "parameters_of_base": option.parameters_of_base,
+                "bits_per_byte_lost": asdict(option.lost),
+                "bits_per_byte_gained": asdict(option.gained),
+                "base_share_by_language": option.base_share,
+                "non_dominated": option in best,
+                "non_dominated_in_one_model": option in best_in_one,
+            }
+            for option in comparison.options
+        ],
+        "runs": [_run_to_json(run) for run in comparison.runs],
+    }
+
+
+def _run_to_json(run: ComparedRun) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "method_in_words": method_in_words(run),
+        "method": run.method.model_dump(mode="json"),
+        "tokens_per_s": run.tokens_per_s,
+        "cost": None if run.cost is None else asdict(run.cost),
+        "curves": {corpus: [asdict(point) for point in points] for corpus, points in run.curves.items()},
+        "report": run.raw_report,
+    }

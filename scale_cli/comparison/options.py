@@ -1,0 +1,190 @@
+"""The rows of the comparison: every trained model, in every way in which it could be served.
+
+A trained model can be served alone; or mixed with the untouched base by the posterior rule. A widened model holds that
+base inside, so mixing costs it at most a second pass of the layers that collaborate; any other method needs the
+base beside it, a second model in memory and a second forward for every token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scale_cli.comparison.runs import ComparedRun
+from scale_cli.evaluation.render import language_name
+from scale_cli.evaluation.results import CorpusResult, Report
+from scale_cli.evaluation.statistics import Interval
+
+NO_INTERVAL = Interval(None, None, None)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One trained model, served in one way.
+
+    Args:
+        run: what was trained.
+        head: of the report: adapted | posterior | cosine.
+        label: distinct, for figures and tables.
+        served: in words.
+        num_models: held in memory: 1 or 2.
+        passes: forward passes for every token, in words.
+        parameters: held in memory; None where the run has no record of them.
+        parameters_of_base: that the base alone would hold; likewise.
+        lost: bits per byte lost on what the base knew; the mean over the retention corpora.
+        gained: bits per byte gained on what was taught; the mean over the acquisition corpora.
+        base_share: of the tokens, by language; None where nothing is mixed.
+    """
+
+    run: ComparedRun
+    head: str
+    label: str
+    served: str
+    num_models: int
+    passes: str
+    parameters: int | None
+    parameters_of_base: int | None
+    lost: Interval
+    gained: Interval
+    base_share: dict[str, float] | None
+
+
+def options_of(run: ComparedRun) -> list[Option]:
+    """Return the ways in which a trained model could be served: what its config says first, then mixed with the base."""
+    heads = [run.report.served] if run.report.served == "posterior" else [run.report.served, "posterior"]
+    return [_option(run, head) for head in heads]
+
+
+def _option(run: ComparedRun, head: str) -> Option:
+    report, widened, mixed = run.report, run.method.widens, head != "adapted"
+    beside = mixed and not widened
+    base, alone = _parameters(run)
+    held = alone
+    if beside and alone is not None and base is not None:
+        held = alone + base
+    base_share = report.base_share_by_language(head) if mixed else None
+    return Option(
+        run=run,
+        head=head,
+        label=_label(run, head),
+        served=_served_in_words(head, widened),
+        num_models=2 if beside else 1,
+        passes=_passes(run, mixed),
+        parameters=held,
+        parameters_of_base=base,
+        lost=mean_interval([corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("retention")]),
+        gained=negated(
+            mean_interval([corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("acquisition")])
+        ),
+        base_share=base_share,
+    )
+
+
+def _label(run: ComparedRun, head: str) -> str:
+    if head == run.report.served:
+        return run.name
+    if not run.method.widens:
+        return f"{run.name} + base"
+    return f"{run.name}, {'posterior' if run.method.variant == 'route' else 'routed'}"
+
+
+def _served_in_words(head: str, widened: bool) -> str:
+    if head == "adapted":
+        return "alone"
+    return f"routed, {head}" if widened else "beside the base, mixed"
+
+
+def _passes(run: ComparedRun, mixed: bool) -> str:
+    if not mixed:
+        return "1"
+    if not run.method.widens:
+        return "2"
+    return f"1 + {run.layers_run_twice}/{run.num_layers}" if run.layers_run_twice else "1"
+
+
+def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
+    """Return the parameters of the base, and of the trained model served alone."""
+    if run.cost is None:
+        return None, None
+    total, trainable = run.cost.total_parameters, run.cost.trainable_parameters
+    if run.method.variant in ("full", "freeze"):
+        return total, total
+    # LoRA is served merged; what LLaMA-Pro and the widened models train stays beside what the base holds.
+    return total - trainable, total - trainable if run.method.variant == "lora" else total
+
+
+def method_in_words(run: ComparedRun) -> str:
+    """Return a run's method and the settings that matter most to it."""
+    method = run.method
+    if method.widens:
+        return f"SCALE-{method.variant.capitalize()}, ratio {method.expansion.ratio:g}, {method.expansion.init} start"
+    return {
+        "full": "full fine-tuning",
+        "lora": f"LoRA, rank {method.lora.rank}",
+        "freeze": f"bottom {method.freeze.num_layers} layers frozen",
+        "llama-pro": "LLaMA-Pro, new blocks only",
+    }[method.variant]
+
+
+def mean_interval(intervals: Sequence[Interval]) -> Interval:
+    """Return the mean of differences measured on different corpora, with its interval.
+
+    The corpora are independent samples, so the arms of their intervals add as the square root of a sum of squares.
+    A part that is not finite, or has no interval, leaves the mean without one.
+    """
+    values = [interval.value for interval in intervals if interval.value is not None]
+    if not intervals or len(values) < len(intervals):
+        return NO_INTERVAL
+    mean = sum(values) / len(values)
+    lows, highs = ([getattr(interval, end) for interval in intervals] for end in ("low", "high"))
+    if None in lows or None in highs:
+        return Interval(mean, None, None)
+
+    def arm(ends: list[float]) -> float:
+        return math.hypot(*(end - value for end, value in zip(ends, values, strict=True))) / len(values)
+
+    return Interval(mean, mean - arm(lows), mean + arm(highs))
+
+
+def negated(interval: Interval) -> Interval:
+    """Return the interval of the difference taken the other way round."""
+    value, low, high = (None if end is None else -end + 0.0 for end in (interval.value, interval.high, interval.low))
+    return Interval(value, low, high)
+
+
+def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Return which points no other beats.
+
+    Args:
+        points: (lost, gained); one beats another where it loses no more and gains no less, and is not its equal.
+    """
+
+    def beaten(lost: float, gained: float) -> bool:
+        return any(
+            other_lost <= lost and other_gained >= gained and (other_lost, other_gained) != (lost, gained)
+            for other_lost, other_gained in points
+        )
+
+    return [not beaten(*point) for point in points]
+
+
+def front(options: Sequence[Option], admitted: Callable[[Option], bool]) -> list[Option]:
+    """Return the options among those admitted that neither another nor the untouched base beats, least loss first."""
+    found = [(option, (option.lost.value, option.gained.value)) for option in options if admitted(option)]
+    finite = [(option, (lost, gained)) for option, (lost, gained) in found if lost is not None and gained is not None]
+    kept = non_dominated([(0.0, 0.0), *(point for _, point in finite)])[1:]
+    chosen = [pair for pair, keep in zip(finite, kept, strict=True) if keep]
+    return [option for option, _ in sorted(chosen, key=lambda pair: pair[1])]
+
+
+def languages_of(report: Report, role: str) -> str:
+    """Return the languages of a role's corpora in words: `English`, `English and German`."""
+    names = list(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
+    return " and ".join(names)
+
+
+def corpora_in_words(corpora: Sequence[CorpusResult]) -> str:
+    """Return the names of corpora, for a caption."""
+    names = [corpus.name for corpus in corpora]
+    return names[0] if len(names) == 1 else f"the mean over {', '.join(names)}"

@@ -1,0 +1,226 @@
+"""Finished runs, read from their folders, and whether they can stand in one table at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from scale_cli.config.compare import differences
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.evaluation.results import Report
+from scale_cli.storage.atomic import MANIFEST, read_json
+from scale_cli.storage.layout import RunFolder
+
+# Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
+_SAME_BASE_LOSS = 5e-3
+# Which parts of a config the reader is told about where they differ; `model` is held equal by its content hash.
+_TOLD_SECTIONS = ("seed", "corpus", "train", "evaluation")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What `final/cost.json` holds (`training/cost.py` says what each figure means)."""
+
+    trainable_parameters: int
+    total_parameters: int
+    tokens_per_s: float | None
+    peak_memory_bytes: int
+    device: str
+    num_processes: int
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One periodic evaluation: target tokens trained on, and nats per token by head (None: not finite)."""
+
+    num_tokens: float
+    nats_per_token: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One finished run.
+
+    Args:
+        name: short, distinct in this comparison.
+        folder: where it lies, as the user gave it.
+        config: what it was trained with.
+        report: its forgetting report.
+        raw_report: the same as it stands in the file.
+        base: name and content hash of the base model.
+        layers_run_twice: layers that routing has to run on the untouched stream as well (0 where none collaborates).
+        num_layers: of the base, where the run widened it.
+        tokens_per_s: of training.
+        cost: None where the run is older than the record.
+        curves: periodic evaluations, by corpus; empty where there were none.
+    """
+
+    name: str
+    folder: Path
+    config: RunConfig
+    report: Report
+    raw_report: dict[str, Any]
+    base: tuple[str, str]
+    layers_run_twice: int
+    num_layers: int | None
+    tokens_per_s: float
+    cost: Cost | None
+    curves: dict[str, list[CurvePoint]]
+
+    @property
+    def method(self) -> MethodConfig:
+        """How it was trained."""
+        return self.config.method
+
+
+def load_runs(folders: list[Path]) -> list[ComparedRun]:
+    """Read the runs to compare, in the order given.
+
+    Raises:
+        RunFolderError: a folder is given twice, is not a finished run, or cannot be compared with the first one.
+    """
+    names = _distinct_names(folders)
+    runs = [_load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for run in runs[1:]:
+        _check_comparable(runs[0], run)
+    return runs
+
+
+def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
+    """Return in what, besides its method, each run was set up otherwise than the first; runs that were not are left out.
+
+    The length of each list is the number of keys; `train.lr: 0.001 -> 0.0001` reads first run -> this run.
+    """
+    told = {run.name: differences(runs[0].config, run.config, _TOLD_SECTIONS) for run in runs[1:]}
+    return {name: lines for name, lines in told.items() if lines}
+
+
+def _distinct_names(folders: list[Path]) -> list[str]:
+    resolved = [folder.resolve() for folder in folders]
+    for index, folder in enumerate(resolved):
+        if folder in resolved[:index]:
+            raise RunFolderError(f"{folders[index]}: given twice")
+    for depth in range(1, max((len(folder.parts) for folder in resolved), default=0) + 1):
+        names = ["/".join(folder.parts[-depth:]) for folder in resolved]
+        if len(set(names)) == len(names):
+            return names
+    return []
+
+
+def _load_run(folder: Path, name: str) -> ComparedRun:
+    run = RunFolder(folder)
+    _check_finished(run)
+    try:
+        raw_report = read_json(run.evaluation / "report.json")
+        report = Report.from_json(raw_report)
+        position = read_json(run.final / "position.json")
+        base = read_json(run.final / "base.json")
+        cost_path = run.final / "cost.json"
+        cost = TypeAdapter(Cost).validate_python(read_json(cost_path)) if cost_path.is_file() else None
+        trained = read_json(run.final / MANIFEST)["files"]["trained.safetensors"]["sha256"]
+        layers_run_twice, num_layers = _layers_of_routing(read_json(run.final / "config.json"))
+        rate = position["num_tokens"] / max(position["elapsed_s"], 1e-9)
+        curves = _curves(run.metrics, position)
+    except (ValidationError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{folder}: damaged, not what a finished run holds ({_first_line(error)})") from None
+    if report.trained_sha256 != trained:
+        raise RunFolderError(f"{run.evaluation}: is of another training than {run.final}; run `scale evaluate` again")
+    return ComparedRun(
+        name=name,
+        folder=folder,
+        config=load_config(run.final / "scale.yaml"),
+        report=report,
+        raw_report=raw_report,
+        base=(base["name"], base["content_sha256"]),
+        layers_run_twice=layers_run_twice,
+        num_layers=num_layers,
+        tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
+        cost=cost,
+        curves=curves,
+    )
+
+
+def _check_finished(run: RunFolder) -> None:
+    if not run.root.is_dir():
+        raise RunFolderError(f"{run.root}: no such folder")
+    needed = {
+        run.final / "position.json": "train",
+        run.final / "base.json": "train",
+        run.final / "config.json": "train",
+        run.final / "scale.yaml": "train",
+        run.final / MANIFEST: "train",
+        run.metrics: "train",
+        run.evaluation / "report.json": "evaluate",
+    }
+    for path, verb in needed.items():
+        if not path.is_file():
+            raise RunFolderError(
+                f"{run.root}: not a finished run, {path.relative_to(run.root)} is missing (`scale {verb}` writes it)"
+            )
+
+
+def _layers_of_routing(model_config: dict[str, Any]) -> tuple[int, int | None]:
+    """Return how many layers routing runs twice, and of how many; a baseline's configuration says nothing of either."""
+    if "base_config" not in model_config:
+        return 0, None
+    num_layers = model_config["base_config"]["num_hidden_layers"]
+    collaborating = [*model_config["attention_collaboration_layers"], *model_config["mlp_collaboration_layers"]]
+    return num_layers - min(collaborating, default=num_layers), num_layers
+
+
+def _curves(path: Path, position: dict[str, Any]) -> dict[str, list[CurvePoint]]:
+    """Read the periodic evaluations, each placed at the tokens that had been trained on by its step."""
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StorageError(f"{path}: damaged, not JSON lines ({error})") from None
+    known = {0: 0, position["step"]: position["num_tokens"]}
+    known |= {record["step"]: record["num_tokens"] for record in records if "num_tokens" in record}
+    steps = sorted(known)
+    curves: dict[str, list[CurvePoint]] = {}
+    for record in records:
+        # Only some steps are logged; between two of them tokens grow evenly, a global batch a step.
+        num_tokens = float(np.interp(record["step"], steps, [known[step] for step in steps]))
+        for corpus, losses in record.get("evaluation_nats_per_token", {}).items():
+            # At step 0 every method computes what the base computes.
+            start = CurvePoint(0.0, dict.fromkeys(losses, losses["base"]))
+            curves.setdefault(corpus, [start]).append(CurvePoint(num_tokens, losses))
+    return curves
+
+
+def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
+    if first.base[1] != other.base[1]:
+        told = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
+        raise RunFolderError(f"runs on different base models cannot be compared: {told}")
+    measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
+    if odd := sorted(measured[0].keys() ^ measured[1].keys()):
+        where = first if odd[0] in measured[0] else other
+        raise RunFolderError(
+            f"runs must be evaluated on the same corpora: of {first.folder} and {other.folder}, only {where.folder} "
+            f"was evaluated on {odd[0]}"
+        )
+    for name, one in measured[0].items():
+        same = measured[1][name]
+        for key in ("language", "role", "num_documents", "num_tokens", "num_bytes"):
+            if getattr(one, key) != getattr(same, key):
+                raise RunFolderError(
+                    f"runs must be evaluated on the same corpora: {name} has {key} {getattr(one, key)} in "
+                    f"{first.folder} and {getattr(same, key)} in {other.folder}"
+                )
+        before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
+        if before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
+            raise RunFolderError(
+                f"runs must be evaluated alike: on {name} the same base has {before:.4f} nats/token in {first.folder} "
+                f"and {now:.4f} in {other.folder} (is evaluation.sequence_length the same?)"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,161 @@
+"""What lm-eval asks of a language model, answered by both heads and both routing rules from one observation.
+
+A request is a context and a continuation. Its tokens, the context's too, pass the model once; every head's score and
+both routing rules follow from what the heads said of them. The router has seen the context before it comes to the
+continuation, as it has when the model is served.
+
+Tokens are those of lm-eval's own `hf` model: the same encoding, the same token before an empty context, the same
+truncation from the left. So its score of an exported model is the adaptation head's here.
+
+Shapes: K heads (base, trained), B requests, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.schema import RouterConfig
+from scale_cli.errors import RunError
+from scale_cli.model.observing import Observation, TwoHeaded
+from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+
+# A context and a continuation, as text and as token ids: what lm-eval hands on.
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+
+
+class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
+    """A model of lm-eval's whose answers are those of `head`, which may be changed between two evaluations.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the base.
+        router: settings of both rules, whatever the model serves.
+        max_length: tokens that the model reads at once.
+        batch_size: requests at once.
+        mixed_precision: `no` | `bf16`.
+    """
+
+    def __init__(
+        self,
+        model: TwoHeaded,
+        tokenizer: PreTrainedTokenizerBase,
+        router: RouterConfig,
+        *,
+        max_length: int,
+        batch_size: int,
+        mixed_precision: str,
+    ) -> None:
+        super().__init__()
+        self.head = "base"
+        self.progress: str | None = None
+        self.tokenizer: Any = tokenizer
+        self._model, self._router = model, router
+        self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
+        self._scores: dict[tuple[str, str], dict[str, float]] = {}
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        token: int = self.tokenizer.eos_token_id
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands for an empty context."""
+        begin: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return a text's token ids, without a second BOS where the text begins with one."""
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: list[int] = self.tokenizer.encode(string, **options)
+        return ids
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the chosen head's log-likelihood of each continuation; none is ever called greedy.
+
+        Args:
+            requests: lm-eval's instances; those that have been observed are not observed again.
+            disable_tqdm: whether to show no progress.
+        """
+        unseen = {request.args: request for request in requests if request.args not in self._scores}
+        if unseen:
+            super().loglikelihood(list(unseen.values()), disable_tqdm=True)
+        return [(self._scores[request.args][self.head], False) for request in requests]
+
+    def forget(self) -> None:
+        """Drop what has been observed."""
+        self._scores.clear()
+
+    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
+        for (context, continuation), _context_ids, continuation_ids in requests:
+            if not 0 < len(continuation_ids) <= self._max_length:
+                raise RunError(
+                    f"{continuation!r} after {context[-40:]!r} is {len(continuation_ids)} tokens, "
+                    f"of which lm-eval can score 1 to {self._max_length}"
+                )
+        longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
+        with tqdm(
+            total=len(requests), desc=self.progress, unit=" requests", disable=self.progress is None, leave=False
+        ) as bar:
+            for first in range(0, len(requests), self._batch_size):
+                batch = longest_first[first : first + self._batch_size]
+                for (text, _context, _continuation), scores in zip(batch, self._observe(batch), strict=True):
+                    self._scores[text] = scores
+                bar.update(len(batch))
+        return [(self._scores[text][self.head], False) for text, _, _ in requests]
+
+    def _observe(self, batch: list[Encoded]) -> list[dict[str, float]]:
+        rows = [torch.tensor((context + continuation)[-self._max_length - 1 :]) for _, context, continuation in batch]
+        # Padding stands on the right, where causal attention keeps it out of every real position.
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        ends_B = torch.tensor([len(row) - 1 for row in rows])
+        starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
+        at_T = torch.arange(ids.shape[1] - 1)
+        scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
+        device = next(self._model.parameters()).device
+        ids = ids.to(device)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._mixed_precision == "bf16"):
+            observed = self._model.observe_tokens(ids[:, :-1], ids[:, 1:])
+        scores = score_heads(observed, scored_BT, self._router)
+        return [{head: float(values[row]) for head, values in scores.items()} for row in range(len(batch))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Refuse: perplexity is measured without lm-eval."""
+        raise NotImplementedError
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Refuse: only multiple choice is measured."""
+        raise NotImplementedError
+
+
+def score_heads(observed: Observation, scored_BT: Tensor, router: RouterConfig) -> dict[str, Tensor]:
+    """Return (B,) log-likelihoods under each head and each routing rule.
+
+    Args:
+        observed: what the heads said of every token, context and continuation.
+        scored_BT: which of them are the continuation's.
+        router: settings of both rules.
+    """
+    log_probs_KBT = observed.log_probs_KBT.cpu().double()
+    base_BT, adapted_BT = log_probs_KBT
+    prior_K = log_prior(router.prior)
+    start_KB = prior_K[:, None].expand(-1, len(scored_BT))
+    log_weights_KBS = posterior_log_weights(log_probs_KBT, start_KB, prior_K, router.switch_rate)
+    serves_base_BT = cosine_serves_base(observed.cosine_BT.cpu(), router.threshold)
+    heads = {
+        "base": base_BT,
+        "adapted": adapted_BT,
+        "posterior": mix_log_probs(log_weights_KBS[..., :-1], log_probs_KBT),
+        "cosine": torch.where(serves_base_BT, base_BT, adapted_BT),
+    }
+    return {name: torch.where(scored_BT, said_BT, 0.0).sum(dim=-1) for name, said_BT in heads.items()}

@@ -1,0 +1,133 @@
+"""The verb `scale calibrate`: which threshold the cosine rule should have, from small samples of both kinds of text.
+
+The posterior rule needs none of this; it is what the paper's rule has to be given to be compared fairly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import ConfigError
+from scale_cli.evaluation.scoring import observe_documents
+from scale_cli.model.observing import TwoHeaded
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.folder import load_model
+from scale_cli.upscale.method import two_headed
+
+Values = npt.NDArray[np.float64]
+
+_NUM_THRESHOLDS = 21
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tokens of one role's corpora, as both heads saw them.
+
+    Args:
+        base: (tokens,) nats of the base head.
+        adapted: (tokens,) nats of the adaptation head; infinite where it has broken.
+        cosine: (tokens,) of the two heads' logits; NaN where there is none.
+    """
+
+    base: Values
+    adapted: Values
+    cosine: Values
+
+    def loss(self, threshold: float) -> float:
+        """Return nats per token under the cosine rule."""
+        serves_base = ~(self.cosine < threshold)
+        return float(np.where(serves_base, self.base, self.adapted).mean())
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """What one threshold costs, nats per token over the better head of each role."""
+
+    threshold: float
+    retention: float
+    acquisition: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The frontier over thresholds, and the one with the smallest summed cost."""
+
+    frontier: list[FrontierPoint]
+    chosen: FrontierPoint
+
+    def lines(self) -> list[str]:
+        """Return the frontier as a table, and the key that sets the choice."""
+        lines = [f"{'threshold':>9}  {'retention':>10}  {'acquisition':>11}   nats/token over the better head"]
+        for point in self.frontier:
+            mark = "  <- smallest sum" if point is self.chosen else ""
+            lines.append(f"{point.threshold:>9.3f}  {point.retention:>+10.4f}  {point.acquisition:>+11.4f}{mark}")
+        return [*lines, f"set: method.router.threshold={self.chosen.threshold:.3f}"]
+
+
+def calibrate(config: RunConfig, num_documents: int) -> Calibration:
+    """Measure the cosine rule over its thresholds on the first documents of every held-out corpus.
+
+    Args:
+        config: of a trained run.
+        num_documents: per corpus.
+
+    Raises:
+        ConfigError: a role has no corpus.
+        RunFolderError: nothing has been trained.
+    """
+    roles = [source.role for source in config.evaluation.perplexity]
+    for role in ("retention", "acquisition"):
+        if role not in roles:
+            raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
+    run = RunFolder(config.output_dir)
+    model = two_headed(load_model(run.final, config.model), config.model)
+    corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
+    samples = {
+        role: _sample(model, [c for c, r in zip(corpora, roles, strict=True) if r == role], config, num_documents)
+        for role in ("retention", "acquisition")
+    }
+    return choose_threshold(samples["retention"], samples["acquisition"])
+
+
+def _sample(model: TwoHeaded, corpora: list[TokenisedCorpus], config: RunConfig, num_documents: int) -> Sample:
+    evaluation = config.evaluation
+    observed = [
+        document
+        for corpus in corpora
+        for document in observe_documents(
+            model,
+            corpus,
+            range(min(num_documents, len(corpus))),
+            evaluation.sequence_length or config.corpus.sequence_length,
+            evaluation.batch_size,
+            evaluation.mixed_precision,
+        )
+    ]
+    base, adapted = (np.concatenate([-d.log_probs_KT[head].double().numpy() for d in observed]) for head in (0, 1))
+    return Sample(base, adapted, np.concatenate([document.cosine_T.double().numpy() for document in observed]))
+
+
+def choose_threshold(retention: Sample, acquisition: Sample) -> Calibration:
+    """Return the frontier over evenly filled thresholds, and the threshold with the smallest summed cost.
+
+    The candidates are quantiles of the cosines met, and the two that serve one head alone.
+    """
+    cosines = np.concatenate([retention.cosine, acquisition.cosine])
+    quantiles = np.nanquantile(cosines, np.linspace(0.0, 1.0, _NUM_THRESHOLDS)[1:-1])
+    thresholds = sorted({-1.0, *(round(float(quantile), 3) for quantile in quantiles), 1.0})
+    best = [min(sample.base.mean(), sample.adapted.mean()) for sample in (retention, acquisition)]
+    points = [
+        FrontierPoint(threshold, retention.loss(threshold) - best[0], acquisition.loss(threshold) - best[1])
+        for threshold in thresholds
+    ]
+    costs = [point.retention + point.acquisition for point in points]
+    chosen = min(range(len(points)), key=lambda index: costs[index] if math.isfinite(costs[index]) else math.inf)
+    return Calibration(points, points[chosen])

@@ -1,0 +1,129 @@
+"""Two heads on the same benchmark items: paired bootstrap intervals, exact tests, Holm's correction.
+
+An item's outcome is one row: a column for each head. Rows are resampled whole, so what the heads share of an item's
+difficulty cancels in their difference. Outcomes repeat (right or wrong, four heads: sixteen rows), and n draws with
+replacement from n items are, counted by distinct row, one draw of a multinomial: the very same bootstrap, at a cost that
+does not grow with the number of items.
+
+Shapes: N items, H heads, U distinct rows, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from scale_cli.evaluation.statistics import Interval, finite
+
+Values = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+# Numbers held at once, over all resamples of one batch.
+_VALUES_AT_ONCE = 2**23
+_SIGN_FLIPS = 9999
+
+
+def resampled_means(outcomes_NH: Values, num_resamples: int, rng: np.random.Generator) -> Values:
+    """Return (R, H): the heads' means over items drawn with replacement, the same items for every head."""
+    rows_UH, counts_U = np.unique(outcomes_NH, axis=0, return_counts=True)
+    drawn = [counts_RU @ rows_UH for counts_RU in _drawn_counts(counts_U, num_resamples, rng)]
+    means: Values = np.concatenate(drawn) / len(outcomes_NH)
+    return means
+
+
+def resampled_macro_f1(
+    gold_N: Indices, predicted_NH: Indices, num_resamples: int, rng: np.random.Generator
+) -> Values:
+    """Return (R, H): the heads' macro-F1 over items drawn with replacement, the same items for every head."""
+    rows_U, counts_U = np.unique(np.column_stack([gold_N, predicted_NH]), axis=0, return_counts=True)
+    drawn = [
+        np.stack([macro_f1(counts_RU, rows_U[:, 0], column) for column in rows_U[:, 1:].T], axis=-1)
+        for counts_RU in _drawn_counts(counts_U, num_resamples, rng)
+    ]
+    return np.concatenate(drawn)
+
+
+def macro_f1(counts: npt.NDArray[np.int64], gold_U: Indices, predicted_U: Indices) -> Values:
+    """Return the mean over classes of F1 = 2 tp / (2 tp + fp + fn); a class that neither side names does not count.
+
+    Args:
+        counts: (..., U) how often each pair of a gold and a predicted class occurs.
+        gold_U: classes.
+        predicted_U: classes.
+    """
+    total, num_classes = np.zeros(counts.shape[:-1]), np.zeros(counts.shape[:-1])
+    for label in np.unique([gold_U, predicted_U]):
+        is_gold, is_predicted = gold_U == label, predicted_U == label
+        true_positives = counts[..., is_gold & is_predicted].sum(axis=-1)
+        named = counts[..., is_gold].sum(axis=-1) + counts[..., is_predicted].sum(axis=-1)
+        total += 2.0 * true_positives / np.maximum(named, 1)
+        num_classes += named > 0
+    averaged: Values = total / num_classes
+    return averaged
+
+
+def _drawn_counts(
+    counts_U: npt.NDArray[np.int64], num_resamples: int, rng: np.random.Generator
+) -> Iterator[npt.NDArray[np.int64]]:
+    num_items, at_once = int(counts_U.sum()), max(1, _VALUES_AT_ONCE // len(counts_U))
+    for first in range(0, num_resamples, at_once):
+        yield rng.multinomial(num_items, counts_U / num_items, size=min(at_once, num_resamples - first))
+
+
+def percentile_interval(value: float, resampled_R: Values, num_items: int) -> Interval:
+    """Return a figure with the middle 95 % of its resampled values; without them where one item says nothing of it."""
+    if num_items < 2 or not np.isfinite(value) or not np.isfinite(resampled_R).all():
+        return Interval(finite(value), None, None)
+    low, high = np.percentile(resampled_R, [2.5, 97.5])
+    return Interval(float(value), float(low), float(high))
+
+
+def mcnemar_p(gained: int, lost: int) -> float:
+    """Return the exact two-sided p-value of McNemar's test: a fair coin for every item on which two heads disagree."""
+    return 1.0 if gained + lost == 0 else float(stats.binomtest(gained, gained + lost, 0.5).pvalue)
+
+
+def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
+    """Return the p-value of a paired difference.
+
+    McNemar's exact test where items are right or wrong. Where they score in between (truthfulqa_mc2 gives a share of
+    probability), random sign flips of the differences, which is the same test for such scores.
+
+    Args:
+        before_N: scores under the base head.
+        after_N: scores under the other head.
+        rng: of the sign flips.
+
+    Returns:
+        None where a score is not finite.
+    """
+    difference_N = after_N - before_N
+    if not np.isfinite(difference_N).all():
+        return None
+    if np.isin(difference_N, (-1.0, 0.0, 1.0)).all():
+        return mcnemar_p(int((difference_N > 0).sum()), int((difference_N < 0).sum()))
+    tested = stats.permutation_test(
+        (difference_N,),
+        lambda sample, axis: np.mean(sample, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=_SIGN_FLIPS,
+        batch=max(1, _VALUES_AT_ONCE // len(difference_N)),
+        rng=rng,
+    )
+    return float(tested.pvalue)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Return p-values adjusted so that, over all of them together, a false difference is shown in at most 5 % of cases.
+
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.errors import ConfigError
+from scale_cli.export.dense import plain_model
+from scale_cli.model.beside_base import BesideBase
+from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.baselines import deeper_order, prepare_baseline
+from scale_cli.upscale.folder import MethodModel
+
+VARIANTS = ("full", "freeze", "lora", "llama-pro")
+CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
+
+
+def base_of(shared_data: Path, checkpoint: str = "ckpt-stories260K", dtype: Any = "float32") -> PreTrainedModel:
+    return load_base(ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype))
+
+
+def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodModel:
+    return prepare_baseline(base, MethodConfig.model_validate({"variant": variant, **settings}), seed=0).eval()
+
+
+def logits_of(model: MethodModel, vocab_size: int = 512) -> torch.Tensor:
+    ids = torch.randint(0, vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def disturb(model: MethodModel) -> None:
+    """Move everything that trains, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model).values():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_baseline_starts_with_the_base_models_logits_bit_for_bit(
+    shared_data: Path, checkpoint: str, variant: str
+) -> None:
+    assert torch.equal(
+        logits_of(prepared(base_of(shared_data, checkpoint), variant)), logits_of(base_of(shared_data, checkpoint))
+    )
+
+
+def test_what_trains_is_held_in_float32_even_where_the_base_is_not(shared_data: Path) -> None:
+    for variant in VARIANTS:
+        trainable = trainable_parameters(prepared(base_of(shared_data, dtype="bfloat16"), variant))
+        assert {parameter.dtype for parameter in trainable.values()} == {torch.float32}, variant
+
+
+def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
+    names = {name for name, _ in base_of(shared_data).named_parameters()}
+    assert trainable_parameters(prepared(base_of(shared_data), "full")).keys() == names
+    frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.", "model.layers.2.")
+    kept = {name for name in names if not name.startswith(frozen)}
+    assert trainable_parameters(prepared(base_of(shared_data), "freeze")).keys() == kept
+    adapters = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"targets": ["q_proj"]}))
+    assert len(adapters) == 2 * 5 and all("q_proj.lora_" in name for name in adapters)
+    deeper = trainable_parameters(prepared(base_of(shared_data), "llama-pro", llama_pro={"num_blocks": 2}))
+    assert {name.split(".")[2] for name in deeper} == {str(i) for i, (_, new) in enumerate(deeper_order(5, 2)) if new}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_trained_baseline_is_exported_as_a_plain_model_of_the_bases_class(
+    shared_data: Path, tmp_path: Path, variant: str
+) -> None:
+    model = prepared(base_of(shared_data), variant)
+    disturb(model)
+    trained = logits_of(model)
+    assert not torch.equal(trained, logits_of(base_of(shared_data)))
+    plain_model(model, "float32").save_pretrained(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(exported) is LlamaForCausalLM
+    assert (logits_of(exported) - trained).abs().max() <= 1e-4
+    assert torch.equal(logits_of(model), trained), "exporting changes nothing in the trained model"
+
+
+@given(num_layers=st.integers(1, 64), data=st.data())
+def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: int, data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, num_layers))
+    order = deeper_order(num_layers, num_blocks)
+    assert [layer for layer, new in order if not new] == list(range(num_layers))
+    copies = [layer for layer, new in order if new]
+    assert len(copies) == num_blocks and copies[-1] == num_layers - 1
+    gaps = {after - before for before, after in zip([-1, *copies], copies, strict=False)}
+    assert max(gaps) - min(gaps) <= 1
+    assert all(order[place - 1] == (layer, False) for place, (layer, new) in enumerate(order) if new)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "field"),
+    [
+        ("llama-pro", {"llama_pro": {"num_blocks": 6}}, "method.llama_pro.num_blocks"),
+        ("freeze", {"freeze": {"num_layers": 6}}, "method.freeze.num_layers"),
+        ("lora", {"lora": {"targets": ["no_such_proj"]}}, "method.lora.targets"),
+    ],
+)
+def test_what_the_base_does_not_have_is_refused_by_field(
+    shared_data: Path, variant: str, settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=field):
+        prepared(base_of(shared_data), variant, **settings)
+
+
+def test_a_model_beside_its_base_is_observed_as_both_models_own_losses() -> None:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    base = LlamaForCausalLM(sizes).eval()
+    trained = copy.deepcopy(base)
+    disturb(trained)
+    ids = torch.randint(0, 64, (2, 17))
+    with torch.no_grad():
+        observed = BesideBase(base, trained).observe_tokens(ids[:, :-1], ids[:, 1:])
+        for said, model in zip(observed.log_probs_KBT, (base, trained), strict=True):
+            torch.testing.assert_close(-said.mean(), model(ids, labels=ids).loss)
