@@ -17,15 +17,24 @@ _FREE = {
     "train.eval_every_steps",
     "train.eval_max_documents",
 }
+# The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
+_ROUTER = "method.router."
 UPSCALE_SECTIONS = ("seed", "model", "method")
 TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
+EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
+EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
 def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[str]:
     """Return one `key: before -> now` for every key in `sections` that would make another run."""
-    old, new = (dict(_leaves(config.model_dump(mode="json", include=set(sections)))) for config in (before, now))
-    keys = [key for key in {**old, **new} if key not in _FREE and old.get(key) != new.get(key)]
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
+    keys = [key for key in {**old, **new} if _section(key) in sections and key not in _FREE]
+    keys = [key for key in keys if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys]
+
+
+def _section(key: str) -> str:
+    return "router" if key.startswith(_ROUTER) else key.partition(".")[0]
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

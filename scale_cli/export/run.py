@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import TRAIN_SECTIONS, differences
+from scale_cli.config.compare import EXPORT_SECTIONS, TRAIN_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
@@ -30,6 +30,7 @@ from scale_cli.upscale.folder import (
     trained_sha256,
     write_trained,
 )
+from scale_cli.upscale.method import set_router
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
 _DOCUMENTS_PER_CORPUS = 4
@@ -83,6 +84,7 @@ def export(config: RunConfig) -> ExportSummary:
             f"{' or '.join(_formats(config.method))}"
         )
     model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
+    set_router(model, config.method.router)
     prompts = _prompts(config, tokenizer)
     folder = run.export(settings.format)
     loaded: MethodModel
@@ -115,7 +117,7 @@ def export_is_finished(config: RunConfig) -> bool:
     folder = run.export(config.export.format)
     if not (folder / "parity.json").is_file():
         return False
-    changed = differences(load_config(folder / "scale.yaml"), config, (*TRAIN_SECTIONS, "export"))
+    changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
     exported_sha256 = read_json(folder / "parity.json")["trained_sha256"]
     return not changed and exported_sha256 == trained_sha256(run.final)
 

@@ -16,7 +16,6 @@ from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.optimiser import build_optimiser
-from scale_cli.training.schedule import learning_rate
 from scale_cli.training.step import train_step
 
 END_OF_TEXT = "<|end_of_text|>"
@@ -55,7 +54,7 @@ def train_base(
         seed: of the random start.
         folder: where a local base model is wanted.
     """
-    accelerator = Accelerator(mixed_precision=train.mixed_precision)
+    accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     torch.manual_seed(seed)
     model = LlamaForCausalLM(architecture).to(accelerator.device).train()
     optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(model)
@@ -63,14 +62,11 @@ def train_base(
     num_tokens = 0
     with trange(train.max_steps, desc="training a base", unit="step", leave=False) as steps:
         for step in steps:
-            lr = learning_rate(step, train)
-            result = train_step(
-                accelerator, wrapped, optimiser, batches, step, lr=lr, max_grad_norm=train.max_grad_norm
-            )
+            result = train_step(accelerator, wrapped, optimiser, batches, step, train)
             num_tokens += result.num_tokens
             rate = num_tokens / (time.monotonic() - started_s)
             steps.set_postfix_str(f"loss {result.loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
     with new_folder(folder) as partial:
-        accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False).save_pretrained(partial)
+        model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return model.eval()

@@ -24,7 +24,6 @@ from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import Position, save_checkpoint
 from scale_cli.training.metrics import MetricsLog
-from scale_cli.training.schedule import learning_rate
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.base import BaseRecord
 from scale_cli.upscale.folder import MethodModel
@@ -84,21 +83,12 @@ def run_loop(run: TrainingRun) -> None:
     with _progress_bar(run) as bar, _caught_signals() as caught:
         while run.position.step < train.max_steps:
             step = run.position.step
-            lr = learning_rate(step, train)
             step_started_s = time.monotonic()
-            result = train_step(
-                run.accelerator,
-                run.wrapped,
-                run.optimiser,
-                run.batches,
-                step,
-                lr=lr,
-                max_grad_norm=train.max_grad_norm,
-            )
+            result = train_step(run.accelerator, run.wrapped, run.optimiser, run.batches, step, train)
             run.stepping_s += time.monotonic() - step_started_s
             run.stepped_tokens += result.num_tokens
             run.position = run.position.advanced(result.num_tokens, before_s + time.monotonic() - started_s)
-            _log(run, result, lr, bar)
+            _log(run, result, bar)
             if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
                 _evaluate(run)
             stopping = _agreed_signal(run.accelerator, caught)
@@ -118,7 +108,7 @@ def _progress_bar(run: TrainingRun) -> Any:
     )
 
 
-def _log(run: TrainingRun, result: StepResult, lr: float, bar: Any) -> None:
+def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
     """Advance the bar; every `log_every_steps`, and at the last step, write a record."""
     run._since_log.append(result)
     bar.update(1)
@@ -135,7 +125,7 @@ def _log(run: TrainingRun, result: StepResult, lr: float, bar: Any) -> None:
                 "step": run.position.step,
                 "loss": sum(entry.loss * entry.num_tokens for entry in run._since_log) / num_tokens,
                 "grad_norm": result.grad_norm,
-                "lr": lr,
+                "lr": result.lr,
                 "num_tokens": run.position.num_tokens,
                 "tokens_per_s": round(tokens_per_s, 1),
                 "elapsed_s": round(elapsed_s, 3),

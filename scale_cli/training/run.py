@@ -61,7 +61,8 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
         RunFolderError: the folder holds another run, or none to resume.
         ConfigError: the batch does not divide among the processes.
     """
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    # Autocast is the step's, by the config alone, whatever the launcher was told.
+    accelerator = Accelerator(mixed_precision="no")
     say = say if accelerator.is_main_process else _say_nothing
     run_folder = RunFolder(config.output_dir)
     if resume is not None and run_folder.final.is_dir():

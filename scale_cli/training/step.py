@@ -9,9 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch
 from scale_cli.errors import TrainingError
 from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.training.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class StepResult:
     Args:
         loss: nats per target token, over the global batch, before the update.
         grad_norm: before clipping.
+        lr: of the update.
         num_tokens: target tokens of the global batch.
     """
 
     loss: float
     grad_norm: float
+    lr: float
     num_tokens: int
 
 
@@ -35,14 +39,20 @@ def train_step(
     optimiser: torch.optim.Optimizer,
     batches: Batches,
     step: int,
-    *,
-    lr: float,
-    max_grad_norm: float,
+    train: TrainConfig,
 ) -> StepResult:
     """Accumulate the gradient of a global batch, clip it, and update.
 
     The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
     one large batch however it is cut up.
+
+    Args:
+        accelerator: processes and devices.
+        model: as Accelerate runs it; its output has a loss.
+        optimiser: over what trains.
+        batches: of the whole run.
+        step: counted from 0.
+        train: learning rate, clipping, precision.
 
     Raises:
         TrainingError: the loss or the gradient is not finite; the weights are left as they were.
@@ -53,13 +63,14 @@ def train_step(
     for index, micro_batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with nullcontext() if last else accelerator.no_sync(model):
-            share = _loss_share(model, micro_batch, accelerator.device, num_tokens)
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+                share = _loss_share(model, micro_batch, accelerator.device, num_tokens)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
         loss += share.detach()
     loss = accelerator.reduce(loss, reduction="sum")
     parameters = list(trainable_parameters(model).values())
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
     if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
         optimiser.zero_grad(set_to_none=True)
         raise TrainingError(
@@ -67,10 +78,10 @@ def train_step(
             "nothing was updated. Lower train.lr, or raise train.warmup_steps"
         )
     for group in optimiser.param_groups:
-        group["lr"] = lr
+        group["lr"] = learning_rate(step, train)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
-    return StepResult(loss.item(), grad_norm.item(), num_tokens)
+    return StepResult(loss.item(), grad_norm.item(), learning_rate(step, train), num_tokens)
 
 
 def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:

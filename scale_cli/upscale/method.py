@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
@@ -26,6 +26,15 @@ def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
     model = ScaleForCausalLM(plan_expansion(base.config, method), base)
     initialise_expansion(model, method.expansion.init, seed)
     return model
+
+
+def set_router(model: MethodModel, router: RouterConfig) -> None:
+    """Give a widened model the router that a config asks for now; it may differ from the one it was trained under."""
+    if isinstance(model, ScaleForCausalLM):
+        model.config.router_rule = router.rule
+        model.config.router_prior = router.prior
+        model.config.router_switch_rate = router.switch_rate
+        model.config.router_threshold = router.threshold
 
 
 def two_headed(model: MethodModel, base: ModelConfig) -> TwoHeaded:

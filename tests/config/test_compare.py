@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.compare import EVALUATE_SECTIONS, EXPORT_SECTIONS, TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 
 
@@ -109,3 +109,12 @@ def test_a_source_more_is_a_difference() -> None:
 @pytest.mark.parametrize("changes", [{"corpus__sequence_length": 4}, {"train__lr": 1.0}])
 def test_training_keys_do_not_touch_what_was_upscaled(changes: dict[str, Any]) -> None:
     assert differences(config(), config(**changes), UPSCALE_SECTIONS) == []
+
+
+def test_the_router_may_be_set_after_training_but_not_after_evaluation_or_export() -> None:
+    before = config()
+    router = before.method.router.model_copy(update={"threshold": 0.75})
+    after = before.model_copy(update={"method": before.method.model_copy(update={"router": router})})
+    assert differences(before, after, TRAIN_SECTIONS) == []
+    for sections in (EVALUATE_SECTIONS, EXPORT_SECTIONS):
+        assert differences(before, after, sections) == ["method.router.threshold: 0.5 -> 0.75"]

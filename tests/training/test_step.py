@@ -35,9 +35,13 @@ def batches_of(micro_batch_size: int, length: int = 301) -> Batches:
     )
 
 
+def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
+    return TrainConfig(max_steps=20, lr=lr, schedule="constant", max_grad_norm=max_grad_norm)
+
+
 def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1e-2) -> StepResult:
-    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    return train_step(Accelerator(cpu=True), model, optimiser, batches, index, lr=lr, max_grad_norm=1e9)
+    train = settings(lr=lr)
+    return train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches, index, train)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
@@ -80,7 +84,7 @@ def test_a_step_that_is_not_finite_updates_nothing_and_names_itself(model: Llama
 def test_clipping_bounds_what_reaches_the_optimiser(model: LlamaForCausalLM) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, lr=1.0, max_grad_norm=0.01)
+    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1.0, 0.01))
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.01
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
@@ -91,14 +95,14 @@ def test_optimiser_state_survives_a_round_trip_and_covers_only_what_trains(
 ) -> None:
     model.model.requires_grad_(False)
     optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, lr=1e-2, max_grad_norm=1.0)
+    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1e-2, 1.0))
     tensors = optimiser_tensors(optimiser, model)
     assert {name.split(".", 1)[1] for name in tensors} == {"lm_head.weight"}
     other = copy.deepcopy(model)
     restored = build_optimiser(other, TrainConfig(max_steps=1))
     load_optimiser_tensors(restored, other, {name: tensor.clone() for name, tensor in tensors.items()})
     for subject, optim in ((model, optimiser), (other, restored)):
-        train_step(Accelerator(cpu=True), subject, optim, batches_of(8), 1, lr=1e-2, max_grad_norm=1.0)
+        train_step(Accelerator(cpu=True), subject, optim, batches_of(8), 1, settings(1e-2, 1.0))
     assert torch.equal(model.lm_head.weight, other.lm_head.weight)
 
 
