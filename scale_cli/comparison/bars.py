@@ -24,7 +24,8 @@ def draw_shares(options: Sequence[Option], width: float) -> Canvas:
     """
     languages = list(options[0].base_share or {})
     labels = _label_width([option.label for option in options], width)
-    column = 62.0
+    names = [language_name(code) if width >= 600 else code for code in languages]
+    column = max(60.0, 34 + max(text_width(name, _SIZE) for name in names))
     top, bottom = 30.0, 46.0
     canvas = Canvas(width, top + _ROW * len(options) + bottom)
     across = Axis(0.0, 1.0, labels + 12, width - column * len(languages) - 14)
@@ -35,11 +36,10 @@ def draw_shares(options: Sequence[Option], width: float) -> Canvas:
             canvas.text((across(share), end + 16), f"{100 * share:.0f}", size=11, colour="muted", anchor="middle")
     under = "% of tokens served by the base head" if width >= 600 else "% served by the base head"
     canvas.text(((across.start + across.stop) / 2, end + 36), under, size=11.5, anchor="middle")
-    for index, code in enumerate(languages):
+    for index, name in enumerate(names):
         x = width - column * (len(languages) - 1 - index)
-        name = shortened(language_name(code), _SIZE, column - 16)
         canvas.text((x, 16), name, size=_SIZE, anchor="end", style="strong")
-        canvas.marker((x - text_width(name, _SIZE) - 8, 12), "circle", "ink", "paper" if index else "ink", radius=3.5)
+        canvas.marker((x - text_width(name, _SIZE) - 10, 12), "circle", "ink", "paper" if index else "ink", radius=3.5)
     for index, option in enumerate(options):
         _draw_share_row(canvas, option, languages, across, top + _ROW * (index + 0.5), labels, column)
     return canvas
@@ -67,9 +67,9 @@ def draw_cost(runs: Sequence[ComparedRun], width: float) -> Canvas:
         width: of the figure, in pixels.
     """
     panels: list[tuple[str, Callable[[ComparedRun], float | None], Callable[[float | None], str]]] = [
-        ("trainable parameters", lambda run: run.cost and run.cost.trainable_parameters, short_count),
+        ("trainable parameters", lambda run: run.trainable_parameters, short_count),
         ("training, tokens/s", lambda run: run.tokens_per_s, rate),
-        ("peak memory of training", lambda run: run.cost and run.cost.peak_memory_bytes, short_bytes),
+        ("peak memory of training", lambda run: run.peak_memory_bytes, short_bytes),
     ]
     stacked = width < 600
     labels = _label_width([run.name for run in runs], width)
@@ -105,15 +105,15 @@ def _draw_bars(
     most = max((value for value in values if value is not None), default=0.0) or 1.0
     canvas.line([corner, (corner[0], corner[1] + _ROW * len(runs))], "axis")
     for index, (run, value, text) in enumerate(zip(runs, values, texts, strict=True)):
-        y = corner[1] + _ROW * index
+        y, variant = corner[1] + _ROW * index, run.method.variant
         length = 0.0 if value is None else longest * value / most
-        canvas.rectangle((corner[0], y + 5), (length, _ROW - 10), run.method.variant, f"{run.name}: {text}")
+        canvas.bar((corner[0], y + 6), (length, _ROW - 12), variant, variant, f"{run.name}: {text}")
         colour = "muted" if value is None else "ink"
         canvas.text((corner[0] + length + 6, y + _ROW / 2 + 4), text, size=_SIZE, colour=colour)
 
 
 def _label_width(labels: Sequence[str], width: float) -> float:
-    return min(0.3 * width, max(text_width(label, _SIZE) for label in labels) + 4)
+    return min((0.38 if width < 600 else 0.3) * width, max(text_width(label, _SIZE) for label in labels) + 4)
 
 
 def method_swatch(variant: str) -> str:

@@ -11,7 +11,10 @@ from scale_cli.comparison.curves import draw_curves, runs_with_curves
 from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of, method_in_words, options_of
 from scale_cli.comparison.runs import ComparedRun, setup_differences
 from scale_cli.comparison.svg import Canvas
+from scale_cli.comparison.tables import benchmarks_of
+from scale_cli.comparison.tasks import draw_tasks
 from scale_cli.comparison.trade_off import draw_trade_off
+from scale_cli.evaluation.render import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
 KIND = "scale comparison"
@@ -76,7 +79,8 @@ def lead(comparison: Comparison) -> str:
     tokens = sorted({run.report.num_tokens_trained for run in runs})
     spent = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
     names = "; ".join(
-        f"{corpus.name} ({corpus.language}, {corpus.role}, {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens)"
+        f"{corpus.name} ({corpus.language}, {corpus.role}, {corpus.num_documents:,} documents, "
+        f"{corpus.num_tokens:,} tokens)"
         for corpus in runs[0].report.corpora
     )
     which = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -92,17 +96,24 @@ def notes(comparison: Comparison) -> list[str]:
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
+    alike: dict[str, list[str]] = {}
     for name, changed in setup_differences(runs).items():
-        lines.append(f"{name} was set up otherwise than {runs[0].name} in {'; '.join(changed)}.")
+        alike.setdefault("; ".join(changed), []).append(name)
+    lines += [f"Set up otherwise than {runs[0].name}: {', '.join(names)} in {keys}." for keys, names in alike.items()]
     devices = {(run.cost.device, run.cost.num_processes) for run in runs if run.cost}
     if len(devices) > 1:
         told = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
         lines.append(f"The runs were trained on different devices, so their speed and memory do not compare: {told}.")
     if without := [run.name for run in runs if run.cost is None]:
         lines.append(
-            f"No record of parameters and memory: {', '.join(without)} (trained before `scale train` wrote "
+            f"No record of parameters and memory: {', '.join(without)} (trained before scale train wrote "
             "final/cost.json); their tokens/s includes periodic evaluations and checkpoints."
         )
+    skipped: dict[str, list[str]] = {}
+    for run in runs:
+        for benchmark in run.report.skipped_benchmarks:
+            skipped.setdefault(f"{benchmark.name} was not measured ({benchmark.reason})", []).append(run.name)
+    lines += [f"{what}: {', '.join(names)}." for what, names in skipped.items()]
     odd = [option.label for option in comparison.options if not _is_drawable(option)]
     if comparison.has_trade_off and odd:
         lines.append(f"Left out of the trade-off picture, a loss is not finite: {', '.join(odd)}.")
@@ -123,20 +134,23 @@ def table_caption(comparison: Comparison) -> str:
     ]
     several = f" {'; '.join(means).capitalize()}, intervals added in quadrature." if means else ""
     return (
-        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost is "
-        f"better small, gained is better large.{several} Figures in bold belong to an option that no other here beats "
-        "on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two whole models in "
-        "memory and runs both for every token, and its two predictions are averaged by the posterior rule. (LoRA kept "
-        "unmerged could share the base’s weights, at two passes still.) A widened model holds its base inside, so "
-        "SCALE-Route gives the same kind of answer from one model: one pass, and a second one only of the layers, given "
-        "as k/L, from the first that collaborates upwards. Training tokens/s counts optimiser steps alone; peak "
-        "memory is of the whole training process, periodic evaluation included."
+        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost "
+        f"is better small, gained is better large.{several} In bold: an option that no other here, or no other of one "
+        "model, beats on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two "
+        "whole models in memory and runs both for every token; the posterior rule averages their predictions. (LoRA "
+        "kept unmerged could share the base’s weights, still at two passes.) A widened model holds its base inside, so "
+        "SCALE-Route gives the same kind of answer from one model: in one pass, and a second one only of the k of L "
+        "layers from the first that collaborates upwards (1 + k/L). Training tokens/s counts optimiser steps alone; "
+        "peak memory is of the whole training process, periodic evaluation included."
     )
 
 
 def figures(comparison: Comparison) -> list[Figure]:
     """Return the figures, in the order of the report."""
-    return [_trade_off(comparison), _curves(comparison), _shares(comparison), _cost(comparison)]
+    drawn = [_trade_off(comparison), _curves(comparison)]
+    if benchmarks_of([run.report for run in comparison.runs]):
+        drawn.append(_tasks(comparison))
+    return [*drawn, _shares(comparison), _cost(comparison)]
 
 
 def _trade_off(comparison: Comparison) -> Figure:
@@ -146,15 +160,23 @@ def _trade_off(comparison: Comparison) -> Figure:
         why = "no run has a finite loss on both" if comparison.has_trade_off else "one of the two was not measured"
         return Figure("trade-off", title, f"Needs a retention and an acquisition corpus: {why}.", None)
     lost, gained = side_titles(comparison)
-    told = ", ".join(option.label for option in comparison.best_in_one_model) or "none but the base"
-    either = ", ".join(option.label for option in comparison.best) or "none but the base"
     caption = (
-        f"{lost} against {gained}, with 95 % intervals. "
-        "Filled marks are one model, hollow ones two models served side by side. The solid line joins what no other single "
-        f"model beats ({told}); the dashed line what nothing beats when two models are allowed ({either}). "
-        "Where losses span orders of magnitude the horizontal axis is linear around zero and logarithmic beyond."
+        f"{lost} against {gained}, with 95 % intervals. Filled marks are one model, hollow ones two models served side "
+        f"by side. The solid line joins what no other single model beats: {_listed(comparison.best_in_one_model)}. "
+        f"{_told_of_two_models(comparison)} Where losses span orders of magnitude the horizontal axis is linear around "
+        "zero and logarithmic beyond; a base far from everything is left outside."
     )
     return Figure("trade-off", title, caption, lambda width: draw_trade_off(comparison.options, width))
+
+
+def _listed(options: list[Option]) -> str:
+    return "; ".join(option.label for option in options) or "only the base itself"
+
+
+def _told_of_two_models(comparison: Comparison) -> str:
+    if comparison.best == comparison.best_in_one_model:
+        return "Allowing two models at once adds nothing to it."
+    return f"The dashed line allows two models at once: {_listed(comparison.best)}."
 
 
 def _curves(comparison: Comparison) -> Figure:
@@ -166,27 +188,41 @@ def _curves(comparison: Comparison) -> Figure:
     missing = [run.name for run in comparison.runs if not run.curves]
     left_out = f" Not evaluated as they trained: {', '.join(missing)}." if missing else ""
     caption = (
-        "Cross-entropy of what each run serves, on the first documents of every held-out corpus (train.eval_max_documents), "
-        f"against the tokens trained on; dashed: the untouched base, where every method starts.{left_out}"
+        "Cross-entropy of what each run serves, on the first documents of every held-out corpus "
+        "(train.eval_max_documents), against the tokens trained on; dashed: the untouched base, where every method "
+        f"starts.{left_out}"
     )
     return Figure("learning-curves", title, caption, lambda width: draw_curves(runs, width))
 
 
+def _tasks(comparison: Comparison) -> Figure:
+    caption = (
+        "Accuracy of what each run serves less that of the base, in points, with 95 % intervals (paired bootstrap over "
+        "items). Solid bars: a difference by McNemar’s test, Holm-corrected over the run’s benchmarks, at 5 %. Hollow "
+        "bars: no difference shown."
+    )
+    return Figure("tasks", "Benchmarks", caption, lambda width: draw_tasks(comparison.runs, width))
+
+
 def _shares(comparison: Comparison) -> Figure:
     mixed = [option for option in comparison.options if option.base_share]
-    languages = list(dict.fromkeys(corpus.language for corpus in comparison.runs[0].report.corpora))
-    which = " Filled: the first language named; hollow: the others." if len(languages) > 1 else ""
+    title = "Who served which language"
+    if not mixed:
+        return Figure("route-shares", title, "No held-out corpus was scored, so nothing was routed.", None)
+    languages = list(mixed[0].base_share or {})
+    others = " and ".join(language_name(code) for code in languages[1:])
+    which = f" Filled: {language_name(languages[0])}; hollow: {others}." if others else ""
     caption = (
         "Share of each language’s tokens that the base head served, for every option that mixes two heads: under "
         f"the posterior rule its mean weight, under the cosine rule the tokens it was given.{which}"
     )
-    return Figure("route-shares", "Who served which language", caption, lambda width: draw_shares(mixed, width))
+    return Figure("route-shares", title, caption, lambda width: draw_shares(mixed, width))
 
 
 def _cost(comparison: Comparison) -> Figure:
     caption = (
-        "What training cost. Speed is over all processes and counts optimiser steps alone; memory is the peak of the main "
-        "process (on a GPU what PyTorch allocated there, on a CPU resident memory with the libraries), periodic "
+        "Speed is over all processes and counts optimiser steps alone; memory is the peak of the main process ("
+        "on a GPU what PyTorch allocated there, on a CPU resident memory with the libraries), periodic "
         "evaluation included: for a method that widens nothing that evaluation holds the base a second time."
     )
     return Figure("cost", "Cost of training", caption, lambda width: draw_cost(comparison.runs, width))

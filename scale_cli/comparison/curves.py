@@ -55,14 +55,14 @@ def _series(runs: Sequence[ComparedRun], corpus: str) -> list[Series]:
         if points:
             line = [(point.num_tokens, point.nats_per_token.get(head)) for point in points]
             series.append((run.name, variant, MARKERS[variant], line))
-    base = next((run.curves[corpus] for run in runs if corpus in run.curves))[0].nats_per_token["base"]
+    base = next(run.curves[corpus] for run in runs if corpus in run.curves)[0].nats_per_token["base"]
     longest = max(line[-1][0] for _, _, _, line in series)
     return [("base", "base", "", [(0.0, base), (longest, base)]), *series]
 
 
 def _draw_panel(canvas: Canvas, corpus: CorpusResult, series: Sequence[Series], corner: Point, size: Point) -> None:
     small = canvas.width < 600
-    room = min((84 if small else 130), 20 + max(text_width(label, 11.5) for label, *_ in series))
+    room = min((104 if small else 140), 20 + max(text_width(label, 11.5) for label, *_ in series))
     left, right = corner[0] + 42, corner[0] + size[0] - room
     top, bottom = corner[1] + 48, corner[1] + size[1] - 46
     losses = [loss for *_, line in series for _, loss in line if loss is not None]
@@ -109,7 +109,8 @@ def _draw_end_labels(
 ) -> None:
     ends = [next(((x, y) for x, y in reversed(line) if y is not None), (0.0, up.low)) for *_, line in series]
     heights = spread([up(y) for _, y in ends], _LABEL_GAP, up.stop - 6, up.start + 6)
-    for (label, colour, *_), (x, y), height in zip(series, ends, heights, strict=True):
+    for (label, colour, _, line), (x, y), height in zip(series, ends, heights, strict=True):
         text = shortened(label, 11.5, sides[1] - sides[0] - 18)
-        canvas.line([(across(x) + 5, up(y)), (sides[0] + 14, height)], colour, 0.8)
+        if line[-1][1] is not None:  # a line that broke off before the end is not led to
+            canvas.line([(across(x) + 5, up(y)), (sides[0] + 14, height)], colour, 0.8)
         canvas.text((sides[0] + 17, height + 4), text, size=11.5, colour=colour, style="strong")

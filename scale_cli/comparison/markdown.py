@@ -6,8 +6,8 @@ import re
 
 from scale_cli.comparison.content import Comparison, figures, lead, notes, side_titles, table_caption
 from scale_cli.comparison.options import Option, method_in_words
-from scale_cli.comparison.words import percent, rate, short_bytes, short_count, signed, times_base, with_interval
-from scale_cli.evaluation.render import language_name, number
+from scale_cli.comparison.tables import Table, benchmark_tables, corpus_tables
+from scale_cli.comparison.words import percent, rate, short_bytes, short_count, times_base, with_interval
 
 # What Markdown, or the HTML in it, would read as more than text.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
@@ -24,8 +24,12 @@ def markdown(comparison: Comparison) -> str:
         if figure.draw is not None:
             parts.append(f"![{figure.title}]({figure.key}.svg)")
         parts.append(plain(figure.caption))
-    parts.append("## Every corpus")
-    parts += [_corpus(comparison, index) for index in range(len(comparison.runs[0].report.corpora))]
+    for title, tables in (
+        ("Every corpus", corpus_tables(comparison.options)),
+        ("Every benchmark", benchmark_tables(comparison.options)),
+    ):
+        if tables:
+            parts += [f"## {title}", *(_table(table) for table in tables)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,10 +60,7 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _headline_cells(option: Option, is_best: bool) -> list[str]:
-    differences = [
-        plain(with_interval(side)) if side.value is not None else "—" for side in (option.lost, option.gained)
-    ]
-    cost = option.run.cost
+    differences = [plain(with_interval(side)) for side in (option.lost, option.gained)]
     shares = ", ".join(f"{code} {percent(share)}" for code, share in (option.base_share or {}).items())
     return [
         plain(option.label),
@@ -69,34 +70,22 @@ def _headline_cells(option: Option, is_best: bool) -> list[str]:
         shares or "—",
         times_base(option.parameters, option.parameters_of_base) + (", two models" if option.num_models == 2 else ""),
         option.passes,
-        short_count(cost and cost.trainable_parameters),
+        short_count(option.run.trainable_parameters),
         rate(option.run.tokens_per_s),
-        short_bytes(cost and cost.peak_memory_bytes),
+        short_bytes(option.run.peak_memory_bytes),
     ]
 
 
-def _corpus(comparison: Comparison, index: int) -> str:
-    corpus = comparison.runs[0].report.corpora[index]
-    base = corpus.heads["base"]
+def _table(table: Table) -> str:
     rows = [
-        f"### {plain(corpus.name)}: {language_name(corpus.language)}, {corpus.role}",
+        f"### {plain(table.title)}",
         "",
-        _row(["method", "bits/byte", "bits/byte − base [95 %]", "perplexity", "worst document, nats", "by base head"]),
-        "|---|" + "---:|" * 5,
-        _row(["base", number(base.bits_per_byte), "—", number(base.perplexity, 2), "—", "—"]),
+        _row(["method", *(plain(f"{title}, {unit}" if unit else title) for title, unit in table.columns)]),
+        "|---|" + "---:|" * len(table.columns),
     ]
-    for option in comparison.options:
-        head = option.run.report.corpora[index].heads[option.head]
-        difference = head.bits_per_byte_difference
-        cells = [
-            plain(option.label),
-            number(head.bits_per_byte),
-            plain(with_interval(difference)) if difference.value is not None else signed(None),
-            number(head.perplexity, 2),
-            number(head.worst_document_nats),
-            "—" if head.base_share is None else percent(head.base_share),
-        ]
-        rows.append(_row(cells))
+    for row in table.rows:
+        cells = (plain(f"{main} {below}" if below else main) for main, below in row.cells)
+        rows.append(_row([plain(row.label), *cells]))
     return "\n".join(rows)
 
 

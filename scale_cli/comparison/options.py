@@ -51,7 +51,7 @@ class Option:
 
 
 def options_of(run: ComparedRun) -> list[Option]:
-    """Return the ways in which a trained model could be served: what its config says first, then mixed with the base."""
+    """Return the ways in which a trained model could be served: as configured, then mixed."""
     heads = [run.report.served] if run.report.served == "posterior" else [run.report.served, "posterior"]
     return [_option(run, head) for head in heads]
 

@@ -9,17 +9,16 @@ from scale_cli.comparison.content import Comparison, Figure, figures, lead, note
 from scale_cli.comparison.options import Option, method_in_words
 from scale_cli.comparison.palette import page_style
 from scale_cli.comparison.runs import ComparedRun
+from scale_cli.comparison.tables import Table, benchmark_tables, corpus_tables
 from scale_cli.comparison.words import (
+    digits_for,
     interval_text,
-    percent,
     rate,
     short_bytes,
     short_count,
     signed,
     times_base,
 )
-from scale_cli.evaluation.render import language_name, number
-from scale_cli.evaluation.results import CorpusResult
 from scale_cli.evaluation.statistics import Interval
 
 WIDE, NARROW = 960.0, 358.0
@@ -53,10 +52,8 @@ def page(comparison: Comparison) -> str:
 <p class="caption">{escape(table_caption(comparison))}</p>
 </section>
 {"".join(_section(figure) for figure in figures(comparison))}
-<section id="corpora">
-<h2>Every corpus</h2>
-{"".join(_corpus(comparison, index) for index in range(len(comparison.runs[0].report.corpora)))}
-</section>
+{_tables("corpora", "Every corpus", corpus_tables(comparison.options))}
+{_tables("benchmarks", "Every benchmark", benchmark_tables(comparison.options))}
 </main>
 </body>
 </html>
@@ -75,17 +72,22 @@ def _section(figure: Figure) -> str:
 """
 
 
+def _tables(key: str, title: str, tables: list[Table]) -> str:
+    if not tables:
+        return ""
+    return f'<section id="{key}">\n<h2>{title}</h2>\n{"".join(_table(table) for table in tables)}</section>'
+
+
 def _headline(comparison: Comparison) -> str:
     languages = list(dict.fromkeys(corpus.language for corpus in comparison.runs[0].report.corpora))
     lost, gained = side_titles(comparison)
     shares = " / ".join(languages)
     heads = [
         ("word", "method", ""),
-        ("word", "served", ""),
         ("", lost, "bits/byte"),
         ("", gained, "bits/byte"),
-        ("", "by base head", shares),
-        ("", "weights held", ""),
+        ("", "by base head", f"% of {shares}"),
+        ("", "weights", "× base"),
         ("", "passes", "a token"),
         ("", "trainable", "parameters"),
         ("", "training", "tokens/s"),
@@ -102,26 +104,34 @@ def _headline(comparison: Comparison) -> str:
 def _headline_group(comparison: Comparison, run: ComparedRun, languages: list[str]) -> str:
     options = [option for option in comparison.options if option.run is run]
     best = comparison.best + comparison.best_in_one_model
-    cost = run.cost
+    digits = [digits_for(getattr(option, side) for option in comparison.options) for side in ("lost", "gained")]
     training = "".join(
         f'<td rowspan="{len(options)}">{text}</td>'
         for text in (
-            short_count(cost and cost.trainable_parameters),
+            short_count(run.trainable_parameters),
             rate(run.tokens_per_s),
-            short_bytes(cost and cost.peak_memory_bytes),
+            short_bytes(run.peak_memory_bytes),
         )
     )
     rows = [
-        f"<tr>{_name_cell(option, method_in_words(run) if index == 0 else '')}"
-        f'<td class="word">{escape(option.served)}</td>'
-        f"{_difference_cell(option.lost, option in best)}{_difference_cell(option.gained, option in best)}"
-        f"<td>{_share_text(option, languages)}</td>"
+        f"<tr>{_name_cell(option, _described(option))}"
+        f"{_difference_cell(option.lost, digits[0], option in best)}"
+        f"{_difference_cell(option.gained, digits[1], option in best)}"
+        f'<td class="whole">{_share_text(option, languages)}</td>'
         f"<td>{escape(times_base(option.parameters, option.parameters_of_base))}"
         f"<small>{'two models' if option.num_models == 2 else ''}</small></td>"
-        f"<td>{escape(option.passes)}</td>{training if index == 0 else ''}</tr>"
+        f'<td class="whole">{escape(option.passes)}</td>'
+        f"{training if index == 0 else ''}</tr>"
         for index, option in enumerate(options)
     ]
     return "<tbody>\n" + "\n".join(rows) + "\n</tbody>"
+
+
+def _described(option: Option) -> str:
+    """Return how the model was trained, under the row of its own; under any other, how it is served."""
+    if option.head == option.run.report.served:
+        return f"{method_in_words(option.run)}; served {option.served}"
+    return f"served {option.served}"
 
 
 def _name_cell(option: Option, described: str) -> str:
@@ -129,43 +139,39 @@ def _name_cell(option: Option, described: str) -> str:
     return f'<td class="name">{method_swatch(option.run.method.variant)}{escape(option.label)}{below}</td>'
 
 
-def _difference_cell(interval: Interval, is_best: bool) -> str:
-    shown = signed(interval.value) if interval.value is not None else "—"
-    return f'<td class="{"best" if is_best else ""}">{shown}<small>{interval_text(interval)}</small></td>'
+def _difference_cell(interval: Interval, digits: int, is_best: bool) -> str:
+    return (
+        f'<td class="{"best" if is_best else ""}">{signed(interval.value, digits)}'
+        f"<small>{interval_text(interval, digits)}</small></td>"
+    )
 
 
 def _share_text(option: Option, languages: list[str]) -> str:
     if not option.base_share:
         return "—"
-    return " / ".join(f"{100 * option.base_share[code]:.1f}" for code in languages) + " %"
+    return " / ".join(f"{100 * option.base_share[code]:.1f}" for code in languages)
 
 
-def _corpus(comparison: Comparison, index: int) -> str:
-    corpus = comparison.runs[0].report.corpora[index]
-    base = corpus.heads["base"]
-    rows = "\n".join(_corpus_row(option, option.run.report.corpora[index]) for option in comparison.options)
-    role = "what the base knew" if corpus.role == "retention" else "what it was taught"
-    return f"""<h3>{escape(corpus.name)}: {escape(language_name(corpus.language))}, {corpus.role} ({role})</h3>
-<div class="scroll" tabindex="0" role="region" aria-label="{escape(corpus.name)}">
+def _table(table: Table) -> str:
+    header = "".join(
+        f'<th scope="col">{escape(title)}{f"<small>{escape(unit)}</small>" if unit else ""}</th>'
+        for title, unit in table.columns
+    )
+    rows = "\n".join(
+        f'<tr><td class="name">{method_swatch(row.variant)}{escape(row.label)}</td>'
+        + "".join(
+            f"<td>{escape(main)}{f'<small>{escape(below)}</small>' if below else ''}</td>" for main, below in row.cells
+        )
+        + "</tr>"
+        for row in table.rows
+    )
+    return f"""<h3>{escape(table.title)}</h3>
+<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">
 <table>
-<thead><tr><th scope="col" class="word">method</th><th scope="col">bits/byte</th>
-<th scope="col">bits/byte − base<small>95 % interval</small></th><th scope="col">perplexity</th>
-<th scope="col">worst document<small>nats lost</small></th><th scope="col">by base head</th></tr></thead>
-<tbody><tr><td class="name">{method_swatch("base")}base</td><td>{number(base.bits_per_byte)}</td><td>—</td>
-<td>{number(base.perplexity, 2)}</td><td>—</td><td>—</td></tr></tbody>
+<thead><tr><th scope="col">method</th>{header}</tr></thead>
 <tbody>
 {rows}
 </tbody>
 </table>
 </div>
 """
-
-
-def _corpus_row(option: Option, corpus: CorpusResult) -> str:
-    head = corpus.heads[option.head]
-    share = "—" if head.base_share is None else percent(head.base_share)
-    return (
-        f"<tr>{_name_cell(option, '')}<td>{number(head.bits_per_byte)}</td>"
-        f"{_difference_cell(head.bits_per_byte_difference, False)}"
-        f"<td>{number(head.perplexity, 2)}</td><td>{number(head.worst_document_nats)}</td><td>{share}</td></tr>"
-    )

@@ -98,13 +98,14 @@ th, td {{ padding: 6px 10px; text-align: right; vertical-align: top; }}
 th {{ font-weight: 600; vertical-align: bottom; }}
 th:first-child, td.name {{ text-align: left; }}
 td.word, th.word {{ text-align: left; }}
-td.name {{ min-width: 8.5em; max-width: 17em; overflow-wrap: anywhere; }}
+td.name {{ min-width: 8.5em; max-width: 22em; overflow-wrap: anywhere; }}
 thead {{ border-top: 2px solid var(--ink); border-bottom: 1px solid var(--ink); }}
 tbody {{ border-bottom: 1px solid var(--grid); }}
 tbody:last-of-type {{ border-bottom: 2px solid var(--ink); }}
 small {{ display: block; font-size: 0.75rem; color: var(--muted); font-weight: 400; white-space: nowrap; }}
 td.name small, th small {{ white-space: normal; }}
 td.best {{ font-weight: 700; }}
+td.whole {{ white-space: nowrap; }}
 @media screen and (max-width: 719px) {{
   main {{ padding: 20px 16px 48px; }}
   h1 {{ font-size: 1.4rem; }}
@@ -112,8 +113,8 @@ td.best {{ font-weight: 700; }}
   svg.narrow {{ display: block; margin: 0 auto; }}
   .scroll {{ margin-right: -16px; padding-right: 16px; }}
   .scroll th:first-child, .scroll td.name {{ position: sticky; left: 0; background: var(--paper); }}
-  td.name {{ min-width: 7.5em; max-width: 9em; }}
-  th, td {{ padding: 6px 8px; }}
+  td.name {{ min-width: 7.5em; max-width: 8.5em; }}
+  th, td {{ padding: 6px; }}
 }}
 @media print {{
   @page {{ margin: 14mm; }}
@@ -125,7 +126,8 @@ td.best {{ font-weight: 700; }}
   td.name {{ min-width: 0; }}
   small {{ font-size: 6.5pt; }}
   .scroll {{ overflow: visible; }}
-  figure, tbody, li {{ break-inside: avoid; }}
+  figure, tr, li, table.wide tbody {{ break-inside: avoid; }}
+  h3 {{ break-after: avoid; }}
   .caption, li {{ font-size: 8.5pt; }}
 }}
 """

@@ -79,6 +79,16 @@ class ComparedRun:
         """How it was trained."""
         return self.config.method
 
+    @property
+    def trainable_parameters(self) -> int | None:
+        """How many parameters trained; None where there is no record."""
+        return None if self.cost is None else self.cost.trainable_parameters
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Peak memory of training; None where there is no record."""
+        return None if self.cost is None else self.cost.peak_memory_bytes
+
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
     """Read the runs to compare, in the order given.
@@ -94,9 +104,9 @@ def load_runs(folders: list[Path]) -> list[ComparedRun]:
 
 
 def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
-    """Return in what, besides its method, each run was set up otherwise than the first; runs that were not are left out.
+    """Return in what, besides its method, each run was set up otherwise than the first.
 
-    The length of each list is the number of keys; `train.lr: 0.001 -> 0.0001` reads first run -> this run.
+    One line a key: `train.lr: 0.001 -> 0.0001` reads first run -> this run. Runs set up alike are left out.
     """
     told = {run.name: differences(runs[0].config, run.config, _TOLD_SECTIONS) for run in runs[1:]}
     return {name: lines for name, lines in told.items() if lines}
@@ -219,6 +229,18 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
             raise RunFolderError(
                 f"runs must be evaluated alike: on {name} the same base has {before:.4f} nats/token in {first.folder} "
                 f"and {now:.4f} in {other.folder} (is evaluation.sequence_length the same?)"
+            )
+    _check_same_benchmarks(first, other)
+
+
+def _check_same_benchmarks(first: ComparedRun, other: ComparedRun) -> None:
+    """Hold a benchmark that both runs measured to the same items; one that only one of them measured is told so."""
+    sizes = {benchmark.name: benchmark.num_items for benchmark in first.report.benchmarks}
+    for benchmark in other.report.benchmarks:
+        if sizes.get(benchmark.name, benchmark.num_items) != benchmark.num_items:
+            raise RunFolderError(
+                f"runs must be evaluated on the same items: {benchmark.name} has {sizes[benchmark.name]} in "
+                f"{first.folder} and {benchmark.num_items} in {other.folder}"
             )
 
 

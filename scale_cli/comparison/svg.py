@@ -11,8 +11,8 @@ from html import escape
 from scale_cli.comparison.palette import figure_style
 
 Point = tuple[float, float]
-# Advance widths of a humanist sans, in ems: near enough to keep labels apart.
-_LATIN_EM, _WIDE_EM = 0.56, 1.0
+# Advance widths of a wide bold sans (DejaVu), in ems: which font the reader has is not known, and labels must fit.
+_LATIN_EM, _WIDE_EM = 0.64, 1.0
 
 
 def text_width(text: str, size: float) -> float:
@@ -128,11 +128,11 @@ class Canvas:
             f' text-anchor="middle">{escape(text)}</text>'
         )
 
-    def rectangle(self, corner: Point, size: Point, colour: str, told: str = "") -> None:
-        """Fill a rectangle; `told` is what a pointer over it shows."""
+    def bar(self, corner: Point, size: Point, colour: str, fill: str, told: str = "") -> None:
+        """Draw a bar, filled with its colour or, hollow, with paper; `told` is what a pointer over it shows."""
         self._parts.append(
             f'<rect x="{corner[0]:.1f}" y="{corner[1]:.1f}" width="{max(0.0, size[0]):.1f}" height="{size[1]:.1f}"'
-            f' class="f-{colour}">{_title(told)}</rect>'
+            f' class="s-{colour} f-{fill}" stroke-width="1.4">{_title(told)}</rect>'
         )
 
     def marker(self, at: Point, shape: str, colour: str, fill: str, told: str = "", radius: float = 5.0) -> None:

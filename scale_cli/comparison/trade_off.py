@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from scale_cli.comparison.labels import Box, place_around
@@ -16,6 +17,8 @@ from scale_cli.evaluation.statistics import Interval
 _BASE_LABEL = "base"
 # Losses this far apart would lie on top of each other on a linear axis.
 _WIDE_RANGE = 30.0
+# Beyond so many times what the options differ by, the base is left outside the picture.
+_FAR_FROM_BASE = 2.0
 _MARK = 8.0
 
 
@@ -32,10 +35,10 @@ def draw_trade_off(options: Sequence[Option], width: float) -> Canvas:
     canvas = Canvas(width, min(1600.0, (400 if small else 480) + (16 if small else 6) * len(shown)))
     across, up = _axes(canvas, shown, small)
     _draw_frame(canvas, options, across, up, size)
-    lines = [
-        _draw_front(canvas, [o for o in front(shown, lambda _: True)], across, up, "5 4"),
-        _draw_front(canvas, [o for o in front(shown, lambda option: option.num_models == 1)], across, up, ""),
-    ]
+    best, best_in_one = front(shown, lambda _: True), front(shown, lambda option: option.num_models == 1)
+    lines = [_draw_front(canvas, best_in_one, across, up, "")]
+    if best != best_in_one:
+        lines.append(_draw_front(canvas, best, across, up, "5 4"))
     covered = [point for line in lines for point in _along(line)]
     for option in shown:
         arms = _arms(option, across, up)
@@ -46,12 +49,18 @@ def draw_trade_off(options: Sequence[Option], width: float) -> Canvas:
         variant = option.run.method.variant
         fill = variant if option.num_models == 1 else "paper"
         canvas.marker(_place(option, across, up), MARKERS[variant], variant, fill, _told(option))
-    origin = (across(0.0), up(0.0))
-    canvas.marker(origin, MARKERS["base"], "base", "base", "the untouched base")
-    labels = [(_BASE_LABEL, "base", origin)]
+    labels = []
+    if _shows_base(across, up):
+        origin = (across(0.0), up(0.0))
+        canvas.marker(origin, MARKERS["base"], "base", "base", "the untouched base")
+        labels.append((_BASE_LABEL, "base", origin))
     labels += [(option.label, option.run.method.variant, _place(option, across, up)) for option in shown]
     _draw_labels(canvas, labels, covered, size)
     return canvas
+
+
+def _shows_base(across: Axis, up: Axis) -> bool:
+    return across.low <= 0.0 <= across.high and up.low <= 0.0 <= up.high
 
 
 def _told(option: Option) -> str:
@@ -68,8 +77,12 @@ def _axes(canvas: Canvas, shown: Sequence[Option], small: bool) -> tuple[Axis, A
 
 
 def _reach(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """Return the ends of an axis: with zero, the base, unless all that differs would then lie in a corner."""
     ends = [end for i in intervals for end in (i.value, i.low, i.high) if end is not None]
-    return min([0.0, *ends]), max([0.0, *ends])
+    low, high = min(ends), max(ends)
+    if min(abs(low), abs(high)) > _FAR_FROM_BASE * (high - low) > 0.0 and low * high > 0.0:
+        return low, high
+    return min(0.0, low), max(0.0, high)
 
 
 def _knee(values: Sequence[float]) -> float | None:
@@ -93,9 +106,14 @@ def _padded(reach: tuple[float, float], start: float, stop: float, knee: float |
 
 def _draw_frame(canvas: Canvas, options: Sequence[Option], across: Axis, up: Axis, size: float) -> None:
     report = options[0].run.report
-    for x in across.ticks(4 if canvas.width < 600 else 8):
+    written: list[tuple[float, float]] = []
+    for x in sorted(across.ticks(4 if canvas.width < 600 else 8), key=lambda x: (abs(x), -x)):
         canvas.line([(across(x), up.start), (across(x), up.stop)], "axis" if x == 0 else "grid")
-        canvas.text((across(x), up.start + 17), tick_text(x), size=size - 1, colour="muted", anchor="middle")
+        # Where there is no room for every figure, those nearest zero are written first, positive ones before negative.
+        half = text_width(tick_text(x), size - 1) / 2 + 3
+        if all(abs(across(x) - at) > half + other for at, other in written):
+            written.append((across(x), half))
+            canvas.text((across(x), up.start + 17), tick_text(x), size=size - 1, colour="muted", anchor="middle")
     for y in up.ticks(6):
         canvas.line([(across.start, up(y)), (across.stop, up(y))], "axis" if y == 0 else "grid")
         canvas.text((across.start - 7, up(y) + 4), tick_text(y), size=size - 1, colour="muted", anchor="end")
@@ -128,7 +146,9 @@ def _arms(option: Option, across: Axis, up: Axis) -> list[list[Point]]:
 def _draw_front(canvas: Canvas, options: Sequence[Option], across: Axis, up: Axis, dash: str) -> list[Point]:
     """Join the options of a front, beginning at the untouched base where nothing beats that."""
     path = [_place(option, across, up) for option in options]
-    if not any((o.lost.value or 0.0) <= 0.0 and (o.gained.value or 0.0) >= 0.0 for o in options):
+    if _shows_base(across, up) and not any(
+        (o.lost.value or 0.0) <= 0.0 and (o.gained.value or 0.0) >= 0.0 for o in options
+    ):
         path = sorted([*path, (across(0.0), up(0.0))])
     if len(path) > 1:
         canvas.line(path, "axis", 1.6, dash)
@@ -138,7 +158,7 @@ def _draw_front(canvas: Canvas, options: Sequence[Option], across: Axis, up: Axi
 def _along(line: Sequence[Point]) -> list[Point]:
     """Return points along a line, a few pixels apart."""
     points: list[Point] = []
-    for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(line):
         count = max(1, int(math.dist((x0, y0), (x1, y1)) / 6))
         points += [(x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(count + 1)]
     return points
@@ -157,7 +177,7 @@ def _draw_labels(
         covered,
         Box(50 if canvas.width < 600 else 74, 24, canvas.width - 4, canvas.height - 56),
     )
-    for text, (_, colour, point), box in zip(texts, labels, boxes, strict=True):
+    for (_, colour, point), box in zip(labels, boxes, strict=True):
         near = (min(max(point[0], box.left), box.right), min(max(point[1], box.top), box.bottom))
         if math.dist(point, near) > 2 * _MARK:
             canvas.line([point, near], colour, 0.8)

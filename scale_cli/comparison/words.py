@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scale_cli.evaluation.statistics import Interval
 
 NOT_RECORDED = "not recorded"
@@ -24,9 +26,38 @@ def interval_text(interval: Interval, digits: int = 4) -> str:
     return f"[{signed(interval.low, digits)}, {signed(interval.high, digits)}]"
 
 
+def digits_for(differences: Iterable[Interval]) -> int:
+    """Return to how many decimals a column of differences is shown: four, or fewer where all of them are large."""
+    sizes = [abs(interval.value) for interval in differences if interval.value is not None]
+    least = min(sizes, default=0.0)
+    return 4 if least < 1.0 else 3 if least < 10.0 else 2
+
+
 def with_interval(interval: Interval, digits: int = 4) -> str:
     """Return a difference and its interval on one line."""
     return f"{signed(interval.value, digits)} {interval_text(interval, digits)}".strip()
+
+
+def perplexity(value: float | None) -> str:
+    """Return a perplexity, which has no upper end."""
+    if value is None:
+        return "not finite"
+    return f"{value:,.2f}" if value < 1e5 else f"{value:.2e}"
+
+
+def points(share: float | None, sign: str = "") -> str:
+    """Return an accuracy in percent, or with `sign` "+" a difference of two in points."""
+    if share is None:
+        return "not finite"
+    text = f"{100 * share:{sign}.1f}"
+    return text[1:] if sign and float(text) == 0.0 else text.replace("-", "−")
+
+
+def points_interval(interval: Interval, sign: str = "") -> str:
+    """Return the ends of an accuracy's interval in brackets; nothing where there is none."""
+    if interval.low is None or interval.high is None:
+        return ""
+    return f"[{points(interval.low, sign)}, {points(interval.high, sign)}]"
 
 
 def short_count(value: float | None) -> str:
@@ -53,7 +84,7 @@ def times_base(parameters: int | None, parameters_of_base: int | None) -> str:
     """Return how many times the base's parameters are held."""
     if parameters is None or not parameters_of_base:
         return NOT_RECORDED
-    return f"{parameters / parameters_of_base:.2f} × base"
+    return f"{parameters / parameters_of_base:.2f} ×"
 
 
 def tick_count(value: float) -> str:

@@ -1,0 +1,165 @@
+"""Folders that look like finished runs, with figures as asked for: no model is trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scale_cli.evaluation.results import (
+    HEADS,
+    BenchmarkHead,
+    BenchmarkResult,
+    CorpusResult,
+    HeadResult,
+    LanguageAverage,
+    Report,
+)
+from scale_cli.evaluation.statistics import Interval
+
+BASE_BITS = {"en": 0.95, "ko": 2.6}
+_WIDENED = ("preserve", "adapt", "route")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a made-up run is to report.
+
+    Args:
+        variant: of the method.
+        lost: English, bits/byte, served alone; None for not finite.
+        gained: Korean, likewise.
+        width: half of every interval.
+        benchmarks: name to (difference in accuracy, Holm-adjusted p).
+        curve_steps: periodic evaluations.
+        base: content hash of the base.
+        has_cost: whether there is a cost.json.
+        train: keys of the config's train section.
+    """
+
+    variant: str = "full"
+    lost: float | None = 0.4
+    gained: float | None = 0.9
+    width: float = 0.01
+    benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    curve_steps: int = 4
+    base: str = "a" * 64
+    has_cost: bool = True
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+def write_run(folder: Path, made: Made) -> Path:
+    """Write the folder, and return it."""
+    (folder / "final").mkdir(parents=True)
+    (folder / "evaluation").mkdir()
+    write_json(folder / "final" / "position.json", {"step": 100, "num_tokens": 102_400, "elapsed_s": 20.0})
+    write_json(folder / "final" / "base.json", {"name": "some/base", "content_sha256": made.base})
+    write_json(folder / "final" / "manifest.json", {"files": {"trained.safetensors": {"sha256": "t" * 64}}})
+    write_json(folder / "final" / "method.json", {"variant": made.variant})
+    write_json(folder / "final" / "config.json", _model_config(made))
+    (folder / "final" / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")
+    if made.has_cost:
+        write_json(folder / "final" / "cost.json", _cost(made))
+    write_json(folder / "evaluation" / "report.json", report_of(made).to_json())
+    lines = "".join(json.dumps(record) + "\n" for record in _metrics(made))
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def _model_config(made: Made) -> dict[str, Any]:
+    if made.variant not in _WIDENED:
+        return {"model_type": "llama"}
+    layers = {"preserve": [], "adapt": [0, 1, 2, 3], "route": [3]}[made.variant]
+    return {
+        "base_config": {"num_hidden_layers": 4},
+        "attention_collaboration_layers": layers,
+        "mlp_collaboration_layers": [],
+    }
+
+
+def _config(folder: Path, made: Made) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "model": {"base": "some/base"},
+        "method": {"variant": made.variant},
+        "corpus": {"sources": [{"name": "web", "path": "web.txt", "language": "ko"}]},
+        "train": {"max_steps": 100, "lr": 1e-3} | made.train,
+    }
+
+
+def _cost(made: Made) -> dict[str, Any]:
+    trainable = {"full": 1_000_000, "freeze": 600_000, "lora": 20_000, "llama-pro": 250_000}.get(made.variant, 400_000)
+    added = trainable if made.variant not in ("full", "freeze") else 0
+    return {
+        "trainable_parameters": trainable,
+        "total_parameters": 1_000_000 + added,
+        "tokens_per_s": 6_000.5 if made.variant in _WIDENED else 4_000.0,
+        "peak_memory_bytes": 812_000_000 + 100 * trainable,
+        "device": "cpu",
+        "num_processes": 1,
+    }
+
+
+def _metrics(made: Made) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    for index in range(1, made.curve_steps + 1):
+        step = 100 * index // made.curve_steps
+        done = index / made.curve_steps
+        losses = {
+            name: {"base": base, "adapted": None if change is None else base + done * change, "routed": base - done}
+            for name, base, change in (("stories", 2.0, made.lost), ("청원", 6.0, made.gained and -made.gained))
+        }
+        records.append({"step": step, "loss": 3.0, "num_tokens": 1024 * step})
+        records.append({"step": step, "evaluation_nats_per_token": losses})
+    return records
+
+
+def report_of(made: Made) -> Report:
+    """Return the report of a made-up run; mixed with the base it loses next to nothing, and gains all but as much."""
+    corpora = []
+    for name, language, role, change in (
+        ("stories", "en", "retention", made.lost),
+        ("청원", "ko", "acquisition", None if made.gained is None else -made.gained),
+    ):
+        mixed = 0.0007 if role == "retention" else None if change is None else change + 0.0005
+        changes = {"base": 0.0, "adapted": change, "posterior": mixed, "cosine": change}
+        heads = {head: _head(BASE_BITS[language], changes[head], head, language, made) for head in HEADS}
+        corpora.append(CorpusResult(name, language, role, 50, 20_000, 80_000, heads))
+    benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
+    averages = [_average(made)] if made.benchmarks else []
+    served = "posterior" if made.variant == "route" else "adapted"
+    return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks, averages)
+
+
+def _head(base: float, change: float | None, head: str, language: str, made: Made) -> HeadResult:
+    share = {"en": 0.99, "ko": 0.01}[language] if head in ("posterior", "cosine") else None
+    if change is None:
+        nothing = Interval(None, None, None)
+        return HeadResult(None, None, None, nothing, nothing, None, share)
+    width = 0.0 if head == "base" else made.width if abs(change) > 0.001 else 0.0002
+    difference = Interval(change, change - width, change + width)
+    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, difference, 0.69, share)
+
+
+def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:
+    language = "ko" if name.startswith("kobest") else "en"
+    heads = {"base": BenchmarkHead({"acc": Interval(0.52, 0.48, 0.56)}, {})}
+    for head in HEADS[1:]:
+        acc = Interval(0.52 + difference, 0.48 + difference, 0.56 + difference)
+        change = Interval(difference, difference - 0.02, difference + 0.02)
+        heads[head] = BenchmarkHead({"acc": acc}, {"acc": change}, 40, 20, p_holm / 2, p_holm)
+    return BenchmarkResult(name, language, "retention" if language == "en" else "acquisition", 500, heads)
+
+
+def _average(made: Made) -> LanguageAverage:
+    mean = sum(difference for difference, _ in made.benchmarks.values()) / len(made.benchmarks)
+    change = Interval(mean, mean - 0.01, mean + 0.01)
+    acc = {head: Interval(0.52, 0.5, 0.54) for head in HEADS}
+    return LanguageAverage("en", len(made.benchmarks), acc, dict.fromkeys(HEADS[1:], change))

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scale_cli.cli import main
+from scale_cli.comparison.run import compare
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.evaluation.run import evaluate
+from scale_cli.storage.atomic import verify_folder
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.comparison.finished_run import Made, write_json, write_run
+
+TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
+SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
+_VOID = {"meta", "br", "img", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """What a page holds; fails where a tag is closed that is not open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.references: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                assert value not in self.ids
+                self.ids.add(value or "")
+            if name in ("src", "href", "srcset", "data", "action", "poster", "xlink:href"):
+                self.references.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words += data
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Runs of every method, one of them with a name that is markup and one in Korean."""
+    made = {
+        "full": Made("full", 0.4, 0.95, benchmarks=TASKS),
+        SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
+        "얼린 층": Made("freeze", 0.3, 0.8, curve_steps=0),
+        "llama-pro": Made("llama-pro", None, None),
+        "preserve": Made("preserve", 0.1, 0.7, has_cost=False),
+        "adapt": Made("adapt", 0.35, 0.9),
+        "route": Made("route", 0.2, 0.85, benchmarks=TASKS),
+    }
+    return [write_run(tmp_path / "runs" / name, run) for name, run in made.items()]
+
+
+def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    compare(folders, tmp_path / "out")
+    text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert page.references == []
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "base"}
+    assert not re.search(r"@import|url\(", text)
+    assert all(folder.name in page.words for folder in folders)
+    shown = {"methods", "trade-off", "learning-curves", "tasks", "route-shares", "cost", "corpora", "benchmarks"}
+    assert page.ids == shown
+    assert "청원" in page.words
+    assert "no difference shown" in page.words
+    assert "not finite" in page.words
+
+
+def test_the_report_holds_its_inputs_unchanged(folders: list[Path], tmp_path: Path) -> None:
+    compare(folders, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    read = [json.loads((folder / "evaluation" / "report.json").read_text(encoding="utf-8")) for folder in folders]
+    assert [run["report"] for run in written["runs"]] == read
+    for option in written["options"]:
+        report = read[[run["name"] for run in written["runs"]].index(option["run"])]
+        lost, gained = (corpus["heads"][option["head"]]["bits_per_byte_difference"] for corpus in report["corpora"])
+        assert option["bits_per_byte_lost"] == pytest.approx(lost)
+        value = gained["value"]
+        assert option["bits_per_byte_gained"]["value"] == (None if value is None else pytest.approx(-value))
+    verify_folder(tmp_path / "out")
+
+
+def test_figures_are_well_formed_and_stand_alone(folders: list[Path], tmp_path: Path) -> None:
+    compare(folders, tmp_path / "out")
+    drawn = sorted(path.name for path in (tmp_path / "out").glob("*.svg"))
+    assert drawn == ["cost.svg", "learning-curves.svg", "route-shares.svg", "tasks.svg", "trade-off.svg"]
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    for name in drawn:
+        ElementTree.parse(tmp_path / "out" / name)
+        assert f"({name})" in text
+    assert "<script>" not in text.replace(r"\<script", "")
+    columns = 0
+    for line in text.splitlines():
+        if line.startswith("|"):
+            found = len(re.findall(r"(?<!\\)\|", line))
+            columns = columns or found
+            assert found == columns
+        else:
+            columns = 0
+
+
+def test_runs_without_curves_and_with_one_side_say_what_is_missing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Made("full", curve_steps=0))
+    path = folder / "evaluation" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, report | {"corpora": report["corpora"][:1]})
+    compare([folder], tmp_path / "out")
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert "train.eval_every_steps" in page.words
+    assert "Needs a retention and an acquisition corpus" in page.words
+
+
+@pytest.mark.parametrize(
+    ("missing", "verb"),
+    [
+        ("final/position.json", "train"),
+        ("final/base.json", "train"),
+        ("metrics.jsonl", "train"),
+        ("evaluation/report.json", "evaluate"),
+    ],
+)
+def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
+    folders: list[Path], tmp_path: Path, missing: str, verb: str
+) -> None:
+    (folders[1] / missing).unlink()
+    with pytest.raises(RunFolderError, match=missing) as refused:
+        compare(folders, tmp_path / "out")
+    assert str(folders[1]) in str(refused.value)
+    assert f"scale {verb}" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_base_is_refused_by_both_names(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one", Made()), write_run(tmp_path / "other", Made(base="b" * 64))
+    with pytest.raises(RunFolderError, match="different base models") as refused:
+        compare([one, other], tmp_path / "out")
+    assert all(str(folder) in str(refused.value) for folder in (one, other))
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda report: report["corpora"][0].update(num_bytes=1), "num_bytes"),
+        (lambda report: report["corpora"][0].update(name="others"), "others"),
+        (lambda report: report["corpora"][0]["heads"]["base"].update(nats_per_token=9.0), "sequence_length"),
+        (lambda report: report["benchmarks"][0].update(num_items=7), "blimp"),
+        (lambda report: report.update(trained_sha256="other"), "scale evaluate"),
+    ],
+)
+def test_what_was_measured_otherwise_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, object]], None], named: str
+) -> None:
+    runs = [write_run(tmp_path / name, Made(benchmarks=TASKS)) for name in ("one", "other")]
+    path = runs[1] / "evaluation" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    edit(report)
+    write_json(path, report)
+    with pytest.raises(RunFolderError, match=named):
+        compare(runs, tmp_path / "out")
+
+
+def test_a_damaged_report_is_one_message_that_names_the_run(folders: list[Path], tmp_path: Path) -> None:
+    write_json(folders[0] / "evaluation" / "report.json", {"variant": "full"})
+    with pytest.raises(StorageError, match=re.escape(str(folders[0]))):
+        compare(folders, tmp_path / "out")
+
+
+def test_a_run_given_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="given twice"):
+        compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
+    assert [run.name for run in compare(folders, tmp_path / "out").comparison.runs] == ["seed0/full", "seed1/full"]
+
+
+def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compare(folders, out)
+    compare(folders[:2], out)
+    assert len(json.loads((out / "report.json").read_text(encoding="utf-8"))["runs"]) == 2
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(RunFolderError, match=r"notes\.txt"):
+        compare(folders, out)
+    before = sorted(folders[0].rglob("*"))
+    for held in (folders[0], folders[0] / "metrics.jsonl"):
+        with pytest.raises(RunFolderError, match="--output"):
+            compare(folders, held)
+    assert sorted(folders[0].rglob("*")) == before
+
+
+def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
+    def source(name: str, path: str, language: str, **more: object) -> dict[str, object]:
+        return {"name": name, "path": str(shared / path), "language": language, "max_documents": 4, **more}
+
+    petitions = "ko-petitions/valid.txt.xz"
+    tree = {
+        "output_dir": str(folder / variant),
+        "model": {"base": str(shared / "ckpt-stories260K" / "hf")},
+        "method": {"variant": variant},
+        "corpus": {"sequence_length": 32, "sources": [source("web", petitions, "ko")]},
+        "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 2, "eval_every_steps": 2},
+        "evaluation": {
+            "bootstrap_resamples": 100,
+            "perplexity": [
+                source("tiny", "en-tinystories/tinystories_val.txt", "en", role="retention"),
+                source("petitions", petitions, "ko", role="acquisition"),
+            ],
+        },
+    }
+    path = folder / f"{variant}.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return load_config(path)
+
+
+def test_two_real_runs_end_to_end(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configs = [real_config(shared_data, tmp_path, variant) for variant in ("full", "route")]
+    for config in configs:
+        upscale(config)
+        train(config, None, print)
+        evaluate(config)
+    arguments = ["scale", "compare", *(str(config.output_dir) for config in configs), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    said = capfd.readouterr().out
+    assert "full + base" in said
+    assert str(tmp_path / "out" / "report.html") in said
+    written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    for run, config in zip(written["runs"], configs, strict=True):
+        assert run["cost"] == json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))
+        assert run["cost"]["trainable_parameters"] > 0
+        assert run["cost"]["peak_memory_bytes"] > 10_000_000
+        assert [[point["num_tokens"] for point in points] for points in run["curves"].values()] == [[0, 128, 256]] * 2
+    full, route = (run["cost"] for run in written["runs"])
+    assert full["trainable_parameters"] == full["total_parameters"]
+    assert route["total_parameters"] == route["trainable_parameters"] + full["total_parameters"]
