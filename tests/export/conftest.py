@@ -29,7 +29,7 @@ def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtyp
                 "cache_dir": output_dir.parent / "tokens",
                 "sources": [{"name": "petitions", **korean, "max_documents": 8}],
             },
-            "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 5e-3},
+            "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 2e-3},
             "evaluation": {
                 "perplexity": [
                     {"name": "tiny", **english, "role": "retention", "max_documents": 4},
@@ -50,7 +50,7 @@ def trained_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if key not in runs:
             config = configured(shared_data, root / str(len(runs)), method, dtype)
             upscale(config)
-            train(config, None, str.strip)
+            train(config, None, print)
             runs[key] = config
         return runs[key]
 
@@ -61,8 +61,8 @@ def trained_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def trained_run(trained_once: TrainedRun, tmp_path: Path) -> TrainedRun:
     """Return a function from a method (and the base's dtype, and an export section) to the config of a trained run."""
 
-    def copied(method: dict[str, Any], dtype: str = "float32", **export: Any) -> RunConfig:
-        config = trained_once(method, dtype)
+    def copied(method: dict[str, Any], base_dtype: str = "float32", **export: Any) -> RunConfig:
+        config = trained_once(method, base_dtype)
         output_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(config.output_dir, output_dir)
         return RunConfig.model_validate(config.model_dump() | {"output_dir": output_dir, "export": export})

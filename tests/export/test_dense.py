@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from scale_cli.export import dense as dense_module
 from scale_cli.export.dense import StreamScales, dense_config, dense_model
+from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
 
@@ -27,7 +28,7 @@ def answered(model: Any, input_ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def saved_and_loaded(model: nn.Module, folder: Path) -> Any:
+def saved_and_loaded(model: PreTrainedModel, folder: Path) -> Any:
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
 
@@ -41,7 +42,8 @@ def test_untrained_it_generates_what_the_base_is_known_to_generate(
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
     generated = loaded.generate(torch.tensor([[1]]), max_new_tokens=256, do_sample=False)
     expected = (shared_data / "ckpt-stories260K" / "EXPECTED_greedy.txt").read_text(encoding="utf-8")
-    assert tokenizer.decode(generated[0], skip_special_tokens=True).strip() == expected.strip()
+    (text,) = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    assert text.strip() == expected.strip()
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -51,7 +53,7 @@ def test_trained_it_answers_what_the_adaptation_head_answers(
 ) -> None:
     model = as_if_trained(widen(real_base(shared_data, checkpoint), variant, layers), std=0.05)
     loaded = saved_and_loaded(dense_model(model, "float32"), tmp_path)
-    ids = real_ids(shared_data, checkpoint)[:1536].view(24, 64)
+    ids = real_ids(shared_data, checkpoint)[: 12 * 64].view(12, 64)
     assert (answered(loaded, ids) - adaptation(model, ids)).abs().max() <= 1e-4
     assert (answered(loaded, ids) - answered(model.base, ids)).abs().max() > 0.1, "the expansion is in it"
 
@@ -63,9 +65,33 @@ def test_really_trained_it_answers_what_the_adaptation_head_answers(
     ids = real_ids(shared_data, checkpoint)
     model = widen(real_base(shared_data, checkpoint), variant)
     train_steps(model, ids, num_steps=20, lr=5e-3)
-    prompts = ids[:1536].view(24, 64)
+    prompts = ids[: 12 * 64].view(12, 64)
     difference = answered(dense_model(model, "float32"), prompts) - adaptation(model, prompts)
     assert difference.abs().max() <= 1e-4
+
+
+@torch.no_grad()
+def louder(model: ScaleForCausalLM, factor: float) -> ScaleForCausalLM:
+    """The same function with an expansion stream `factor` times as large: written louder, read more softly."""
+    written: list[Any] = [model.expansion.embed_tokens.weight]
+    layer: Any
+    for layer in model.expansion.layers:
+        for linear in (layer.o_proj, layer.down_proj):
+            written += [linear.weight_21, linear.weight_22]
+    for parameter in written:
+        parameter.mul_(factor)
+    for module in model.expansion.modules():
+        if isinstance(module, ExpansionNorm):
+            module.weight.mul_(1.0 / factor)
+    return model
+
+
+def test_it_is_exact_where_the_expansion_stream_has_grown_past_the_bases(shared_data: Path) -> None:
+    ids = real_ids(shared_data, "ckpt-stories260K")[: 12 * 64].view(12, 64)
+    model = as_if_trained(widen(real_base(shared_data, "ckpt-stories260K"), "preserve"))
+    before = adaptation(model, ids)
+    assert torch.equal(adaptation(louder(model, 32.0), ids), before)
+    assert (answered(dense_model(model, "float32"), ids) - before).abs().max() <= 1e-4
 
 
 def test_it_is_a_plain_llama_of_larger_sizes_without_code(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scale_cli.errors import ExportParityError
 from scale_cli.export.dense import dense_model
-from scale_cli.export.parity import Parity, adaptation_logits, check_parity, measure_parity, served_logits
+from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -25,7 +25,7 @@ def trained() -> ScaleForCausalLM:
 
 
 def test_a_faithful_export_is_close_and_called_good(trained: ScaleForCausalLM) -> None:
-    parity = measure_parity(dense_model(trained, "float32"), trained, adaptation_logits, prompts())
+    parity = measure_parity(dense_model(trained, "float32"), trained, trained_logits, prompts())
     assert 0.0 < parity.mean_logit_difference <= parity.max_logit_difference <= 1e-4
     assert parity.num_positions == 31
     check_parity(parity, "float32")
@@ -37,7 +37,7 @@ def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, p
     exported: Any = dense_model(trained, dtype)
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
-    parity = measure_parity(exported, trained, adaptation_logits, prompts())
+    parity = measure_parity(exported, trained, trained_logits, prompts())
     with pytest.raises(ExportParityError, match="the export is not the trained model"):
         check_parity(parity, dtype)
 
@@ -53,7 +53,7 @@ def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCau
     with torch.no_grad():
         trained.expansion.lm_head.weight[3, 3] = broken
     for dtype in ("float32", "bfloat16"):
-        parity = measure_parity(dense_model(trained, dtype), trained, adaptation_logits, prompts())
+        parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
         with pytest.raises(ExportParityError):
             check_parity(parity, dtype)
 
@@ -82,12 +82,12 @@ def test_float32_is_held_to_a_figure_and_bfloat16_to_the_models_own_error(
 
 def test_the_models_own_error_is_how_far_it_moves_in_the_exports_dtype(trained: ScaleForCausalLM) -> None:
     for dtype in ("float32", "bfloat16"):
-        parity = measure_parity(dense_model(trained, dtype), trained, adaptation_logits, prompts())
+        parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
         lowered = as_if_trained(widen(tiny_llama(), "route", "top:1"))
         nn.Module.to(lowered, getattr(torch, dtype))
         with torch.no_grad():
             moved = [
-                (adaptation_logits(lowered, ids).float() - adaptation_logits(trained, ids)).abs().flatten()
+                (trained_logits(lowered, ids).float() - trained_logits(trained, ids)).abs().flatten()
                 for ids in prompts()
             ]
         assert parity.own_mean_difference == pytest.approx(torch.cat(moved).mean().item())
@@ -95,7 +95,7 @@ def test_the_models_own_error_is_how_far_it_moves_in_the_exports_dtype(trained: 
 
 def test_measuring_leaves_the_trained_model_as_it_was(trained: ScaleForCausalLM) -> None:
     before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    measure_parity(dense_model(trained, "bfloat16"), trained, adaptation_logits, prompts())
+    measure_parity(dense_model(trained, "bfloat16"), trained, trained_logits, prompts())
     after = trained.state_dict()
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()

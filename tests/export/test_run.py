@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError
-from scale_cli.export import run as export_run
+from scale_cli.export.dense import plain_model
 from scale_cli.export.run import export, export_is_finished
-from scale_cli.upscale.folder import load_onto_base, load_widened
+from scale_cli.upscale.folder import load_onto_base
 from scale_cli.upscale.run import upscale
+from tests.widening import load_widened
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
@@ -88,8 +89,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run({"variant": "preserve"})
-    exact = export_run.dense_model
-    monkeypatch.setattr(export_run, "dense_model", lambda model, dtype: corrupted(exact(model, dtype)))
+    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda model, dtype: corrupted(plain_model(model, dtype)))
     with pytest.raises(ExportParityError, match="nothing was written"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
@@ -101,8 +101,7 @@ def test_a_failed_export_leaves_the_previous_one_as_it_was(
     config = trained_run({"variant": "preserve"})
     folder = export(config).folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    exact = export_run.dense_model
-    monkeypatch.setattr(export_run, "dense_model", lambda model, dtype: corrupted(exact(model, dtype)))
+    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda model, dtype: corrupted(plain_model(model, dtype)))
     with pytest.raises(ExportParityError):
         export(config)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.run import export
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.folder import load_widened
+from tests.widening import load_widened
 
 TrainedRun = Callable[..., RunConfig]
 METHODS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
     assert result.returncode == 0, result.stderr
     for name, config in exported.items():
         answers = load_file(folders[name] / "answers.safetensors")
-        trained = load_widened(config.output_dir / "final", config.model)
+        trained: Any = load_widened(config.output_dir / "final", config.model)
         with torch.no_grad():
             expected = trained(input_ids=IDS, use_cache=False).logits
         torch.testing.assert_close(answers["logits"], expected, rtol=1e-6, atol=1e-6)

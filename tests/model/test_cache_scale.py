@@ -44,7 +44,7 @@ def some_ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def generate(model: ScaleForCausalLM, input_ids: Tensor, **options: Any) -> Tensor:
+def generate(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
     settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     generated: Tensor = model.generate(input_ids, **{**settings, **options})
     return generated
@@ -90,7 +90,8 @@ def test_beam_search_with_a_cache_is_beam_search_without_one(model: ScaleForCaus
 def test_a_prompt_read_in_pieces_gives_the_logits_of_the_whole(model: ScaleForCausalLM) -> None:
     input_ids = some_ids(2, 24)
     whole = model(input_ids=input_ids, use_cache=False).logits
-    cache, pieces = None, []
+    cache: Any = None
+    pieces = []
     for piece in input_ids.split([9, 1, 14], dim=1):
         result = model(input_ids=piece, past_key_values=cache, use_cache=True)
         cache = result.past_key_values

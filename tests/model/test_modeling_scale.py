@@ -271,6 +271,14 @@ def test_a_later_token_changes_no_earlier_prediction() -> None:
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
+def test_it_generates_with_the_bases_own_settings() -> None:
+    base = tiny_llama()
+    base.generation_config.update(eos_token_id=[3, 5], top_k=7, pad_token_id=2)
+    settings = widen(base, "route").generation_config
+    assert settings.to_diff_dict() == base.generation_config.to_diff_dict()
+    assert settings.eos_token_id == [3, 5]
+
+
 def test_the_expansion_alone_is_what_trains_and_its_norms_and_linears_are_all_there() -> None:
     model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -127,8 +127,9 @@ def test_a_missing_tensor_and_a_new_one_are_changes() -> None:
 
 
 def test_the_same_weights_in_another_dtype_are_another_base() -> None:
-    record = record_base(tiny_llama(), named("tiny"))
-    assert len(changed_tensors(tiny_llama().to(torch.bfloat16), record)) == len(record.tensors)
+    base: Any = tiny_llama()
+    record = record_base(base, named("tiny"))
+    assert len(changed_tensors(base.to(torch.bfloat16), record)) == len(record.tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

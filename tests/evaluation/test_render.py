@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scale_cli.config.schema import EvaluationSource
+from scale_cli.evaluation.picture import draw_trade_off
+from scale_cli.evaluation.render import markdown, number, signed, terminal_lines
+from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
+from scale_cli.evaluation.scoring import DocumentLosses
+from scale_cli.evaluation.statistics import Interval
+
+
+def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
+    """Documents on which the adaptation head is `gain` nats a token better than the base."""
+    rng = np.random.default_rng(seed)
+    num_tokens = rng.integers(50, 500, count).astype(np.float64)
+    base = num_tokens * rng.normal(4.0, 0.3, count)
+    adapted = base - num_tokens * rng.normal(gain, 0.1, count)
+    if broken:
+        adapted[0] = math.inf
+    posterior = np.minimum(base, adapted) + math.log(2)
+    return DocumentLosses(num_tokens, 4.0 * num_tokens, base, adapted, posterior, base, 0.25 * num_tokens, num_tokens)
+
+
+def corpus(name: str, language: Any, role: Any, *, seed: int = 0, **of_losses: Any) -> CorpusResult:
+    source = EvaluationSource(name=name, path="unused.txt", language=language, role=role)
+    gain = -0.5 if role == "retention" else 2.0
+    return summarise(source, losses(seed, gain, **of_losses), num_resamples=200, seed=0)
+
+
+def report(served: str = "posterior", **of_losses: Any) -> Report:
+    return Report(
+        variant="route",
+        served=served,
+        step=1200,
+        num_tokens_trained=4_915_200,
+        trained_sha256="0" * 64,
+        corpora=[
+            corpus("tinystories", "en", "retention", **of_losses),
+            corpus("novels-of-the-nineteenth-century", "en", "retention", seed=1, **of_losses),
+            corpus("petitions", "ko", "acquisition", seed=2, **of_losses),
+            corpus("wiki", "de", "acquisition", seed=3, **of_losses),
+        ],
+    )
+
+
+@pytest.mark.parametrize("served", ["posterior", "cosine", "adapted"])
+@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+def test_the_terminal_table_lines_up(served: str, of_losses: dict[str, Any]) -> None:
+    lines = [line for line in terminal_lines(report(served, **of_losses)) if "base head served" not in line]
+    titles = [line for line in lines if not line.startswith(" ")]
+    rows = [line for line in lines if line.startswith(" ")]
+    assert [title.split("  ")[0] for title in titles] == [
+        "English, retention",
+        "Korean, acquisition",
+        "German, acquisition",
+    ]
+    assert len(rows) == 4
+    names = ["base", "adapted"] + ([] if served == "adapted" else ["routed"])
+    ends = {name: titles[0].index(name) + len(name) for name in names}
+    for line in titles:
+        assert {name: line.index(name, 20) + len(name) for name in names} == ends
+    for row in rows:
+        figures = list(re.finditer(r"-?\d+\.\d{3}(?!\d)|not finite", row))[: len(names)]
+        assert [figure.end() for figure in figures] == list(ends.values()), "figures end where their headings do"
+    last = titles[0].index("- base [95 %]")
+    assert all(row[last - 10 :].strip() for row in rows), "every row has its difference"
+
+
+def test_the_terminal_table_says_what_the_report_says() -> None:
+    made = report()
+    lines = terminal_lines(made)
+    row = next(line for line in lines if line.startswith("  petitions"))
+    heads = made.corpora[2].heads
+    figures = [f"{heads[name].bits_per_byte:.3f}" for name in ("base", "adapted", "posterior")]
+    assert row.split()[2:5] == figures
+    assert signed(heads["posterior"].bits_per_byte_difference, 4) in row
+    assert lines[-1] == "base head served 25.0 % of English, 25.0 % of Korean, 25.0 % of German tokens"
+
+
+@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+def test_a_report_survives_json_whatever_was_measured(of_losses: dict[str, Any]) -> None:
+    made = report(**of_losses)
+    text = json.dumps(made.to_json(), allow_nan=False)
+    assert Report.from_json(json.loads(text)) == made
+
+
+@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dict[str, Any]) -> None:
+    made = report(**of_losses)
+    text = markdown(made, "picture.png")
+    assert "![" in text and "(picture.png)" in text
+    for result in made.corpora:
+        section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
+        assert "**routed, posterior** (served)" in section
+        assert "| routed, cosine |" in section
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        assert len(rows) == 2 + len(HEADS)
+        assert len({row.count("|") for row in rows}) == 1, "as many cells in every row"
+        assert f"{result.num_tokens:,} tokens" in section
+    assert "not finite" in text or not of_losses.get("broken")
+    assert not re.search(r"\b(nan|inf|None)\b", text)
+    assert "![" not in markdown(made, None)
+
+
+def test_figures_are_the_documents_own() -> None:
+    scored = losses(0, 2.0)
+    result = corpus("petitions", "ko", "acquisition")
+    assert result.num_tokens == scored.num_tokens.sum() and result.num_documents == 12
+    for name in HEADS:
+        nats, head = getattr(scored, name), result.heads[name]
+        assert head.nats_per_token == pytest.approx(nats.sum() / scored.num_tokens.sum())
+        assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
+        assert head.bits_per_byte == pytest.approx(nats.sum() / scored.num_bytes.sum() / math.log(2))
+        assert head.worst_document_nats == pytest.approx((nats - scored.base).max())
+        assert head.nats_per_token_difference.value == pytest.approx(
+            (nats - scored.base).sum() / scored.num_tokens.sum()
+        )
+    assert [result.heads[name].base_share for name in HEADS] == [None, None, 0.25, 1.0]
+
+
+def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
+    heads = corpus("petitions", "ko", "acquisition", broken=True).heads
+    broken = heads["adapted"]
+    assert (broken.nats_per_token, broken.perplexity, broken.bits_per_byte, broken.worst_document_nats) == (None,) * 4
+    assert broken.bits_per_byte_difference == Interval(None, None, None)
+    assert heads["posterior"].nats_per_token is not None
+    assert heads["posterior"].nats_per_token_difference.low is not None
+
+
+def test_a_perplexity_beyond_floating_point_is_no_figure() -> None:
+    source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
+    scored = losses(0, -1e4)
+    result = summarise(source, scored, num_resamples=100, seed=0)
+    assert result.heads["adapted"].perplexity is None
+    assert result.heads["adapted"].nats_per_token == pytest.approx(1e4, rel=0.01)
+
+
+def test_numbers_are_signed_where_they_are_differences() -> None:
+    assert number(1.23456) == "1.235"
+    assert number(None) == "not finite"
+    assert signed(Interval(0.5, 0.25, 0.75)) == "+0.500 [+0.250, +0.750]"
+    assert signed(Interval(-0.5, None, None), 1) == "-0.5"
+    assert signed(Interval(None, None, None)) == "not finite"
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR" and content[-8:-4] == b"IEND"
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+def test_the_picture_is_a_png_of_a_size_that_can_be_read(tmp_path: Path, of_losses: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_trade_off(report(**of_losses), tmp_path / "picture.png")
+    width, height = png_size(tmp_path / "picture.png")
+    assert 800 <= width <= 4000
+    assert 600 <= height <= 4000
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
+    made = report()
+    only_korean = Report(**{**vars(made), "corpora": made.with_role("acquisition")})
+    assert [line for line in terminal_lines(only_korean) if "retention" in line] == []
+    assert "petitions" in markdown(only_korean, None)

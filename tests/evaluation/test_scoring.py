@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scale_cli.config.schema import EvaluationSource, ModelConfig, RouterConfig
+from scale_cli.data.documents import read_documents
+from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.evaluation.scoring import DocumentLosses, score_corpus
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.base import load_tokenizer
+from tests.widening import as_if_trained, real_base, widen
+
+OpenCorpus = Callable[..., TokenisedCorpus]
+NUM_DOCUMENTS = 6
+
+
+def source(shared_data: Path, name: str) -> EvaluationSource:
+    path = shared_data / {"en": "en-tinystories/tinystories_val.txt", "ko": "ko-petitions/valid.txt.xz"}[name]
+    language: Any = name
+    return EvaluationSource(name=name, path=str(path), language=language, role="retention", max_documents=NUM_DOCUMENTS)
+
+
+@pytest.fixture(scope="module")
+def open_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> OpenCorpus:
+    cache = tmp_path_factory.mktemp("tokens")
+
+    def opened(checkpoint: str, name: str) -> TokenisedCorpus:
+        tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
+        return tokenised(source(shared_data, name), tokenizer, cache / checkpoint, show_progress=False)
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def model(shared_data: Path) -> ScaleForCausalLM:
+    """A head that is a little better here and a little worse there, so that routing has something to decide."""
+    return as_if_trained(widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1"), std=0.05)
+
+
+def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> DocumentLosses:
+    router = RouterConfig(**settings.pop("router", {}))
+    options: dict[str, Any] = {"sequence_length": 48, "batch_size": 4, "mixed_precision": "no"} | settings
+    return score_corpus(model, corpus, router, **options)
+
+
+def ids_to_score(corpus: TokenisedCorpus, index: int) -> torch.Tensor:
+    """A document's ids, after the boundary that stands before it."""
+    ids = corpus.document(index).astype(np.int64)
+    boundaries = corpus.boundaries
+    return torch.from_numpy(ids if boundaries.bos is not None else np.concatenate([[boundaries.eos], ids]))
+
+
+def windowed_loss(model: Any, ids: torch.Tensor, length: int) -> float:
+    """A document's loss by transformers' own arithmetic, each window begun with the last token of the one before."""
+    total = 0.0
+    for start in range(0, len(ids) - 1, length):
+        window = ids[None, start : start + length + 1]
+        with torch.no_grad():
+            loss = model(input_ids=window, labels=window, use_cache=False).loss
+        total += loss.item() * (window.shape[1] - 1)
+    return total
+
+
+@pytest.mark.parametrize("sequence_length", [16, 48, 512])
+def test_the_bases_loss_is_transformers_own_document_by_document(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, sequence_length: int
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", "en")
+    losses = score(model, corpus, sequence_length=sequence_length)
+    expected = [windowed_loss(model.base, ids_to_score(corpus, index), sequence_length) for index in range(len(corpus))]
+    np.testing.assert_allclose(losses.base, expected, rtol=1e-5)
+
+
+def test_the_adaptation_heads_loss_is_transformers_own_of_a_model_that_serves_it(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", "ko")
+    model.config.variant = "adapt"
+    try:
+        expected = [windowed_loss(model, ids_to_score(corpus, index), 48) for index in range(3)]
+    finally:
+        model.config.variant = "route"
+    np.testing.assert_allclose(score(model, corpus, max_documents=3).adapted, expected, rtol=1e-5)
+
+
+def test_without_a_bos_the_first_token_is_scored_after_the_eos_that_ends_documents(
+    shared_data: Path, open_corpus: OpenCorpus
+) -> None:
+    corpus = open_corpus("ckpt-eltec", "en")
+    assert corpus.boundaries.bos is None
+    model = widen(real_base(shared_data, "ckpt-eltec"), "preserve")
+    losses = score(model, corpus, sequence_length=512, max_documents=3)
+    expected = [windowed_loss(model.base, ids_to_score(corpus, index), 512) for index in range(3)]
+    np.testing.assert_allclose(losses.base, expected, rtol=1e-5)
+    assert losses.num_tokens.tolist() == [len(corpus.document(index)) for index in range(3)]
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("prior", [0.5, 0.9])
+@pytest.mark.parametrize("name", ["en", "ko"])
+def test_routing_loses_at_most_the_prior_to_either_head_on_every_long_document(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, name: str, prior: float, mixed_precision: str
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", name)
+    losses = score(
+        model,
+        corpus,
+        router={"prior": prior},
+        sequence_length=24,
+        batch_size=16,
+        mixed_precision=mixed_precision,
+        max_documents=4,
+    )
+    assert (losses.num_tokens > 3 * 24).all(), "every document takes several windows"
+    assert (losses.posterior <= losses.base - math.log(prior) + 1e-9 * losses.base).all()
+    assert (losses.posterior <= losses.adapted - math.log(1.0 - prior) + 1e-9 * losses.adapted).all()
+
+
+def recursion(base: np.ndarray, adapted: np.ndarray, prior: float, switch_rate: float) -> tuple[float, float]:
+    """Routed loss and the base's share of a document, one token at a time."""
+    weight, loss, share = prior, 0.0, 0.0
+    for said_base, said_adapted in zip(np.exp(base), np.exp(adapted), strict=True):
+        mixed = weight * said_base + (1.0 - weight) * said_adapted
+        loss -= math.log(mixed)
+        share += weight
+        weight = weight * said_base / mixed
+        weight = (1.0 - switch_rate) * weight + switch_rate * prior
+    return loss, share
+
+
+@pytest.mark.parametrize("switch_rate", [0.0, 0.02])
+def test_the_routers_weight_carries_over_from_window_to_window(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, switch_rate: float
+) -> None:
+    corpus, length = open_corpus("ckpt-stories260K", "en"), 32
+    router = {"prior": 0.3, "switch_rate": switch_rate, "threshold": 0.97}
+    losses = score(model, corpus, router=router, sequence_length=length)
+    for index in range(3):
+        ids = ids_to_score(corpus, index)
+        said: list[list[np.ndarray]] = [[], []]
+        cosines = []
+        for start in range(0, len(ids) - 1, length):
+            window = ids[None, start : start + length + 1]
+            with torch.no_grad():
+                heads = model.both_logits(model.final_states(window[:, :-1], preserved=True))
+            for head, logits in enumerate(heads):
+                log_probs = torch.log_softmax(logits.double(), -1).gather(-1, window[:, 1:, None])[0, :, 0]
+                said[head].append(log_probs.numpy())
+            cosines.append(torch.cosine_similarity(*heads, dim=-1)[0].numpy())
+        base, adapted = (np.concatenate(parts) for parts in said)
+        loss, share = recursion(base, adapted, 0.3, switch_rate)
+        assert losses.posterior[index] == pytest.approx(loss, rel=1e-5)
+        assert losses.posterior_base_share[index] == pytest.approx(share, rel=1e-3)
+        serves_base = np.concatenate(cosines) >= 0.97
+        assert losses.cosine_base_share[index] == pytest.approx(serves_base.sum(), abs=1)
+        assert losses.cosine[index] == pytest.approx(-np.where(serves_base, base, adapted).sum(), rel=1e-2)
+
+
+def test_scores_do_not_depend_on_how_windows_are_batched(model: ScaleForCausalLM, open_corpus: OpenCorpus) -> None:
+    corpus = open_corpus("ckpt-stories260K", "en")
+    one, many = score(model, corpus, batch_size=1), score(model, corpus, batch_size=13)
+    for name in ("base", "adapted", "posterior"):
+        np.testing.assert_allclose(getattr(many, name), getattr(one, name), rtol=0.0, atol=1e-3)
+        per_token = np.abs(getattr(many, name) - getattr(one, name)) / one.num_tokens
+        assert per_token.max() <= 1e-4
+
+
+def test_tokens_and_bytes_are_those_of_the_text(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, shared_data: Path
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", "ko")
+    losses = score(model, corpus)
+    texts = list(read_documents(source(shared_data, "ko")))[:NUM_DOCUMENTS]
+    assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
+    # The document and the boundary that ends it are predicted; the one that begins it is given.
+    assert losses.num_tokens.tolist() == [len(corpus.document(index)) - 1 for index in range(NUM_DOCUMENTS)]
+
+
+def test_only_the_first_documents_are_scored_where_a_limit_is_set(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", "en")
+    some, all_of_them = score(model, corpus, max_documents=2), score(model, corpus, max_documents=99)
+    assert (len(some.base), len(all_of_them.base)) == (2, NUM_DOCUMENTS)
+    np.testing.assert_allclose(some.base, all_of_them.base[:2], rtol=1e-5)
+
+
+def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
+    shared_data: Path, open_corpus: OpenCorpus
+) -> None:
+    model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "top:1")
+    with torch.no_grad():
+        for parameter in model.expansion.parameters():
+            parameter.fill_(math.nan)
+    losses = score(model, open_corpus("ckpt-stories260K", "en"))
+    np.testing.assert_allclose(losses.posterior, losses.base + math.log(2), rtol=1e-12)
+    np.testing.assert_array_equal(losses.cosine, losses.base)
+    assert np.isposinf(losses.adapted).all()
+    np.testing.assert_array_equal(losses.cosine_base_share, losses.num_tokens)
+    np.testing.assert_array_equal(losses.posterior_base_share, losses.num_tokens - 0.5)
+
+
+def test_before_training_all_heads_and_rules_say_the_same(shared_data: Path, open_corpus: OpenCorpus) -> None:
+    model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "all")
+    losses = score(model, open_corpus("ckpt-stories260K", "en"))
+    np.testing.assert_array_equal(losses.adapted, losses.base)
+    np.testing.assert_array_equal(losses.cosine, losses.base)
+    np.testing.assert_allclose(losses.posterior, losses.base, rtol=1e-12)
+    np.testing.assert_array_equal(losses.cosine_base_share, losses.num_tokens)
