@@ -178,6 +178,7 @@ class BenchmarkSource(Section):
     prompt: str = Field(
         default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
     )
+    delimiter: str = Field(default=" ", description="of a local file: stands between prompt and choice, as in lm-eval")
     num_fewshot: int | None = Field(default=None, ge=0, description="null: the task's own")
     limit: int | None = Field(default=None, ge=1, description="first items of every task of a group, or of every file")
 

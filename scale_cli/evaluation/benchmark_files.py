@@ -91,7 +91,10 @@ def _open(path: Path) -> Iterator[tuple[str, Iterator[tuple[str, Row]]]]:
             yield path.stem, (_read_tsv if path.suffix == ".tsv" else _read_jsonl)(str(path), text)
             return
         with zipfile.ZipFile(path) as archive:
-            for member in sorted(name for name in archive.namelist() if name.endswith(".jsonl")):
+            for member in sorted(archive.namelist()):
+                # macOS adds a "._" twin of every file, which is no text.
+                if not member.endswith(".jsonl") or Path(member).name.startswith("._"):
+                    continue
                 yield Path(member).stem, _read_jsonl(f"{path}/{member}", archive.read(member).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path}: not UTF-8 ({error.reason})") from None

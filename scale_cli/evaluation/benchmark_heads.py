@@ -80,12 +80,12 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         ids: list[int] = self.tokenizer.encode(string, **options)
         return ids
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the chosen head's log-likelihood of each continuation; none is ever called greedy.
 
         Args:
             requests: lm-eval's instances; those that have been observed are not observed again.
-            disable_tqdm: whether to show no progress.
+            **_: lm-eval's own progress bar is not shown.
         """
         unseen = {request.args: request for request in requests if request.args not in self._scores}
         if unseen:

@@ -2,8 +2,8 @@
 
 An item's outcome is one row: a column for each head. Rows are resampled whole, so what the heads share of an item's
 difficulty cancels in their difference. Outcomes repeat (right or wrong, four heads: sixteen rows), and n draws with
-replacement from n items are, counted by distinct row, one draw of a multinomial: the very same bootstrap, at a cost that
-does not grow with the number of items.
+replacement from n items are, counted by distinct row, one draw of a multinomial: the very same bootstrap, at a cost
+that does not grow with the number of items.
 
 Shapes: N items, H heads, U distinct rows, R resamples.
 """
@@ -34,9 +34,7 @@ def resampled_means(outcomes_NH: Values, num_resamples: int, rng: np.random.Gene
     return means
 
 
-def resampled_macro_f1(
-    gold_N: Indices, predicted_NH: Indices, num_resamples: int, rng: np.random.Generator
-) -> Values:
+def resampled_macro_f1(gold_N: Indices, predicted_NH: Indices, num_resamples: int, rng: np.random.Generator) -> Values:
     """Return (R, H): the heads' macro-F1 over items drawn with replacement, the same items for every head."""
     rows_U, counts_U = np.unique(np.column_stack([gold_N, predicted_NH]), axis=0, return_counts=True)
     drawn = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from scale_cli.evaluation.results import HEADS, CorpusResult, Report
+from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, CorpusResult, Report
 from scale_cli.evaluation.statistics import Interval
 
 _LANGUAGES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
 _RULES = ("posterior", "cosine")
+_METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
+# Holm-adjusted p-values from here on show nothing.
+SIGNIFICANCE = 0.05
 
 
 def language_name(code: str) -> str:
@@ -34,28 +37,76 @@ def served_column(report: Report) -> str:
 
 
 def terminal_lines(report: Report) -> list[str]:
-    """Return the table that `scale evaluate` prints: bits per byte of the base, the adaptation head, what is served."""
-    served = served_column(report)
-    heads = ["base", "adapted"] + ([report.served] if served == "routed" else [])
-    columns = ["base", "adapted"] + (["routed"] if served == "routed" else [])
-    lines = []
-    width = max(12, *(len(corpus.name) for corpus in report.corpora))
-    for role in ("retention", "acquisition"):
-        for language in dict.fromkeys(corpus.language for corpus in report.with_role(role)):
-            title = f"{language_name(language)}, {role}"
-            lines.append(
-                f"{title:<{width + 14}}" + "".join(f"{name:>10}" for name in columns) + f"   {served} - base [95 %]"
-            )
-            for corpus in report.with_role(role):
-                if corpus.language == language:
-                    figures = "".join(f"{number(corpus.heads[head].bits_per_byte):>10}" for head in heads)
-                    difference = signed(corpus.heads[report.served].bits_per_byte_difference, 4)
-                    lines.append(f"  {corpus.name:<{width}}  {'bits/byte':<10}{figures}   {difference}")
-    if served == "routed":
+    """Return what `scale evaluate` prints: the base, the adaptation head and what is served, on text and benchmarks."""
+    names = [corpus.name for corpus in report.corpora] + [benchmark.name for benchmark in report.benchmarks]
+    width = max([12, *map(len, names)])
+    lines = _corpus_lines(report, width)
+    if report.corpora and report.served in _RULES:
         shares = report.base_share_by_language(report.served)
         told = ", ".join(f"{100 * share:.1f} % of {language_name(code)}" for code, share in shares.items())
         lines.append(f"base head served {told} tokens")
+    lines.extend(_benchmark_lines(report, width))
+    lines.extend(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks)
     return lines
+
+
+def _corpus_lines(report: Report, width: int) -> list[str]:
+    lines = []
+    for role in ("retention", "acquisition"):
+        for language in dict.fromkeys(corpus.language for corpus in report.with_role(role)):
+            lines.append(_title(report, f"{language_name(language)}, {role}", width))
+            for corpus in report.with_role(role):
+                if corpus.language == language:
+                    values = [corpus.heads[head].bits_per_byte for head in _heads_shown(report)]
+                    difference = corpus.heads[report.served].bits_per_byte_difference
+                    lines.append(_line(corpus.name, width, "bits/byte", values, difference))
+    return lines
+
+
+def _benchmark_lines(report: Report, width: int) -> list[str]:
+    lines = []
+    for average in report.benchmark_averages:
+        lines.append(_title(report, f"{language_name(average.language)}, benchmarks", width))
+        for benchmark in report.benchmarks:
+            if benchmark.language != average.language:
+                continue
+            for metric in _metrics(benchmark):
+                values = [benchmark.heads[head].metrics[metric].value for head in _heads_shown(report)]
+                served = benchmark.heads[report.served]
+                said = f"  {verdict(served)}" if metric == "acc" else ""
+                lines.append(_line(benchmark.name, width, _METRICS[metric], values, served.differences[metric]) + said)
+        if average.num_benchmarks > 1:
+            values = [average.acc[head].value for head in _heads_shown(report)]
+            lines.append(_line("average", width, _METRICS["acc"], values, average.acc_difference[report.served]))
+    return lines
+
+
+def _title(report: Report, title: str, width: int) -> str:
+    served = served_column(report)
+    columns = ["base", "adapted"] + (["routed"] if served == "routed" else [])
+    return f"{title:<{width + 14}}" + "".join(f"{name:>10}" for name in columns) + f"   {served} - base [95 %]"
+
+
+def _line(name: str, width: int, unit: str, values: list[float | None], difference: Interval) -> str:
+    figures = "".join(f"{number(value):>10}" for value in values)
+    return f"  {name:<{width}}  {unit:<10}{figures}   {signed(difference, 4)}"
+
+
+def _heads_shown(report: Report) -> list[str]:
+    return ["base", "adapted"] + ([] if report.served == "adapted" else [report.served])
+
+
+def _metrics(benchmark: BenchmarkResult) -> list[str]:
+    return [metric for metric in _METRICS if metric in benchmark.heads["base"].metrics]
+
+
+def verdict(head: BenchmarkHead) -> str:
+    """Return what may be said of a difference in accuracy once all benchmarks are corrected for."""
+    if head.p_holm is None:
+        return ""
+    if head.p_holm >= SIGNIFICANCE:
+        return "no difference shown"
+    return "p < 0.001" if head.p_holm < 0.001 else f"p = {head.p_holm:.3f}"
 
 
 def markdown(report: Report, picture: str | None) -> str:
@@ -74,6 +125,9 @@ def markdown(report: Report, picture: str | None) -> str:
                 f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, {corpus.num_bytes:,} bytes."
             )
             parts.append(_corpus_table(corpus, report.served))
+    parts.extend(_benchmark_parts(report))
+    if not report.corpora:
+        return "\n\n".join(parts) + "\n"
     parts.append("## Tokens served by the base head")
     parts.append(_share_table(report))
     parts.append(
@@ -82,6 +136,49 @@ def markdown(report: Report, picture: str | None) -> str:
         "document; under the posterior rule with prior 1/2 and no switching it cannot exceed ln 2 = 0.693."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _benchmark_parts(report: Report) -> list[str]:
+    parts = []
+    for average in report.benchmark_averages:
+        parts.append(f"## Benchmarks: {language_name(average.language)}")
+        benchmarks = [benchmark for benchmark in report.benchmarks if benchmark.language == average.language]
+        rows = [
+            "| benchmark | items | metric | base | adapted | routed, posterior | routed, cosine "
+            "| served - base [95 %] | items gained, lost | |",
+            "|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
+        ]
+        for benchmark in benchmarks:
+            rows.extend(_benchmark_rows(benchmark, report.served))
+        if len(benchmarks) > 1:
+            figures = [number(average.acc[head].value) for head in HEADS]
+            difference = signed(average.acc_difference[report.served])
+            rows.append("| " + " | ".join(["**average**", "", _METRICS["acc"], *figures, difference, "", ""]) + " |")
+        parts.append("\n".join(rows))
+    if parts:
+        parts.append(
+            "Scored by lm-eval; intervals are paired bootstrap, 95 %, over items. The last column is McNemar's exact "
+            "test of what is served against the base head, adjusted by Holm's method over all benchmarks here. "
+            "*No difference shown* is not *no difference*: the interval says how large one might be. The router has "
+            "seen the context too, as it has when the model is served."
+        )
+    if report.skipped_benchmarks:
+        skipped = [f"- {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks]
+        parts.append("\n".join(["Not measured:", "", *skipped]))
+    return parts
+
+
+def _benchmark_rows(benchmark: BenchmarkResult, served: str) -> list[str]:
+    rows, head = [], benchmark.heads[served]
+    for metric in _metrics(benchmark):
+        figures = [number(benchmark.heads[name].metrics[metric].value) for name in HEADS]
+        told = ["", ""]
+        if metric == "acc":
+            told = ["" if head.gained is None else f"{head.gained:,}, {head.lost:,}", verdict(head)]
+        first = [benchmark.name, f"{benchmark.num_items:,}"] if metric == "acc" else ["", ""]
+        cells = [*first, _METRICS[metric], *figures, signed(head.differences[metric]), *told]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
 
 
 def _describe(head: str) -> str:
@@ -103,8 +200,8 @@ def _corpus_table(corpus: CorpusResult, served: str) -> str:
         differences = ("", "", "")
         if name != "base":
             differences = (
-                signed(head.bits_per_byte_difference),
-                signed(head.nats_per_token_difference),
+                signed(head.bits_per_byte_difference, 4),
+                signed(head.nats_per_token_difference, 4),
                 number(head.worst_document_nats),
             )
         cells = [title, number(head.nats_per_token, 4), number(head.perplexity, 2), number(head.bits_per_byte)]

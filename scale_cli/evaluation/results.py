@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,66 @@ class CorpusResult:
 
 
 @dataclass(frozen=True)
+class BenchmarkHead:
+    """One head, or one routing rule, on one benchmark.
+
+    Args:
+        metrics: `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval.
+        differences: of the same metrics from the base head; empty for the base head itself.
+        gained: items that this head has right and the base head wrong; None where items are not right or wrong.
+        lost: the other way round.
+        p_value: of the difference in `acc`: McNemar's exact test (random sign flips where items score in between).
+        p_holm: the same, adjusted over all benchmarks of the report.
+    """
+
+    metrics: dict[str, Interval]
+    differences: dict[str, Interval]
+    gained: int | None = None
+    lost: int | None = None
+    p_value: float | None = None
+    p_holm: float | None = None
+
+
+@dataclass(frozen=True)
+class SubtaskResult:
+    """One task of a group, or one file of several: `acc` per head, without intervals."""
+
+    name: str
+    num_items: int
+    acc: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Every head on one benchmark; `subtasks` is empty where there is only one."""
+
+    name: str
+    language: str
+    role: str
+    num_items: int
+    heads: dict[str, BenchmarkHead]
+    subtasks: list[SubtaskResult] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SkippedBenchmark:
+    """A benchmark that was asked for and not measured."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LanguageAverage:
+    """The mean of `acc` over a language's benchmarks, each weighing the same."""
+
+    language: str
+    num_benchmarks: int
+    acc: dict[str, Interval]
+    acc_difference: dict[str, Interval]
+
+
+@dataclass(frozen=True)
 class Report:
     """A forgetting report.
 
@@ -64,6 +124,9 @@ class Report:
         num_tokens_trained: target tokens trained on.
         trained_sha256: of the expansion that was measured.
         corpora: results, in the config's order.
+        benchmarks: likewise.
+        benchmark_averages: per language.
+        skipped_benchmarks: what could not be measured, and why.
     """
 
     variant: str
@@ -72,6 +135,9 @@ class Report:
     num_tokens_trained: int
     trained_sha256: str
     corpora: list[CorpusResult]
+    benchmarks: list[BenchmarkResult] = field(default_factory=list)
+    benchmark_averages: list[LanguageAverage] = field(default_factory=list)
+    skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)
 
     def with_role(self, role: str) -> list[CorpusResult]:
         """Return the corpora of one role."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scale_cli.config.compare import TRAIN_SECTIONS, differences
+from scale_cli.config.compare import EVALUATE_SECTIONS, TRAIN_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import BenchmarkSource, MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError, RunFolderError
+from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.picture import draw_trade_off
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
@@ -19,6 +22,9 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.folder import load_model, trained_sha256
 from scale_cli.upscale.method import two_headed
+
+if TYPE_CHECKING:
+    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 
 PICTURE = "trade-off.png"
 
@@ -43,13 +49,14 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         RunFolderError: nothing has been trained, or with another config.
     """
     sources, run = config.evaluation.perplexity, RunFolder(config.output_dir)
-    if not sources:
+    if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
     changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
     if changed:
         raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    benchmarks = _open_benchmarks(config.evaluation.benchmarks)  # before time is spent: a file may not be there
     model = two_headed(load_model(run.final, config.model), config.model)
     corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
     results = []
@@ -65,6 +72,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         )
         num_resamples = config.evaluation.bootstrap_resamples
         results.append(summarise(source, losses, num_resamples=num_resamples, seed=config.seed))
+    measured = MeasuredBenchmarks([], [], [], {}) if benchmarks is None else benchmarks.measure(model, config)
     position = read_json(run.final / "position.json")
     report = Report(
         variant=config.method.variant,
@@ -73,9 +81,20 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         num_tokens_trained=position["num_tokens"],
         trained_sha256=trained_sha256(run.final),
         corpora=results,
+        benchmarks=measured.results,
+        benchmark_averages=measured.averages,
+        skipped_benchmarks=measured.skipped,
     )
-    write_report(report, config, run.evaluation)
+    write_report(report, config, run.evaluation, measured.items)
     return EvaluationSummary(run.evaluation, report)
+
+
+def _open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks | None:
+    if not sources:
+        return None
+    from scale_cli.evaluation.benchmarks import OpenedBenchmarks  # lm-eval takes seconds, and only this needs it
+
+    return OpenedBenchmarks.open(sources)
 
 
 def finished_report(config: RunConfig) -> Report | None:
@@ -84,7 +103,7 @@ def finished_report(config: RunConfig) -> Report | None:
     if not (run.evaluation / "report.json").is_file():
         return None
     report = Report.from_json(read_json(run.evaluation / "report.json"))
-    changed = differences(load_config(run.evaluation / "scale.yaml"), config, (*TRAIN_SECTIONS, "evaluation"))
+    changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
     return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
 
 
@@ -93,9 +112,13 @@ def served_head(method: MethodConfig) -> str:
     return method.router.rule if method.variant == "route" else "adapted"
 
 
-def write_report(report: Report, config: RunConfig, folder: Path) -> None:
-    """Write report.json, report.md and the picture."""
+def write_report(
+    report: Report, config: RunConfig, folder: Path, items: Mapping[str, list[Item]] | None = None
+) -> None:
+    """Write report.json, report.md, the picture, and items/NAME.jsonl of every benchmark."""
     with new_folder(folder) as partial:
+        for name, of_benchmark in (items or {}).items():
+            write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         write_json(partial / "report.json", report.to_json())
         drawable = report.with_role("retention") and report.with_role("acquisition")
         write_text(partial / "report.md", markdown(report, PICTURE if drawable else None))

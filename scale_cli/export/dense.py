@@ -14,7 +14,9 @@ Source: ours (README, "Export"); only b / a matters for exactness, the split kee
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,34 +37,57 @@ class StreamScales:
     expansion: float
 
 
-# u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. Training makes |u| up to some ten times |x|: 2^-32 is below
-# fp32's rounding even then, 2^-16 below bf16's.
+# u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of fp32 and bf16 for a u of up
+# to _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
 _SCALES = {"float32": StreamScales(2.0**4, 2.0**-12), "bfloat16": StreamScales(2.0**2, 2.0**-6)}
+_COVERED = {"float32": 16.0, "bfloat16": 8.0}
 
 
-def dense_model(model: ScaleForCausalLM, dtype: str) -> PreTrainedModel:
+def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
     """Return a plain model of the base's own class whose logits are the adaptation head's.
 
     Args:
         model: the trained model.
         dtype: `float32` | `bfloat16`, of the returned weights; they are put together in float32.
+        prompts: (1, T) ids on which the size of u beside x is measured; without any it is taken to be covered.
     """
+    excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
     scales = _SCALES[dtype]
+    scales = replace(scales, expansion=scales.expansion * 2.0 ** -math.ceil(math.log2(excess)))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
     dense.load_state_dict(_dense_tensors(model, scales), strict=True)
     dense.generation_config = model.base.generation_config
     return dense.to(getattr(torch, dtype)).eval()
 
 
-def plain_model(model: MethodModel, dtype: str) -> PreTrainedModel:
+@torch.no_grad()
+def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> float:
+    """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts; 0 without prompts."""
+    ratios = [0.0]
+
+    def measure(_module: nn.Module, streams: tuple[Tensor, Tensor]) -> None:
+        x_BT, u_BT = (stream.float().pow(2).mean(-1) for stream in streams)
+        ratios.append((u_BT / x_BT).sqrt().nan_to_num(0.0, posinf=0.0).max().item())
+
+    norms = [module for module in model.expansion.modules() if isinstance(module, ExpansionNorm)]
+    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
+    for input_ids in prompts:
+        model.final_states(input_ids, preserved=False)
+    for hook in hooks:
+        hook.remove()
+    return max(ratios)
+
+
+def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
     """Return any method's trained model as a plain one: a widened one made dense, LoRA merged, the rest as they are.
 
     Args:
         model: the trained model.
         dtype: `float32` | `bfloat16`, of the returned weights.
+        prompts: (1, T) ids, for `dense_model`.
     """
     if isinstance(model, ScaleForCausalLM):
-        return dense_model(model, dtype)
+        return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
     if isinstance(plain, PeftModel):
         plain = plain.merge_and_unload()

@@ -92,7 +92,7 @@ def export(config: RunConfig) -> ExportSummary:
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
         if settings.format == "llama":
-            plain_model(model, settings.dtype).save_pretrained(partial)
+            plain_model(model, settings.dtype, prompts).save_pretrained(partial)
             loaded = AutoModelForCausalLM.from_pretrained(partial, dtype="auto")
         elif settings.format == "transformers":
             _write_self_contained(model, partial, settings.dtype)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError
 
+_LONGEST_REASON = 200
 SUPPORTED_FAMILIES = ("llama",)
 
 # What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
@@ -78,7 +79,7 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             output_loading_info=True,
         )
     except _UNLOADABLE as error:
-        raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {first_line(error)}") from None
+        raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
     base: PreTrainedModel
     base, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
@@ -98,7 +99,7 @@ def load_base_config(model: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
     except _UNLOADABLE as error:
-        raise BaseModelError(f"model.base: {model.base} cannot be loaded: {first_line(error)} ({supported})") from None
+        raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
     return config
@@ -115,9 +116,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             model.base, revision=model.revision, trust_remote_code=False
         )
     except _UNLOADABLE as error:
-        raise BaseModelError(
-            f"model.base: the tokenizer of {model.base} cannot be loaded: {first_line(error)}"
-        ) from None
+        raise BaseModelError(f"model.base: the tokenizer of {model.base} cannot be loaded: {one_line(error)}") from None
     return tokenizer
 
 
@@ -126,9 +125,10 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error that a library meant for its own users."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def one_line(error: BaseException) -> str:
+    """Return an error that a library meant for its own users as one line, cut where it grows long."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
 
 
 def tensor_sha256(tensor: Tensor) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.errors import ExportParityError
-from scale_cli.export.dense import dense_model
+from scale_cli.export.dense import dense_model, largest_stream_ratio
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.widening import as_if_trained, tiny_llama, widen
@@ -85,12 +86,30 @@ def test_the_models_own_error_is_how_far_it_moves_in_the_exports_dtype(trained: 
         parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
         lowered = as_if_trained(widen(tiny_llama(), "route", "top:1"))
         nn.Module.to(lowered, getattr(torch, dtype))
+        exact = copy.deepcopy(trained).double()
         with torch.no_grad():
-            moved = [
-                (trained_logits(lowered, ids).float() - trained_logits(trained, ids)).abs().flatten()
-                for ids in prompts()
-            ]
-        assert parity.own_mean_difference == pytest.approx(torch.cat(moved).mean().item())
+            moved = torch.cat(
+                [(trained_logits(lowered, i).double() - trained_logits(exact, i)).abs().flatten() for i in prompts()]
+            )
+        assert parity.own_mean_difference == pytest.approx(moved.mean().item())
+        assert parity.own_max_difference == pytest.approx(moved.max().item())
+
+
+def test_rounding_of_the_trained_models_own_does_not_refuse_an_export() -> None:
+    check_parity(Parity(1.5e-4, 1e-5, 1e-5, 1, own_max_difference=1e-4), "float32")
+    with pytest.raises(ExportParityError):
+        check_parity(Parity(2.5e-4, 1e-5, 1e-5, 1, own_max_difference=1e-4), "float32")
+
+
+def test_an_expansion_stream_far_larger_than_the_bases_is_still_exported_exactly(trained: ScaleForCausalLM) -> None:
+    grown = copy.deepcopy(trained)
+    with torch.no_grad():
+        grown.expansion.embed_tokens.weight.mul_(2000.0)
+    assert largest_stream_ratio(grown, prompts()) > 200.0
+    parity = measure_parity(dense_model(grown, "float32", prompts()), grown, trained_logits, prompts())
+    check_parity(parity, "float32")
+    unmeasured = measure_parity(dense_model(grown, "float32"), grown, trained_logits, prompts())
+    assert unmeasured.mean_logit_difference > parity.mean_logit_difference
 
 
 def test_measuring_leaves_the_trained_model_as_it_was(trained: ScaleForCausalLM) -> None:

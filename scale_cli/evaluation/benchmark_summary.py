@@ -1,0 +1,220 @@
+"""From the items of benchmarks to figures, intervals, tests and averages.
+
+Shapes: N items, H heads (in the order of HEADS), R resamples.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from scale_cli.config.schema import BenchmarkSource
+from scale_cli.evaluation.paired import (
+    Values,
+    holm,
+    macro_f1,
+    paired_p,
+    percentile_interval,
+    resampled_macro_f1,
+    resampled_means,
+)
+from scale_cli.evaluation.results import (
+    HEADS,
+    BenchmarkHead,
+    BenchmarkResult,
+    LanguageAverage,
+    SkippedBenchmark,
+    SubtaskResult,
+)
+from scale_cli.evaluation.statistics import Interval, finite
+
+
+@dataclass(frozen=True)
+class ItemOutcome:
+    """What one head made of one item.
+
+    Args:
+        log_likelihoods: of every choice, nats.
+        prediction: the most likely choice.
+        metrics: lm-eval's own, of this item: `acc`, and `acc_norm` where the task reports it.
+    """
+
+    log_likelihoods: list[float]
+    prediction: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item under every head; `subtask` is the task of a group or the file that it came from."""
+
+    subtask: str
+    doc_id: int
+    gold: int | list[int]
+    heads: dict[str, ItemOutcome]
+
+    def to_json_line(self) -> str:
+        """Return it as a line of JSON, in which a log-likelihood of minus infinity is null."""
+        value = asdict(self)
+        for outcome in value["heads"].values():
+            outcome["log_likelihoods"] = [finite(said) for said in outcome["log_likelihoods"]]
+            outcome["metrics"] = {name: finite(score) for name, score in outcome["metrics"].items()}
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class BenchmarkItems:
+    """All items of one benchmark.
+
+    Args:
+        name: of the benchmark.
+        source: the config's item that it comes from.
+        items: under every head.
+        reports_macro_f1: whether lm-eval reports macro-F1 of it.
+    """
+
+    name: str
+    source: BenchmarkSource
+    items: list[Item]
+    reports_macro_f1: bool
+
+    def scores(self, metric: str) -> Values:
+        """Return (N, H) per-item scores."""
+        return np.array([[item.heads[head].metrics[metric] for head in HEADS] for item in self.items])
+
+
+@dataclass(frozen=True)
+class MeasuredBenchmarks:
+    """What the benchmarks of a report came to.
+
+    Args:
+        results: figures, in the config's order.
+        averages: per language.
+        skipped: what could not be measured, and why.
+        items: by benchmark.
+    """
+
+    results: list[BenchmarkResult]
+    averages: list[LanguageAverage]
+    skipped: list[SkippedBenchmark]
+    items: dict[str, list[Item]]
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """One metric of every head, and the same of every resample."""
+
+    value_H: Values
+    resampled_RH: Values
+    num_items: int
+
+    def interval(self, head: int) -> Interval:
+        return percentile_interval(self.value_H[head], self.resampled_RH[:, head], self.num_items)
+
+    def difference(self, head: int) -> Interval:
+        resampled_R = self.resampled_RH[:, head] - self.resampled_RH[:, 0]
+        return percentile_interval(self.value_H[head] - self.value_H[0], resampled_R, self.num_items)
+
+
+def summarise_benchmarks(
+    measured: list[BenchmarkItems], *, num_resamples: int, seed: int
+) -> tuple[list[BenchmarkResult], list[LanguageAverage]]:
+    """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language.
+
+    Args:
+        measured: items by benchmark.
+        num_resamples: bootstrap resamples.
+        seed: of the resampling.
+    """
+    results, figures = [], []
+    for index, benchmark in enumerate(measured):
+        # Each has random numbers of its own: an average over benchmarks needs independent resamples.
+        rng = np.random.default_rng([seed, index])
+        by_metric = _figures(benchmark, num_resamples, rng)
+        results.append(_result(benchmark, by_metric, rng))
+        figures.append(by_metric["acc"])
+    averages = [
+        _average(
+            language, [figure for figure, result in zip(figures, results, strict=True) if result.language == language]
+        )
+        for language in dict.fromkeys(result.language for result in results)
+    ]
+    return _adjusted(results), averages
+
+
+def _figures(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Figure]:
+    num_items, figures = len(benchmark.items), {}
+    for metric in ("acc", "acc_norm"):
+        if all(metric in item.heads["base"].metrics for item in benchmark.items):
+            scores_NH = benchmark.scores(metric)
+            resampled_RH = resampled_means(scores_NH, num_resamples, rng)
+            figures[metric] = _Figure(scores_NH.mean(axis=0), resampled_RH, num_items)
+    if benchmark.reports_macro_f1:
+        gold_N = np.array([item.gold for item in benchmark.items])
+        predicted_NH = np.array([[item.heads[head].prediction for head in HEADS] for item in benchmark.items])
+        once_N = np.ones(num_items, dtype=np.int64)
+        value_H = np.array([macro_f1(once_N, gold_N, predicted_N) for predicted_N in predicted_NH.T])
+        resampled_RH = resampled_macro_f1(gold_N, predicted_NH, num_resamples, rng)
+        figures["macro_f1"] = _Figure(value_H, resampled_RH, num_items)
+    return figures
+
+
+def _result(benchmark: BenchmarkItems, figures: dict[str, _Figure], rng: np.random.Generator) -> BenchmarkResult:
+    acc_NH = benchmark.scores("acc")
+    right_or_wrong = bool(np.isin(acc_NH, (0.0, 1.0)).all())
+    heads = {}
+    for column, head in enumerate(HEADS):
+        metrics = {name: figure.interval(column) for name, figure in figures.items()}
+        if head == "base":
+            heads[head] = BenchmarkHead(metrics, {})
+            continue
+        difference_N = acc_NH[:, column] - acc_NH[:, 0]
+        heads[head] = BenchmarkHead(
+            metrics,
+            {name: figure.difference(column) for name, figure in figures.items()},
+            gained=int((difference_N > 0).sum()) if right_or_wrong else None,
+            lost=int((difference_N < 0).sum()) if right_or_wrong else None,
+            p_value=paired_p(acc_NH[:, 0], acc_NH[:, column], rng),
+        )
+    source = benchmark.source
+    return BenchmarkResult(
+        benchmark.name, source.language, source.role, len(benchmark.items), heads, _subtasks(benchmark)
+    )
+
+
+def _subtasks(benchmark: BenchmarkItems) -> list[SubtaskResult]:
+    acc_NH, of_item = benchmark.scores("acc"), np.array([item.subtask for item in benchmark.items])
+    names = list(dict.fromkeys(of_item.tolist()))
+    if len(names) == 1:
+        return []
+    subtasks = []
+    for name in names:
+        mean_H = acc_NH[of_item == name].mean(axis=0)
+        acc = {head: finite(mean) for head, mean in zip(HEADS, mean_H, strict=True)}
+        subtasks.append(SubtaskResult(name, int((of_item == name).sum()), acc))
+    return subtasks
+
+
+def _adjusted(results: list[BenchmarkResult]) -> list[BenchmarkResult]:
+    """Return the results with Holm's correction of each head's p-values over all benchmarks."""
+    adjusted: list[dict[str, BenchmarkHead]] = [dict(result.heads) for result in results]
+    for head in HEADS:
+        tested = [index for index, heads in enumerate(adjusted) if heads[head].p_value is not None]
+        p_values = holm([p for index in tested if (p := adjusted[index][head].p_value) is not None])
+        for index, p_holm in zip(tested, p_values, strict=True):
+            adjusted[index][head] = replace(adjusted[index][head], p_holm=p_holm)
+    return [replace(result, heads=heads) for result, heads in zip(results, adjusted, strict=True)]
+
+
+def _average(language: str, figures: list[_Figure]) -> LanguageAverage:
+    value_H = np.mean([figure.value_H for figure in figures], axis=0)
+    resampled_RH = np.mean([figure.resampled_RH for figure in figures], axis=0)
+    mean = _Figure(value_H, resampled_RH, min(figure.num_items for figure in figures))
+    return LanguageAverage(
+        language,
+        len(figures),
+        {head: mean.interval(column) for column, head in enumerate(HEADS)},
+        {head: mean.difference(column) for column, head in enumerate(HEADS) if head != "base"},
+    )

@@ -1,0 +1,229 @@
+"""From the benchmarks that a config names to lm-eval's task objects, or to the reason why there is none."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import lm_eval.tasks
+from jinja2 import TemplateError
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+from tqdm import tqdm
+
+from scale_cli.config.schema import BenchmarkSource
+from scale_cli.errors import ConfigError
+from scale_cli.evaluation.benchmark_files import LocalItems, Row, read_items
+from scale_cli.evaluation.results import SkippedBenchmark
+from scale_cli.upscale.base import one_line
+
+_PROBE_TIMEOUT_S = 5.0
+_KOBEST = Path(lm_eval.tasks.__file__).parent / "kobest"
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+# lm-eval's own choice wherever few-shot examples are drawn.
+_FEWSHOT_SEED = 1234
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark that is ready to be measured.
+
+    Args:
+        name: in the report.
+        source: the config's item that it comes from.
+        tasks: lm-eval's tasks by name; several where the name is that of a group.
+        files: of each item of a local benchmark, the file that it came from; None for lm-eval's own.
+    """
+
+    name: str
+    source: BenchmarkSource
+    tasks: dict[str, Any]
+    files: list[str] | None
+
+    @property
+    def limit(self) -> int | None:
+        """How many items of each task are measured; a file's limit was kept when it was read."""
+        return self.source.limit if self.files is None else None
+
+    @property
+    def reports_macro_f1(self) -> bool:
+        """Whether lm-eval reports macro-F1 of its tasks, as it does of KoBEST's."""
+        return any(_reports_macro_f1(task) for task in self.tasks.values())
+
+    def seed_examples(self) -> None:
+        """Make lm-eval draw, for the requests that it builds next, the few-shot examples that it drew before."""
+        for task in self.tasks.values():
+            task.set_fewshot_seed(_FEWSHOT_SEED)
+
+
+def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], list[SkippedBenchmark]]:
+    """Open every benchmark.
+
+    Returns:
+        Those that can be measured, and those that cannot: no data here and no hub, or not multiple choice.
+
+    Raises:
+        ConfigError: lm-eval has no task of that name, or a prompt does not fit.
+        CorpusError: a local file cannot be read.
+    """
+    benchmarks: list[Benchmark] = []
+    skipped: list[SkippedBenchmark] = []
+    local = {source.name: read_items(source) for source in sources if source.path is not None}
+    # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
+    bar = tqdm(sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
+    with quiet_lm_eval(), _hub_code_refused():
+        for source in bar:
+            opened = _open_local(source, local[source.name]) if source.name in local else _open_named(source)
+            if isinstance(opened, SkippedBenchmark):
+                skipped.append(opened)
+            else:
+                benchmarks.extend(opened)
+    names = [benchmark.name for benchmark in benchmarks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group")
+    return benchmarks, skipped
+
+
+def _open_local(source: BenchmarkSource, items: LocalItems) -> list[Benchmark]:
+    def splits(**_: Any) -> dict[str, Any]:
+        return {"test": datasets.Dataset.from_list(items.rows)}  # in memory: nothing is written anywhere
+
+    overrides = {"custom_dataset": splits, "training_split": None, "validation_split": None, "test_split": "test"}
+    if items.task.startswith("kobest"):
+        # A group of one, since that is how lm-eval changes some keys of a task of its own and leaves the others.
+        group = {"group": "local", "task": [{"task": items.task, **overrides}]}
+        (task,) = TaskManager(include_path=_KOBEST, include_defaults=False).load([group])["tasks"].values()
+    else:
+        form = _MINIMAL_PAIRS if items.task == "minimal_pairs" else _MULTIPLE_CHOICE | {"doc_to_text": source.prompt}
+        own = {"task": source.name, "target_delimiter": source.delimiter}
+        try:
+            task = ConfigurableTask(config=own | form | overrides)
+        except TemplateError as error:
+            raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
+    _set_fewshot(task, source)
+    return [Benchmark(source.name, source, {source.name: task}, items.files)]
+
+
+def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:
+    manager = _all_tasks()
+    if source.name not in manager.task_index:
+        close = difflib.get_close_matches(source.name, manager.all_tasks, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}{hint}")
+    try:
+        with _as_offline_as_the_hub() as is_online:
+            tasks: dict[str, Any] = manager.load([source.name])["tasks"]
+    except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and the rest still run
+        offline = "" if is_online else "its data is not here, and the hub cannot be reached "
+        return SkippedBenchmark(source.name, f"{offline}({one_line(error)})")
+    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()} - {"multiple_choice"})
+    if kinds:
+        return SkippedBenchmark(source.name, f"only multiple choice is measured, and this is {', '.join(kinds)}")
+    for task in tasks.values():
+        _set_fewshot(task, source)
+    # Items of a group's tasks are pooled, as lm-eval weighs them by size; the F1 of different classes cannot be.
+    if any(_reports_macro_f1(task) for task in tasks.values()):
+        return [Benchmark(name, source, {name: task}, None) for name, task in tasks.items()]
+    return [Benchmark(source.name, source, tasks, None)]
+
+
+def _set_fewshot(task: Any, source: BenchmarkSource) -> None:
+    # As lm-eval itself does: a task that says 0 stays at 0.
+    if source.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+        task.set_config("num_fewshot", source.num_fewshot)
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+
+
+def _reports_macro_f1(task: Any) -> bool:
+    return getattr(task.aggregation().get("f1"), "__name__", None) == "macro_f1_score"
+
+
+@cache
+def _all_tasks() -> Any:
+    return TaskManager()  # reads 14,000 files: seconds, so only for a task by name, and once
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Keep lm-eval's log and progress bars to itself: what matters of them is said in the report."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _hub_code_refused() -> Iterator[None]:
+    """Hide the package `evaluate`, by which lm-eval would download a metric's Python and run it.
+
+    Of a multiple-choice task it never calls such a metric: it aggregates the predictions itself.
+    """
+    missing = object()
+    before = sys.modules.get("evaluate", missing)
+    sys.modules["evaluate"] = None  # type: ignore[assignment]  # Python's own way to make an import fail
+    try:
+        yield
+    finally:
+        if before is missing:
+            del sys.modules["evaluate"]
+        else:
+            sys.modules["evaluate"] = before  # type: ignore[assignment]
+
+
+@contextmanager
+def _as_offline_as_the_hub() -> Iterator[bool]:
+    """Yield whether the hub answers; where it does not, libraries look into their caches and retry nothing."""
+    if _hub_answers():
+        yield True
+        return
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield False
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+@cache
+def _hub_answers() -> bool:
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PROBE_TIMEOUT_S)
+    except Exception:  # of whichever HTTP library the installed hub client uses
+        return False
+    return True
+
+
+def _both_sentences(row: Row) -> list[str]:
+    return [row["sentence_good"], row["sentence_bad"]]
+
+
+# lm-eval's own template of BLiMP, which it keeps where no other task can include it.
+_MINIMAL_PAIRS: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "",
+    "doc_to_target": 0,
+    "doc_to_choice": _both_sentences,
+    "num_fewshot": 0,
+    "metric_list": [{"metric": "acc", **_MEAN}],
+}
+_MULTIPLE_CHOICE: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_target": "gold",
+    "doc_to_choice": "choices",
+    "metric_list": [{"metric": "acc", **_MEAN}, {"metric": "acc_norm", **_MEAN}],
+}

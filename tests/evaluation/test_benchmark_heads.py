@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from scale_cli.config.schema import BenchmarkSource, ModelConfig, RouterConfig
+from scale_cli.errors import RunError
+from scale_cli.evaluation.benchmark_heads import ObservedHeads
+from scale_cli.evaluation.benchmark_tasks import open_benchmarks
+from scale_cli.evaluation.benchmarks import measure_items
+from scale_cli.evaluation.results import HEADS
+from scale_cli.export.dense import dense_model
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import Observation
+from scale_cli.upscale.base import load_tokenizer
+from tests.widening import as_if_trained, real_base, widen
+
+ROUTER = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
+SOURCES: list[dict[str, Any]] = [
+    {"name": "blimp", "path": "eval-blimp/BLiMP.zip", "language": "en", "limit": 1},
+    {
+        "name": "arc",
+        "path": "eval-arc-easy/arc_easy.jsonl",
+        "language": "en",
+        "limit": 20,
+        "prompt": "{{query}}\nAnswer:",
+    },
+    {"name": "copa", "path": "eval-kobest/COPA/test.tsv", "language": "ko", "limit": 20},
+]
+
+
+def trained(shared_data: Path, checkpoint: str) -> ScaleForCausalLM:
+    return as_if_trained(widen(real_base(shared_data, checkpoint), "route", "top:1"))
+
+
+def answering(
+    shared_data: Path, checkpoint: str, model: Any, max_length: int = 512, batch_size: int = 8
+) -> ObservedHeads:
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
+    return ObservedHeads(model, tokenizer, ROUTER, max_length=max_length, batch_size=batch_size, mixed_precision="no")
+
+
+def asked(*texts: tuple[str, str]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, text, index) for index, text in enumerate(texts)]
+
+
+def opened(shared_data: Path, source: dict[str, Any]) -> Any:
+    source = source | {"path": str(shared_data / source["path"])}
+    (benchmark,), _ = open_benchmarks([BenchmarkSource.model_validate(source)])
+    return benchmark
+
+
+@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])
+def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the_base_head_as_the_base(
+    shared_data: Path, tmp_path: Path, checkpoint: str
+) -> None:
+    model = trained(shared_data, checkpoint)
+    answers = answering(shared_data, checkpoint, model, max_length=model.base.config.max_position_embeddings)
+    dense_model(model, "float32").save_pretrained(tmp_path)
+    answers.tokenizer.save_pretrained(tmp_path)
+    folders = {"adapted": str(tmp_path), "base": str(shared_data / checkpoint / "hf")}
+    theirs = {head: HFLM(folder, device="cpu", dtype="float32", batch_size=8) for head, folder in folders.items()}
+    for source in SOURCES if checkpoint == "ckpt-stories260K" else SOURCES[1:]:
+        benchmark = opened(shared_data, source)
+        items = measure_items(benchmark, answers)
+        (task,) = benchmark.tasks.values()
+        for head, hf in theirs.items():
+            expected = [said for said, _ in hf.loglikelihood(task.instances, disable_tqdm=True)]
+            ours = [said for item in items for said in item.heads[head].log_likelihoods]
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-3)
+            predictions = iter(expected)
+            for item in items:
+                said = [next(predictions) for _ in item.heads[head].log_likelihoods]
+                assert item.heads[head].metrics["acc"] == float(np.argmax(said) == item.gold)
+
+
+def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(shared_data: Path) -> None:
+    model = trained(shared_data, "ckpt-stories260K")
+    folder = str(shared_data / "ckpt-stories260K" / "hf")
+    requests = asked(("Once upon a time there was a cat. " * 8, " It sat."), ("", " The cat sat."), ("<s>One", " day"))
+    answers = answering(shared_data, "ckpt-stories260K", model, max_length=32)
+    hf = HFLM(folder, device="cpu", dtype="float32", max_length=32, batch_size=4)
+    ours = [said for said, _ in answers.loglikelihood(requests)]
+    theirs = [said for said, _ in hf.loglikelihood(requests, disable_tqdm=True)]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def by_hand(
+    model: ScaleForCausalLM, context: list[int], continuation: list[int], router: RouterConfig
+) -> dict[str, float]:
+    """Both rules token by token, in plain probabilities, from whole logits."""
+    ids = torch.tensor([context + continuation])
+    base, adapted = model.both_logits(model.final_states(ids, preserved=True))
+    cosine = torch.nn.functional.cosine_similarity(base[0], adapted[0], dim=-1).tolist()
+    heads: list[Tensor] = [logits[0].double().softmax(-1) for logits in (base, adapted)]
+    weight, sums = router.prior, dict.fromkeys(HEADS, 0.0)
+    for position, token in enumerate(ids[0, 1:].tolist()):
+        p_base, p_adapted = (float(head[position, token]) for head in heads)
+        routed = weight * p_base + (1 - weight) * p_adapted
+        if position + 1 >= len(context):
+            sums["base"] += math.log(p_base)
+            sums["adapted"] += math.log(p_adapted)
+            sums["posterior"] += math.log(routed)
+            sums["cosine"] += math.log(p_base if cosine[position] >= router.threshold else p_adapted)
+        weight = (1 - router.switch_rate) * weight * p_base / routed + router.switch_rate * router.prior
+    return sums
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_router_judges_context_and_continuation_and_the_score_is_the_continuations(
+    shared_data: Path, batch_size: int
+) -> None:
+    model = trained(shared_data, "ckpt-stories260K")
+    answers = answering(shared_data, "ckpt-stories260K", model, batch_size=batch_size)
+    texts = [
+        ("Once upon a time, there was a little girl", " named Lily."),
+        ("Anna", " sat down and was sad."),
+        ("", " A"),
+    ]
+    for text in texts:
+        ids = answers.tok_encode("".join(text), add_special_tokens=False)
+        start = len(answers.tok_encode(text[0])) if text[0] else 0
+        context = ids[:start] or [answers.prefix_token_id]
+        expected = by_hand(model, context, ids[start:], ROUTER)
+        got = {}
+        for answers.head in HEADS:
+            got[answers.head] = answers.loglikelihood(asked(*texts))[texts.index(text)][0]
+        assert got == pytest.approx(expected, abs=1e-3)
+        assert len(set(got.values())) >= 3, "the heads do differ"
+
+
+class CountingHeads:
+    """Two heads, of which the trained one has broken: it gives nothing any probability."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+
+    def parameters(self) -> Any:
+        return iter([torch.nn.Parameter(torch.zeros(1))])
+
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        self.num_rows += len(input_ids)
+        said = torch.stack([torch.full(next_ids_BT.shape, -2.0), torch.full(next_ids_BT.shape, -math.inf)])
+        return Observation(said, torch.full(next_ids_BT.shape, math.nan))
+
+
+def test_a_request_is_observed_once_for_all_heads(shared_data: Path) -> None:
+    model = CountingHeads()
+    answers = answering(shared_data, "ckpt-stories260K", model)
+    requests = asked(("One", " day"), ("One", " night"), ("One", " day"))
+    for answers.head in HEADS:
+        answers.loglikelihood(requests)
+    assert model.num_rows == 2
+
+
+def test_a_broken_head_says_minus_infinity_and_routing_survives_it(shared_data: Path) -> None:
+    answers = answering(shared_data, "ckpt-stories260K", CountingHeads())
+    got = {}
+    for answers.head in HEADS:
+        ((got[answers.head], is_greedy),) = answers.loglikelihood(asked(("One fine", " day")))
+        assert not is_greedy
+    num_tokens = -got["base"] / 2.0
+    assert got["adapted"] == -math.inf
+    assert got["cosine"] == got["base"]
+    assert got["posterior"] >= got["base"] - num_tokens * 0.01 - 0.01 + math.log(1.0 - ROUTER.switch_rate) * num_tokens
+
+
+@pytest.mark.parametrize(("max_length", "continuation"), [(2, " a long day it was"), (64, "")])
+def test_a_continuation_that_cannot_be_scored_is_named(shared_data: Path, max_length: int, continuation: str) -> None:
+    answers = answering(shared_data, "ckpt-stories260K", CountingHeads(), max_length=max_length)
+    with pytest.raises(RunError, match=f"{continuation!r} after 'One'"):
+        answers.loglikelihood(asked(("One", continuation)))

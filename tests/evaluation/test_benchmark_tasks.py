@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+import yaml
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.kobest import utils as kobest
+
+from scale_cli.config.schema import BenchmarkSource
+from scale_cli.errors import ConfigError
+from scale_cli.evaluation import benchmark_tasks
+from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks
+
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+ACCURACY = [{"metric": "acc", **MEAN}]
+
+
+def source(name: str, **keys: Any) -> BenchmarkSource:
+    return BenchmarkSource.model_validate({"name": name} | keys)
+
+
+def local(shared_data: Path, path: str, **keys: Any) -> Benchmark:
+    language = "ko" if "kobest" in path else "en"
+    (benchmark,), skipped = open_benchmarks([source("local", path=str(shared_data / path), language=language, **keys)])
+    assert skipped == []
+    return benchmark
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose YAML files are all the tasks that lm-eval knows (its own take it ten seconds), and no hub."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"question": f"{number} + 1 =", "choices": ["0", str(number + 1)], "answer": 1} for number in range(6)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    monkeypatch.setattr(benchmark_tasks, "_hub_answers", lambda: False)
+    monkeypatch.setattr(benchmark_tasks, "_all_tasks", lambda: TaskManager(include_path=folder, include_defaults=False))
+    assert manager.all_tasks == []
+    return folder
+
+
+def add_task(folder: Path, name: str, **keys: Any) -> None:
+    config = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder.parent / "sums.jsonl")},
+            "cache_dir": str(folder.parent / "cache"),
+        },
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": ACCURACY,
+    } | keys
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "language", "role"),
+    [
+        ("arc_easy", "en", "retention"),
+        ("kobest", "ko", "acquisition"),
+        ("kobest_copa", "ko", "acquisition"),
+        ("kmmlu", "ko", "acquisition"),
+        ("haerae_history", "ko", "acquisition"),
+        ("click", "ko", "acquisition"),
+    ],
+)
+def test_a_suites_name_says_its_language_and_the_config_may_say_otherwise(name: str, language: str, role: str) -> None:
+    read = BenchmarkSource.model_validate(name)
+    assert (read.language, read.role) == (language, role)
+    said = source(name, language="de", role="retention")
+    assert (said.language, said.role) == ("de", "retention")
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [("COPA", kobest.copa_doc_to_text), ("SentiNeg", kobest.sentineg_doc_to_text), ("WiC", kobest.wic_doc_to_text)],
+)
+def test_kobest_is_asked_in_lm_evals_own_words(shared_data: Path, task: str, text: Any) -> None:
+    benchmark = local(shared_data, f"eval-kobest/{task}/test.tsv", limit=3)
+    (made,) = benchmark.tasks.values()
+    assert benchmark.reports_macro_f1
+    for doc in made.test_docs():
+        assert made.doc_to_text(doc) == text(doc)
+
+
+def test_kobest_boolq_and_hellaswag_have_their_choices(shared_data: Path) -> None:
+    (boolq,) = local(shared_data, "eval-kobest/BoolQ/test.tsv", limit=2).tasks.values()
+    doc = boolq.test_docs()[0]
+    assert boolq.doc_to_text(doc) == f"{doc['paragraph']} 질문: {doc['question']} 답변: "
+    assert (boolq.doc_to_choice(doc), boolq.doc_to_target(doc)) == (["아니오", "예"], 0)
+    (hellaswag,) = local(shared_data, "eval-kobest/HellaSwag/test.tsv", limit=2).tasks.values()
+    doc = hellaswag.test_docs()[0]
+    assert hellaswag.doc_to_choice(doc)[3] == "여자가 답장하지 않자 전 남자친구에게서 전화가 걸려온다."
+    assert hellaswag.doc_to_target(doc) == 3
+
+
+def test_the_prompt_of_a_local_multiple_choice_is_the_configs(shared_data: Path) -> None:
+    benchmark = local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt="{{query}}\nAnswer:")
+    (task,) = benchmark.tasks.values()
+    assert task.doc_to_text(task.test_docs()[0]).endswith("most food webs?\nAnswer:")
+    with pytest.raises(ConfigError, match=r"local: prompt: ."):
+        local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt="{{query")
+
+
+def test_a_task_whose_data_is_not_there_is_one_line_at_once_and_the_rest_are_opened(own_tasks: Path) -> None:
+    add_task(own_tasks, "sums")
+    add_task(own_tasks, "far", dataset_path="nobody/has-this-dataset", dataset_kwargs={})
+    started_s = time.monotonic()
+    benchmarks, skipped = open_benchmarks([source("far"), source("sums")])
+    assert time.monotonic() - started_s < 5.0, "nothing retries for a minute"
+    assert [benchmark.name for benchmark in benchmarks] == ["sums"]
+    (line,) = skipped
+    assert line.name == "far"
+    assert line.reason.startswith("its data is not here, and the hub cannot be reached (")
+    assert "nobody/has-this-dataset" in line.reason and "\n" not in line.reason
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_task_that_is_not_multiple_choice_is_skipped(own_tasks: Path) -> None:
+    exact = [{"metric": "exact_match", **MEAN}]
+    add_task(own_tasks, "writes", output_type="generate_until", doc_to_target="{{answer}}", metric_list=exact)
+    benchmarks, (line,) = open_benchmarks([source("writes")])
+    assert benchmarks == []
+    assert line.reason == "only multiple choice is measured, and this is generate_until"
+
+
+def test_the_tasks_of_a_group_are_one_benchmark_unless_they_have_a_macro_f1(own_tasks: Path) -> None:
+    f1 = {"metric": "f1", "aggregation": "macro_f1", "hf_evaluate": True, "higher_is_better": True}
+    for name in ("sums_a", "sums_b"):
+        add_task(own_tasks, name)
+        add_task(own_tasks, f"f1_{name}", metric_list=[*ACCURACY, f1])
+        text = (own_tasks / f"f1_{name}.yaml").read_text(encoding="utf-8")
+        macro = "!function lm_eval.tasks.kobest.utils.macro_f1_score"
+        (own_tasks / f"f1_{name}.yaml").write_text(text.replace("aggregation: macro_f1", f"aggregation: {macro}"))
+    for group, tasks in (("sums", ["sums_a", "sums_b"]), ("f1_sums", ["f1_sums_a", "f1_sums_b"])):
+        (own_tasks / f"{group}.yaml").write_text(yaml.safe_dump({"group": group, "task": tasks}), encoding="utf-8")
+    benchmarks, skipped = open_benchmarks([source("sums", limit=2), source("f1_sums")])
+    assert skipped == []
+    assert [(b.name, list(b.tasks), b.reports_macro_f1) for b in benchmarks] == [
+        ("sums", ["sums_a", "sums_b"], False),
+        ("f1_sums_a", ["f1_sums_a"], True),
+        ("f1_sums_b", ["f1_sums_b"], True),
+    ]
+    with pytest.raises(ConfigError, match="f1_sums_a is named twice"):
+        open_benchmarks([source("f1_sums"), source("f1_sums_a")])
+
+
+def test_a_name_that_lm_eval_does_not_know_is_an_error_with_a_suggestion(own_tasks: Path) -> None:
+    add_task(own_tasks, "sums")
+    with pytest.raises(ConfigError, match=r"no task 'sumz' \(did you mean sums\?\)"):
+        open_benchmarks([source("sumz")])
+
+
+def test_few_shot_examples_are_asked_for_as_in_lm_eval(own_tasks: Path) -> None:
+    add_task(own_tasks, "sums")
+    add_task(own_tasks, "never", num_fewshot=0)
+    benchmarks, _ = open_benchmarks([source("sums", num_fewshot=2), source("never", num_fewshot=2)])
+    sums, never = (next(iter(benchmark.tasks.values())) for benchmark in benchmarks)
+    assert (sums.get_config("num_fewshot"), never.get_config("num_fewshot")) == (2, 0)
+    asked = []
+    for _ in range(2):
+        benchmarks[0].seed_examples()
+        sums.build_all_requests()
+        asked.append([request.args for request in sums.instances])
+    assert asked[0] == asked[1], "every head is asked the same"
+    assert asked[0][0][0].count("+ 1 =") == 3

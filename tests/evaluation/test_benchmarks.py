@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.kobest.utils import macro_f1_score
+
+from scale_cli.config.schema import BenchmarkSource, RunConfig
+from scale_cli.evaluation import benchmark_tasks
+from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
+from scale_cli.evaluation.benchmarks import OpenedBenchmarks
+from scale_cli.evaluation.render import markdown, terminal_lines
+from scale_cli.evaluation.results import HEADS, Report
+from scale_cli.evaluation.run import evaluate
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.widening import real_base, widen
+
+
+def configured(shared_data: Path, output_dir: Path, benchmarks: list[Any]) -> RunConfig:
+    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko", "max_documents": 2}
+    return RunConfig.model_validate(
+        {
+            "output_dir": output_dir,
+            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
+            "corpus": {"sequence_length": 64, "sources": [{"name": "petitions", **korean}]},
+            "train": {"max_steps": 3, "global_batch_size": 2, "micro_batch_size": 2, "lr": 5e-3},
+            "evaluation": {"benchmarks": benchmarks, "batch_size": 32, "bootstrap_resamples": 200},
+        }
+    )
+
+
+def answered(right: list[list[float]], gold: list[int] | None = None, norm: bool = False) -> list[Item]:
+    """Items of two choices; `right` has one row an item and one column a head."""
+    gold = gold or [0] * len(right)
+    items = []
+    for doc_id, (row, label) in enumerate(zip(right, gold, strict=True)):
+        heads = {}
+        for head, score in zip(HEADS, row, strict=True):
+            metrics = {"acc": score} | ({"acc_norm": score} if norm else {})
+            heads[head] = ItemOutcome([-1.0, -math.inf], label if score == 1.0 else 1 - label, metrics)
+        items.append(Item("only", doc_id, label, heads))
+    return items
+
+
+def measured(name: str, items: list[Item], language: str = "en", macro_f1: bool = False) -> BenchmarkItems:
+    source = BenchmarkSource.model_validate({"name": name, "language": language})
+    return BenchmarkItems(name, source, items, macro_f1)
+
+
+def report_of(items: list[BenchmarkItems], **fields: Any) -> Report:
+    results, averages = summarise_benchmarks(items, num_resamples=300, seed=0)
+    return Report("route", "posterior", 3, 384, "0" * 64, [], results, averages, **fields)
+
+
+@pytest.fixture(scope="module")
+def evaluated(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Report, list[str]]:
+    """A run that is evaluated on every kind of benchmark, one of which is not there."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    (folder / "tasks").mkdir()
+    missing = {"task": "far_away", "dataset_path": "nobody/has-this", "output_type": "multiple_choice"}
+    (folder / "tasks" / "far_away.yaml").write_text(yaml.safe_dump(missing), encoding="utf-8")
+    blimp = {"name": "blimp", "path": str(shared_data / "eval-blimp" / "BLiMP.zip"), "language": "en", "limit": 2}
+    copa = {"name": "kobest_copa", "path": str(shared_data / "eval-kobest" / "COPA" / "test.tsv"), "language": "ko"}
+    arc = {"name": "arc", "path": str(shared_data / "eval-arc-easy" / "arc_easy.jsonl"), "language": "en", "limit": 8}
+    config = configured(shared_data, folder / "run", ["far_away", blimp, copa | {"limit": 12}, arc])
+    upscale(config)
+    train(config, None, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark_tasks, "_hub_answers", lambda: False)
+        manager = TaskManager(include_path=folder / "tasks", include_defaults=False)
+        patch.setattr(benchmark_tasks, "_all_tasks", lambda: manager)
+        summary = evaluate(config)
+    return config, summary.report, summary.lines()
+
+
+Evaluated = tuple[RunConfig, Report, list[str]]
+
+
+def test_a_missing_task_is_one_line_and_the_others_are_measured(evaluated: Evaluated) -> None:
+    _, report, lines = evaluated
+    assert [result.name for result in report.benchmarks] == ["blimp", "kobest_copa", "arc"]
+    assert [result.num_items for result in report.benchmarks] == [134, 12, 8]
+    (line,) = [line for line in lines if "far_away" in line]
+    assert line.startswith("skipped far_away: its data is not here, and the hub cannot be reached")
+    assert [skipped.name for skipped in report.skipped_benchmarks] == ["far_away"]
+
+
+def test_every_item_is_kept_and_gives_the_reports_figures(evaluated: Evaluated) -> None:
+    config, report, _ = evaluated
+    for result in report.benchmarks:
+        file = RunFolder(config.output_dir).evaluation / "items" / f"{result.name}.jsonl"
+        items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert len(items) == result.num_items
+        for head in HEADS:
+            for metric in {"acc", "acc_norm"} & result.heads[head].metrics.keys():
+                mean = np.mean([item["heads"][head]["metrics"][metric] for item in items])
+                assert result.heads[head].metrics[metric].value == pytest.approx(mean)
+            said = [np.argmax(item["heads"][head]["log_likelihoods"]) == item["gold"] for item in items]
+            assert result.heads[head].metrics["acc"].value == pytest.approx(np.mean(said))
+            if "macro_f1" in result.heads[head].metrics:
+                pairs = [(item["gold"], item["heads"][head]["prediction"]) for item in items]
+                assert result.heads[head].metrics["macro_f1"].value == pytest.approx(macro_f1_score(pairs))
+    assert "macro_f1" in report.benchmarks[1].heads["base"].metrics
+
+
+def test_minimal_pairs_are_told_apart_by_paradigm(evaluated: Evaluated) -> None:
+    blimp, copa, _ = evaluated[1].benchmarks
+    assert len(blimp.subtasks) == 67 and copa.subtasks == []
+    pooled = np.mean([subtask.acc["adapted"] for subtask in blimp.subtasks])
+    assert blimp.heads["adapted"].metrics["acc"].value == pytest.approx(pooled)
+
+
+def test_the_written_report_reads_back_and_one_without_benchmarks_does_too(evaluated: Evaluated) -> None:
+    config, report, _ = evaluated
+    written = json.loads((RunFolder(config.output_dir).evaluation / "report.json").read_text(encoding="utf-8"))
+    assert Report.from_json(written) == report
+    old = {key: value for key, value in written.items() if "benchmark" not in key}
+    assert Report.from_json(old).benchmarks == []
+    page = (RunFolder(config.output_dir).evaluation / "report.md").read_text(encoding="utf-8")
+    assert "## Benchmarks: Korean" in page and "- far_away: " in page and "| kobest_copa | 12 | accuracy |" in page
+
+
+def test_the_untrained_model_on_blimp_is_the_base_model_on_blimp(shared_data: Path, tmp_path: Path) -> None:
+    blimp = {"name": "blimp", "path": str(shared_data / "eval-blimp" / "BLiMP.zip"), "language": "en", "limit": 10}
+    config = configured(shared_data, tmp_path, [blimp | {"delimiter": ""}])  # the evidence had no space before it
+    model = widen(real_base(shared_data, "ckpt-stories260K"), "route")
+    (result,) = OpenedBenchmarks.open(config.evaluation.benchmarks).measure(model, config).results
+    assert result.num_items == 670
+    for head in HEADS:
+        value = result.heads[head].metrics["acc"].value
+        # Evidence: 0.535 on 200 a paradigm; four standard errors of 670 items around it.
+        assert value is not None and abs(value - 0.535) <= 4 * math.sqrt(0.25 / 670)
+        assert head == "base" or (result.heads[head].gained, result.heads[head].lost) == (0, 0)
+
+
+def test_holm_runs_over_the_benchmarks_of_one_head() -> None:
+    alike, better = [[1.0, 1.0, 1.0, 0.0]] * 10, [[0.0, 1.0, 0.0, 0.0]] * 10
+    results, _ = summarise_benchmarks(
+        [measured("a", answered(better)), measured("b", answered(alike))], num_resamples=100, seed=0
+    )
+    first, second = results
+    assert first.heads["adapted"].p_value == pytest.approx(2 / 1024)
+    assert first.heads["adapted"].p_holm == pytest.approx(4 / 1024)
+    assert second.heads["adapted"].p_holm == 1.0
+    assert (first.heads["adapted"].gained, first.heads["adapted"].lost) == (10, 0)
+    assert (second.heads["cosine"].gained, second.heads["cosine"].lost) == (0, 10)
+    assert first.heads["base"].p_value is None and first.heads["base"].differences == {}
+
+
+def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_each_together() -> None:
+    right, wrong = [1.0] * 4, [0.0, 1.0, 0.0, 0.0]
+    large, small = answered([right, wrong] * 50), answered([right, wrong, wrong, wrong] * 5)
+    _, (english, korean) = summarise_benchmarks(
+        [measured("a", large), measured("b", small), measured("c", small, "ko")], num_resamples=2000, seed=0
+    )
+    assert (english.language, english.num_benchmarks) == ("en", 2)
+    assert english.acc["base"].value == pytest.approx((0.5 + 0.25) / 2)
+    difference = english.acc_difference["adapted"]
+    assert difference.value == pytest.approx((0.5 + 0.75) / 2)
+    assert difference.low is not None and difference.high is not None
+    standard_error = 0.5 * math.sqrt(0.25 / 100 + 0.1875 / 20)
+    assert difference.high - difference.low == pytest.approx(2 * 1.96 * standard_error, rel=0.12)
+    assert korean.acc["base"].value == pytest.approx(0.25)
+
+
+def test_scores_in_between_have_no_items_gained_but_a_test() -> None:
+    items = answered([[0.2, 0.9, 0.3, 0.2], [0.4, 0.8, 0.4, 0.4]] * 8)
+    (result,), _ = summarise_benchmarks([measured("mc2", items)], num_resamples=100, seed=0)
+    adapted = result.heads["adapted"]
+    assert adapted.gained is None and adapted.p_value is not None and adapted.p_value < 0.01
+
+
+def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
+    (item,) = answered([[1.0] * 4])
+    assert json.loads(item.to_json_line())["heads"]["base"]["log_likelihoods"] == [-1.0, None]
+
+
+@pytest.fixture
+def pages() -> Callable[[], tuple[list[str], str]]:
+    def pages() -> tuple[list[str], str]:
+        better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
+        report = report_of(
+            [
+                measured("better", answered(better, norm=True)),
+                measured("a_benchmark_of_a_long_name", answered(alike)),
+                measured("kobest_x", answered(alike, [0, 1] * 10), "ko", macro_f1=True),
+            ]
+        )
+        return terminal_lines(report), markdown(report, None)
+
+    return pages
+
+
+def test_no_difference_shown_is_said_where_that_is_the_truth(pages: Callable[[], tuple[list[str], str]]) -> None:
+    lines, page = pages()
+    said = {line.split()[0]: line for line in lines if "accuracy" in line}
+    assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
+    assert said["a_benchmark_of_a_long_name"].endswith("no difference shown")
+    assert said["kobest_x"].endswith("no difference shown")
+    assert sum("no difference shown" in line for line in page.splitlines() if line.startswith("|")) == 2
+
+
+def test_the_tables_line_up(pages: Callable[[], tuple[list[str], str]]) -> None:
+    lines, page = pages()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert [title.split("  ")[0] for title in titles] == ["English, benchmarks", "Korean, benchmarks"]
+    column = titles[0].index("routed") + len("routed")
+    for line in lines:
+        if line.startswith(" "):
+            assert line[:column].rstrip() == line[:column] and line[column] == " ", line
+    assert [line.split()[0] for line in lines if "average" in line] == ["average"], "one language has one benchmark"
+    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    assert all(len({row.count("|") for row in table}) == 1 for table in tables)
+    assert [len(table) - 2 for table in tables] == [4, 2]
