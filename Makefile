@@ -17,7 +17,7 @@ demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cor
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: format lint types layers test  ## what continuous integration holds
 

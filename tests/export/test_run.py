@@ -89,7 +89,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run({"variant": "preserve"})
-    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda model, dtype: corrupted(plain_model(model, dtype)))
+    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError, match="nothing was written"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
@@ -101,7 +101,7 @@ def test_a_failed_export_leaves_the_previous_one_as_it_was(
     config = trained_run({"variant": "preserve"})
     folder = export(config).folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda model, dtype: corrupted(plain_model(model, dtype)))
+    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError):
         export(config)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
