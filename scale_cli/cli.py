@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
+from safetensors import SafetensorError
 
 from scale_cli.errors import Interrupted, ScaleError, StorageError
 
@@ -151,8 +152,9 @@ def main() -> None:
         sys.exit(stopped.exit_code)
     except ScaleError as error:
         _fail(error)
-    except OSError as error:
-        _fail(StorageError(f"{error.filename or 'input/output'}: {error.strerror or error}"))
+    except (OSError, SafetensorError) as error:
+        place = getattr(error, "filename", None) or "input/output"
+        _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
 
 
 def _fail(error: ScaleError) -> None:

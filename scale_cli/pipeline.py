@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.documents import source_files
+from scale_cli.errors import ConfigError
 from scale_cli.evaluation.results import Report
 from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_report
-from scale_cli.export.run import export, export_is_finished
+from scale_cli.export.run import check_format, export, export_is_finished
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.run import train
 from scale_cli.upscale.run import upscale, upscale_is_finished
@@ -29,6 +31,12 @@ def run_pipeline(config: RunConfig, say: Callable[[str], None]) -> Report:
         for line in lines:
             say(line)
 
+    check_format(config)  # what the last verbs would refuse is refused before the first
+    if not config.evaluation.perplexity and not config.evaluation.benchmarks:
+        raise ConfigError("evaluation: names nothing to evaluate on (perplexity, benchmarks)")
+    for source in config.evaluation.perplexity:
+        if source.path is not None:
+            source_files(source)
     say("== upscale")
     show([f"done already   {run.upscaled}"] if upscale_is_finished(config) else upscale(config).lines())
     say("== train")

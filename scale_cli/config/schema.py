@@ -47,7 +47,7 @@ class CollaborationConfig(Section):
     layers: str | list[int] | None = Field(
         default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
     )
-    modules: list[Literal["attention", "mlp"]] = ["attention", "mlp"]
+    modules: list[Literal["attention", "mlp"]] = Field(default=["attention", "mlp"], min_length=1)
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -28,9 +28,11 @@ from scale_cli.config.schema import TextSource
 from scale_cli.data.documents import COMPRESSIONS, dataset_commit, read_documents, source_files
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
+from scale_cli.storage.tokenizer import tokenizer_sha256
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _DOCUMENTS_AT_ONCE = 512
+_FILES = {"tokens.bin", "offsets.npy", "num_bytes.npy", "ledger.json"}
 
 Ids = npt.NDArray[np.integer]
 
@@ -117,6 +119,7 @@ def tokenised(
     """
     folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer)[:16]}"
     if not _is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
         _tokenise(source, tokenizer, folder, show_progress)
     offsets = np.load(folder / "offsets.npy")
     ids = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
@@ -128,12 +131,11 @@ def tokenised(
 def _is_whole(folder: Path) -> bool:
     # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
     try:
-        files = read_json(folder / MANIFEST)["files"]
-    except StorageError:
+        sizes = {name: entry["bytes"] for name, entry in read_json(folder / MANIFEST)["files"].items()}
+    except (StorageError, KeyError, TypeError, AttributeError):
         return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-    )
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return whole and sizes.keys() >= _FILES
 
 
 def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -164,15 +166,6 @@ def _dataset_content(source: TextSource) -> list[object]:
 
 def _reader_suffixes(file: Path) -> str:
     return "".join(file.suffixes[-2:] if file.suffix in COMPRESSIONS else file.suffixes[-1:])
-
-
-def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one hash over the files that a tokenizer saves."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        lines = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:
@@ -212,7 +205,10 @@ def _groups(documents: Iterable[str]) -> Iterator[list[str]]:
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
-    # Boundaries are added here, once, whatever the tokenizer's template would add; verbose would warn of long texts.
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    # Boundaries are added here, once, whatever the tokenizer's template would add, and a "</s>" in a text is text;
+    # verbose would warn of long texts.
+    encoded = tokenizer(
+        texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )
     ids: list[list[int]] = encoded["input_ids"]
     return ids

@@ -17,11 +17,12 @@ from scale_cli.evaluation.picture import draw_trade_off
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
-from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.folder import load_model, trained_sha256
 from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.sizes import check_context
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
@@ -57,7 +58,9 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     if changed:
         raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
     benchmarks = _open_benchmarks(config.evaluation.benchmarks)  # before time is spent: a file may not be there
-    model = two_headed(load_model(run.final, config.model), config.model)
+    trained = load_model(run.final, config.model)
+    check_context(config, trained.config)
+    model = two_headed(trained, config.model)
     corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
     results = []
     for source, corpus in zip(sources, corpora, strict=True):
@@ -100,7 +103,7 @@ def _open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks | None:
 def finished_report(config: RunConfig) -> Report | None:
     """Return the report that is already there for this config and this training, or None."""
     run = RunFolder(config.output_dir)
-    if not (run.evaluation / "report.json").is_file():
+    if not is_whole(run.evaluation):
         return None
     report = Report.from_json(read_json(run.evaluation / "report.json"))
     changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from scale_cli.config.schema import RouterConfig
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import CorpusError
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 
@@ -109,6 +110,8 @@ def score_corpus(
             observed = observe_documents(model, corpus, documents, sequence_length, batch_size, mixed_precision)
             rows.extend(_document_row(document, corpus.num_bytes[document.index], router) for document in observed)
             bar.update(len(documents))
+    if not rows:
+        raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
     columns = np.asarray(rows, dtype=np.float64).T
     return DocumentLosses(**{field.name: column for field, column in zip(fields(DocumentLosses), columns, strict=True)})
 

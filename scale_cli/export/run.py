@@ -19,7 +19,7 @@ from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.folder import (
@@ -78,11 +78,7 @@ def export(config: RunConfig) -> ExportSummary:
     changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
     if changed:
         raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
-    if settings.format not in _formats(config.method):
-        raise ConfigError(
-            f"export.format: {settings.format}: a model of the variant {config.method.variant} is exported as "
-            f"{' or '.join(_formats(config.method))}"
-        )
+    check_format(config)
     model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
     set_router(model, config.method.router)
     prompts = _prompts(config, tokenizer)
@@ -105,6 +101,18 @@ def export(config: RunConfig) -> ExportSummary:
     return ExportSummary(folder, settings.format, config.method.variant, parity)
 
 
+def check_format(config: RunConfig) -> None:
+    """Refuse a format that the method does not have.
+
+    Raises:
+        ConfigError: naming those it has.
+    """
+    known = _formats(config.method)
+    if config.export.format not in known:
+        variant = f"a model of the variant {config.method.variant}"
+        raise ConfigError(f"export.format: {config.export.format}: {variant} is exported as {' or '.join(known)}")
+
+
 def _formats(method: MethodConfig) -> tuple[str, ...]:
     if method.widens:
         return ("llama", "transformers", "adapter")
@@ -115,7 +123,7 @@ def export_is_finished(config: RunConfig) -> bool:
     """Return whether the export that the config asks for is already there, for this training."""
     run = RunFolder(config.output_dir)
     folder = run.export(config.export.format)
-    if not (folder / "parity.json").is_file():
+    if not is_whole(folder):
         return False
     changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
     exported_sha256 = read_json(folder / "parity.json")["trained_sha256"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -157,8 +157,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
     def _own_cache(past_key_values: Any) -> ScaleCache:
         if isinstance(past_key_values, ScaleCache):
             return past_key_values
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError("a widened model continues from a cache of its own class, ScaleCache, only")
+        plain = past_key_values is None or isinstance(past_key_values, DynamicCache)
+        if not plain or (past_key_values is not None and past_key_values.get_seq_length() > 0):
+            raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
         return ScaleCache()
 
     def final_states(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scale_cli.errors import StorageError
+from scale_cli.errors import RunFolderError, StorageError
 
 MANIFEST = "manifest.json"
 
@@ -92,8 +92,10 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
 
-    A folder already at `path` is replaced. Where the body fails, nothing at `path` has changed.
+    A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
     """
+    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+        raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
     beside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -138,6 +140,15 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder is there and every file in it is what was written."""
+    try:
+        verify_folder(folder)
+    except StorageError:
+        return False
+    return True
 
 
 def verify_folder(folder: Path) -> None:

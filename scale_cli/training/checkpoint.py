@@ -35,6 +35,7 @@ from scale_cli.upscale.folder import MethodModel, load_trained, write_trained
 
 _OPTIMISER = "optimiser.safetensors"
 _POSITION = "position.json"
+CORPORA = "corpora.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def save_checkpoint(
     record: BaseRecord,
     optimiser: torch.optim.Optimizer,
     position: Position,
+    contents: list[str],
 ) -> Path:
     """Write a checkpoint, then delete all but the newest `keep_checkpoints`.
 
@@ -71,14 +73,21 @@ def save_checkpoint(
     """
     folder = run.checkpoint(position.step)
     with new_folder(folder) as partial:
-        write_position(partial, config, model, record, position)
+        write_position(partial, config, model, record, position, contents)
         save_tensors(partial / _OPTIMISER, optimiser_tensors(optimiser, model))
     for old in checkpoints(run)[: -config.train.keep_checkpoints]:
         shutil.rmtree(old)
     return folder
 
 
-def write_position(folder: Path, config: RunConfig, model: MethodModel, record: BaseRecord, position: Position) -> None:
+def write_position(
+    folder: Path,
+    config: RunConfig,
+    model: MethodModel,
+    record: BaseRecord,
+    position: Position,
+    contents: list[str],
+) -> None:
     """Write what a checkpoint and `final/` have in common, after checking the base's hashes.
 
     Raises:
@@ -88,6 +97,7 @@ def write_position(folder: Path, config: RunConfig, model: MethodModel, record: 
         raise PreservationError(f"step {position.step}: the base has changed: {', '.join(changed[:3])}")
     write_trained(folder, model, config.method, record)
     write_json(folder / _POSITION, asdict(position))
+    write_json(folder / CORPORA, contents)
     write_text(folder / "scale.yaml", dump_config(config))
 
 
@@ -111,7 +121,11 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
 
 def read_position(folder: Path) -> Position:
     """Read how far the run in a checkpoint or in `final/` had come."""
-    return Position(**read_json(folder / _POSITION))
+    try:
+        position = read_json(folder / _POSITION)
+        return Position(position["step"], position["num_tokens"], position["elapsed_s"])
+    except (KeyError, TypeError):
+        raise StorageError(f"{folder / _POSITION}: damaged, not a position") from None
 
 
 def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> Position:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -42,6 +42,7 @@ class TrainingRun:
         record: the base's hashes.
         optimiser: over what trains.
         batches: of the whole run.
+        contents: what names the content of every training corpus; a resume is held to it.
         held_out: corpora of the periodic evaluation.
         position: where the run stands.
         metrics: the log; None except on the main process.
@@ -58,11 +59,11 @@ class TrainingRun:
     optimiser: torch.optim.Optimizer
     batches: Batches
     held_out: list[TokenisedCorpus]
+    contents: list[str]
     position: Position
     metrics: MetricsLog | None
     stepped_tokens: int = 0
     stepping_s: float = 0.0
-    _since_log: list[StepResult] = field(default_factory=list)
 
     @property
     def folder(self) -> RunFolder:
@@ -109,8 +110,10 @@ def _progress_bar(run: TrainingRun) -> Any:
 
 
 def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
-    """Advance the bar; every `log_every_steps`, and at the last step, write a record."""
-    run._since_log.append(result)
+    """Advance the bar; every `log_every_steps`, and at the last step, write a record of that step alone.
+
+    An average over the steps since the last record would differ after a resume.
+    """
     bar.update(1)
     elapsed_s = max(run.position.elapsed_s, 1e-9)
     tokens_per_s = run.position.num_tokens / elapsed_s
@@ -118,12 +121,11 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
     last = run.position.step == run.config.train.max_steps
     if run.position.step % run.config.train.log_every_steps and not last:
         return
-    num_tokens = sum(entry.num_tokens for entry in run._since_log)
     if run.metrics is not None:
         run.metrics.append(
             {
                 "step": run.position.step,
-                "loss": sum(entry.loss * entry.num_tokens for entry in run._since_log) / num_tokens,
+                "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
                 "num_tokens": run.position.num_tokens,
@@ -131,7 +133,6 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
                 "elapsed_s": round(elapsed_s, 3),
             }
         )
-    run._since_log.clear()
 
 
 def _evaluate(run: TrainingRun) -> None:
@@ -165,7 +166,7 @@ def _evaluate(run: TrainingRun) -> None:
 def _save(run: TrainingRun) -> None:
     if run.metrics is not None:
         run.metrics.sync()
-        save_checkpoint(run.folder, run.config, run.model, run.record, run.optimiser, run.position)
+        save_checkpoint(run.folder, run.config, run.model, run.record, run.optimiser, run.position, run.contents)
     run.accelerator.wait_for_everyone()
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import write_text
 
 
@@ -15,8 +16,14 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= resumed_step]
+        kept = [line for number, line in enumerate(self._lines(), 1) if self._step(line, number) <= resumed_step]
         write_text(path, "".join(f"{line}\n" for line in kept))
+
+    def _step(self, line: str, number: int) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            raise StorageError(f"{self._path}:{number}: damaged, not a record of ours; remove the line") from None
 
     def _lines(self) -> list[str]:
         if not self._path.exists():

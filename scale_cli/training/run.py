@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 
 from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.storage.atomic import new_folder, write_json
+from scale_cli.storage.atomic import new_folder, read_json, verify_folder, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import (
+    CORPORA,
     Position,
     checkpoints,
     load_checkpoint,
@@ -27,9 +29,13 @@ from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import load_model, read_record
 from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.sizes import check_context
+
+# One process tokenises, evaluates and saves while the others wait.
+_PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,12 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
         ConfigError: the batch does not divide among the processes.
     """
     # Autocast is the step's, by the config alone, whatever the launcher was told.
-    accelerator = Accelerator(mixed_precision="no")
+    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     say = say if accelerator.is_main_process else _say_nothing
     run_folder = RunFolder(config.output_dir)
-    if resume is not None and run_folder.final.is_dir():
+    if resume == "auto" and run_folder.final.is_dir():
+        verify_folder(run_folder.final)
         _check_same_run(run_folder.final, config, TRAIN_SECTIONS)
         return TrainSummary(run_folder.final, read_position(run_folder.final))
     start = _starting_point(run_folder, config, resume, say)
@@ -73,7 +81,7 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
     run_loop(run)
     if accelerator.is_main_process:
         with new_folder(run_folder.final) as partial:
-            write_position(partial, config, run.model, run.record, run.position)
+            write_position(partial, config, run.model, run.record, run.position, run.contents)
             write_json(partial / "cost.json", measure_cost(run).to_json())
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -88,9 +96,9 @@ def _starting_point(
     run_folder: RunFolder, config: RunConfig, resume: str | None, say: Callable[[str], None]
 ) -> Path | None:
     """Return the checkpoint to start from, or None for the beginning."""
+    if resume != "auto" and run_folder.final.is_dir():
+        raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
     if resume is None:
-        if run_folder.final.is_dir():
-            raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
         if checkpoints(run_folder):
             raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
         return None
@@ -104,6 +112,11 @@ def _starting_point(
         start = Path(resume)
         if not (start / "position.json").is_file():
             raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
+        newer = [f.name for f in checkpoints(run_folder) if read_position(f).step > read_position(start).step]
+        if newer:
+            raise RunFolderError(
+                f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
+            )
     if start is not None:
         _check_same_run(start, config, TRAIN_SECTIONS)
         say(f"resuming       {start}")
@@ -129,6 +142,7 @@ def _open_run(
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
     tokenizer = load_tokenizer(config.model)
+    check_tokenizer(tokenizer, read_record(run_folder.upscaled))
     main = accelerator.is_main_process
     say(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
     with accelerator.main_process_first():  # the first one fills the cache, the others open it
@@ -138,7 +152,11 @@ def _open_run(
         ledger = corpus.ledger
         dropped = f", {ledger.empty_documents:,} empty dropped" if ledger.empty_documents else ""
         say(f"corpus         {source.name}: {len(corpus):,} documents, {ledger.num_tokens:,} tokens{dropped}")
+    contents = [corpus.folder.name for corpus in corpora]
+    if start is not None and read_json(start / CORPORA) != contents:
+        raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")
     model = load_model(run_folder.upscaled, config.model, config.seed).to(accelerator.device)
+    check_context(config, model.config)
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
     return TrainingRun(
@@ -151,6 +169,7 @@ def _open_run(
         optimiser=optimiser,
         batches=build_batches(config, corpora),
         held_out=held_out,
+        contents=contents,
         position=position,
         metrics=MetricsLog(run_folder.metrics, position.step) if main else None,
     )

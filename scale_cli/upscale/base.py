@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError
+from scale_cli.storage.tokenizer import tokenizer_sha256
 
+# What a configuration holds beside what is computed.
+_NOT_COMPUTING = {
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
 _LONGEST_REASON = 200
 SUPPORTED_FAMILIES = ("llama",)
 
@@ -32,12 +46,16 @@ class BaseRecord:
         revision: the commit the hub served, where it came from one.
         dtype: what the hashed tensors are held in.
         tensors: SHA-256 of every tensor, by name.
+        config_sha256: of what the configuration says about computing: sizes, norms, RoPE.
+        tokenizer_sha256: of the files the tokenizer saves.
     """
 
     name: str
     revision: str | None
     dtype: str
     tensors: dict[str, str]
+    config_sha256: str = ""
+    tokenizer_sha256: str = ""
 
     @property
     def content_sha256(self) -> str:
@@ -52,13 +70,16 @@ class BaseRecord:
             "revision": self.revision,
             "dtype": self.dtype,
             "content_sha256": self.content_sha256,
+            "config_sha256": self.config_sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
             "tensors": self.tensors,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BaseRecord:
         """Read what `base.json` holds."""
-        return cls(value["name"], value["revision"], value["dtype"], value["tensors"])
+        hashes = value["tensors"], value["config_sha256"], value["tokenizer_sha256"]
+        return cls(value["name"], value["revision"], value["dtype"], *hashes)
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
@@ -100,6 +121,8 @@ def load_base_config(model: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
     except _UNLOADABLE as error:
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
+    # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
+    config.attention_dropout = 0.0
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
     return config
@@ -139,10 +162,35 @@ def tensor_sha256(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def record_base(base: PreTrainedModel, model: ModelConfig) -> BaseRecord:
-    """Hash every tensor of a base model (a tied one once)."""
-    tensors = {name: tensor_sha256(parameter) for name, parameter in base.named_parameters()}
-    return BaseRecord(model.base, getattr(base.config, "_commit_hash", None), model.dtype, tensors)
+def config_sha256(base: PreTrainedModel) -> str:
+    """Return one hash over what a configuration says about computing; names, versions and token ids do not count."""
+    fields = base.config.to_diff_dict()
+    computing = {name: value for name, value in fields.items() if name not in _NOT_COMPUTING}
+    return hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def record_base(
+    base: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> BaseRecord:
+    """Hash every tensor of a base model (a tied one once), its configuration and its tokenizer."""
+    return BaseRecord(
+        name=model.base,
+        revision=getattr(base.config, "_commit_hash", None),
+        dtype=model.dtype,
+        tensors={name: tensor_sha256(parameter) for name, parameter in base.named_parameters()},
+        config_sha256=config_sha256(base),
+        tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
+    """Check that a tokenizer is the one that was recorded.
+
+    Raises:
+        BaseModelError: it is another.
+    """
+    if record.tokenizer_sha256 and tokenizer_sha256(tokenizer) != record.tokenizer_sha256:
+        raise BaseModelError(f"model.base: the tokenizer of {record.name} is not the one it had at `scale upscale`")
 
 
 def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
@@ -162,3 +210,5 @@ def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> No
         raise BaseModelError(
             f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs"
         )
+    if record.config_sha256 and config_sha256(base) != record.config_sha256:
+        raise BaseModelError(f"{where}: not the base that was widened ({record.name}): its config.json differs")

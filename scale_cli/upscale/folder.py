@@ -51,7 +51,10 @@ def read_record(folder: Path) -> BaseRecord:
 
 def trained_sha256(folder: Path) -> str:
     """Return the hash of a method folder's parameters, as its manifest has it."""
-    sha256: str = read_json(folder / MANIFEST)["files"][TRAINED]["sha256"]
+    try:
+        sha256: str = read_json(folder / MANIFEST)["files"][TRAINED]["sha256"]
+    except (KeyError, TypeError):
+        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
     return sha256
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from scale_cli.config.compare import UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
@@ -73,10 +73,15 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     """
     run, method = RunFolder(config.output_dir), config.method
     if run.final.is_dir() or run.checkpoints.is_dir():
-        raise RunFolderError(f"{run.root}: training has begun from what is there; choose another output_dir")
+        raise RunFolderError(_already_begun(run, config))
     base = load_base(config.model)
-    record = record_base(base, config.model)
     tokenizer = load_tokenizer(config.model)
+    if len(tokenizer) > base.config.vocab_size:
+        raise BaseModelError(
+            f"model.base: the tokenizer of {config.model.base} has {len(tokenizer):,} ids, "
+            f"its embedding {base.config.vocab_size:,}"
+        )
+    record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
     base_logits = plain_logits(base, sample_ids(tokenizer))
@@ -90,6 +95,14 @@ def upscale(config: RunConfig) -> UpscaleSummary:
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
     return UpscaleSummary(run.upscaled, method.variant, model, record, len(base_logits))
+
+
+def _already_begun(run: RunFolder, config: RunConfig) -> str:
+    told = f"{run.root}: training has begun from what is there; choose another output_dir"
+    if not (run.upscaled / "scale.yaml").is_file():
+        return told
+    changed = differences(load_config(run.upscaled / "scale.yaml"), config, UPSCALE_SECTIONS)
+    return f"{told} ({'; '.join(changed)})" if changed else told
 
 
 def upscale_is_finished(config: RunConfig) -> bool:

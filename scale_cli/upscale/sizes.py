@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scale_cli.config.schema import CollaborationConfig, MethodConfig
+from scale_cli.config.schema import CollaborationConfig, MethodConfig, RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.model.configuration_scale import ScaleConfig
 
@@ -46,6 +46,21 @@ def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
         router_switch_rate=method.router.switch_rate,
         router_threshold=method.router.threshold,
     )
+
+
+def check_context(config: RunConfig, model_config: Any) -> None:
+    """Refuse windows longer than the base was made for.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    lengths = {
+        "corpus.sequence_length": config.corpus.sequence_length,
+        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
+    }
+    for key, length in lengths.items():
+        if length > model_config.max_position_embeddings:
+            raise ConfigError(f"{key}: {length}, but the base has {model_config.max_position_embeddings} positions")
 
 
 def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:

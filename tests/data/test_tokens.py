@@ -15,8 +15,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.tokens import Boundaries, TokenisedCorpus, tokenised, tokenizer_sha256
+from scale_cli.data.tokens import Boundaries, TokenisedCorpus, tokenised
 from scale_cli.errors import CorpusError
+from scale_cli.storage.tokenizer import tokenizer_sha256
 
 # One has BOS and EOS, the other EOS alone.
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
@@ -312,3 +313,13 @@ def test_a_hub_dataset_whose_commit_cannot_be_told_is_named(
     source = TextSource(name="source", dataset="no-such-owner/no-such-dataset", language="en")
     with pytest.raises(CorpusError, match="no-such-owner/no-such-dataset"):
         tokenised(source, tokenizer, tmp_path, show_progress=False)
+
+
+def test_a_special_token_spelled_out_in_a_text_is_text(shared_data: Path, tmp_path: Path) -> None:
+    for checkpoint in CHECKPOINTS:
+        tokenizer = load(shared_data / checkpoint / "hf")
+        spelled = f"One {tokenizer.eos_token} and {tokenizer.bos_token or tokenizer.eos_token} two."
+        source = TextSource(name=checkpoint, path=str(write_jsonl(tmp_path / "a.jsonl", [spelled])), language="en")
+        corpus = tokenised(source, tokenizer, tmp_path / "cache", show_progress=False)
+        inside = corpus.document(0)[int(tokenizer.bos_token_id is not None) : -1]
+        assert not {tokenizer.eos_token_id, tokenizer.bos_token_id} & set(inside.tolist())

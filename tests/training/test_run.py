@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import Interrupted, RunFolderError
+from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop
@@ -161,3 +161,40 @@ def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConf
     moments = {name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")}
     assert moments == added
     assert not [file for file in Path(run.root).rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")]
+
+
+def test_text_that_changed_between_two_resumes_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("One text to begin with.\n" * 200, encoding="utf-8")
+    config = make_config("run", f"corpus.sources.0.path={text}")
+    upscale(config)
+    raise_signal_after(monkeypatch, signal.SIGTERM, 1)
+    with pytest.raises(Interrupted):
+        train(config, None, said_nothing)
+    text.write_text("Another text to go on with.\n" * 200, encoding="utf-8")
+    with pytest.raises(RunFolderError, match="a corpus has changed"):
+        train(config, "auto", said_nothing)
+
+
+def test_logged_losses_do_not_hang_on_where_a_run_was_interrupted(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = make_config("whole", "train.log_every_steps=4"), make_config("cut", "train.log_every_steps=4")
+    for config in (whole, cut):
+        upscale(config)
+    train(whole, None, said_nothing)
+    raise_signal_after(monkeypatch, signal.SIGTERM, 6)
+    with pytest.raises(Interrupted):
+        train(cut, None, said_nothing)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    train(cut, "auto", said_nothing)
+    assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
+
+
+def test_windows_longer_than_the_bases_context_are_refused(make_config: MakeConfig) -> None:
+    config = make_config("run", "corpus.sequence_length=1024")
+    upscale(config)
+    with pytest.raises(ConfigError, match=r"corpus\.sequence_length: 1024, but the base has 512"):
+        train(config, None, said_nothing)

@@ -13,6 +13,7 @@ from torch import Tensor
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, StorageError
 from scale_cli.model.modeling_scale import FinalStates, ScaleForCausalLM
+from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import MethodModel, load_model, read_record
 from scale_cli.upscale.run import upscale, upscale_is_finished
 
@@ -201,5 +202,45 @@ def test_nothing_of_the_base_is_changed_by_widening_it(config: RunConfig, base: 
 
 def test_the_record_is_plain_json_with_a_hash_for_every_tensor(config: RunConfig) -> None:
     value = json.loads((upscale(config).folder / "base.json").read_text(encoding="utf-8"))
-    assert value.keys() == {"name", "revision", "dtype", "content_sha256", "tensors"}
+    assert value.keys() == {
+        "name",
+        "revision",
+        "dtype",
+        "content_sha256",
+        "config_sha256",
+        "tokenizer_sha256",
+        "tensors",
+    }
     assert all(len(sha256) == 64 for sha256 in value["tensors"].values())
+
+
+def test_a_base_whose_config_or_tokenizer_has_changed_is_refused(base: Path, config: RunConfig) -> None:
+    summary = upscale(config)
+    told = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    (base / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 1e-3}), encoding="utf-8")
+    with pytest.raises(BaseModelError, match=r"config\.json differs"):
+        load_model(summary.folder, config.model)
+    (base / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    load_model(summary.folder, config.model)
+    tokenizer = load_tokenizer(config.model)
+    check_tokenizer(tokenizer, summary.record)
+    tokenizer.add_tokens(["Lily"])
+    with pytest.raises(BaseModelError, match="tokenizer"):
+        check_tokenizer(tokenizer, summary.record)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(base: Path, config: RunConfig) -> None:
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.add_tokens(["Lily"])
+    tokenizer.save_pretrained(base)
+    with pytest.raises(BaseModelError, match="513 ids, its embedding 512"):
+        upscale(config)
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(config: RunConfig) -> None:
+    thesis = config.output_dir / "upscaled" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("precious", encoding="utf-8")
+    with pytest.raises(RunFolderError, match="not a folder of ours"):
+        upscale(config)
+    assert thesis.read_text(encoding="utf-8") == "precious"

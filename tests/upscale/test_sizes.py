@@ -90,7 +90,7 @@ def test_a_layer_that_the_base_does_not_have_is_refused_by_name(layers: Any) -> 
 
 @pytest.mark.parametrize(
     ("modules", "attention", "mlp"),
-    [(["attention", "mlp"], [3], [3]), (["attention"], [3], []), (["mlp"], [], [3]), ([], [], [])],
+    [(["attention", "mlp"], [3], [3]), (["attention"], [3], []), (["mlp"], [], [3])],
 )
 def test_only_the_named_modules_collaborate(modules: Any, attention: list[int], mlp: list[int]) -> None:
     collaboration = CollaborationConfig(layers="top:1", modules=modules)
