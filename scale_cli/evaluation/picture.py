@@ -63,8 +63,8 @@ def _draw_panel(axis: Any, kept: CorpusResult, taught: CorpusResult) -> None:
         )
     axis.axhline(0.0, color="#999999", linewidth=0.8, zorder=0)
     axis.axvline(0.0, color="#999999", linewidth=0.8, zorder=0)
-    axis.set_xlabel(f"{language_name(taught.language)} gained ({taught.name}), bits/byte")
-    axis.set_ylabel(f"{language_name(kept.language)} kept ({kept.name}), bits/byte, below 0 lost")
+    axis.set_xlabel(f"{language_name(taught.language)} gained ({taught.name}),\nbits/byte")
+    axis.set_ylabel(f"{language_name(kept.language)} kept ({kept.name}),\nbits/byte, below 0 lost")
     axis.margins(0.15)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -59,7 +59,8 @@ class ExportSummary:
         return [
             *lines,
             f"parity         max |dlogit| {self.parity.max_logit_difference:.1e}, mean "
-            f"{self.parity.mean_logit_difference:.1e}, over {self.parity.num_positions:,} positions",
+            f"{self.parity.mean_logit_difference:.1e}, over {self.parity.num_positions:,} positions "
+            f"(the trained model's own rounding: max {self.parity.own_max_difference:.1e})",
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
         ]
 

@@ -52,13 +52,16 @@ def test_stream_and_mlp_grow_in_proportion_to_the_heads(base: LlamaConfig, ratio
 @given(llama_configs(), st.floats(0.01, 4.0))
 def test_the_widened_sizes_are_those_of_a_valid_llama(base: LlamaConfig, ratio: float) -> None:
     planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
-    LlamaConfig(
+    widened = LlamaConfig(
         hidden_size=base.hidden_size + planned.expansion_hidden_size,
         intermediate_size=base.intermediate_size + planned.expansion_intermediate_size,
         num_attention_heads=base.num_attention_heads + planned.expansion_num_attention_heads,
         num_key_value_heads=(base.num_key_value_heads or 0) + planned.expansion_num_key_value_heads,
         head_dim=base.head_dim,
-    ).validate()
+    )
+    widened.validate()
+    assert widened.hidden_size % widened.num_attention_heads == 0
+    assert widened.num_attention_heads % (widened.num_key_value_heads or 1) == 0
 
 
 @pytest.mark.parametrize(("variant", "expected"), [("preserve", []), ("adapt", [0, 1, 2, 3]), ("route", [])])
