@@ -104,6 +104,19 @@ def compare(runs: Runs, output: Output) -> None:
     _show(run.compare(runs, output))
 
 
+@app.command()
+def biography(config: Config, overrides: Overrides = None) -> None:
+    """Teach synthetic people to every method, one task after another, and draw what each forgets."""
+    from scale_cli.config.biography import BiographyConfig
+    from scale_cli.config.load import load_checked
+
+    checked = load_checked(BiographyConfig, config, overrides)
+    _quieten_libraries()
+    from scale_cli.biography import run
+
+    _show(run.run_biography(checked, _say))
+
+
 @app.command(name="run")
 def run_all(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
     """Run the four verbs in turn, skipping what is done already."""
@@ -121,15 +134,19 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from scale_cli.config.load import load_config
 
     config = load_config(path, overrides)
-    warnings.simplefilter("ignore", FutureWarning)  # of libraries, to each other
-    # After the config has been found good: its errors must not wait for this import.
+    _quieten_libraries()
+    return config
+
+
+def _quieten_libraries() -> None:
+    """Silence what libraries say to each other; after a config has been found good: its errors must not wait for it."""
+    warnings.simplefilter("ignore", FutureWarning)
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return config
 
 
 def _show(summary: Summary) -> None:

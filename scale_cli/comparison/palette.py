@@ -51,6 +51,11 @@ def _colour_rules(shade: int) -> str:
     return "\n".join(rules)
 
 
+def light_colour(name: str) -> str:
+    """Return a colour, as #rrggbb, for a figure on white paper."""
+    return _COLOURS[name][_LIGHT]
+
+
 def figure_style() -> str:
     """Return the style of a figure that stands alone: on light paper."""
     return _FIGURE_RULES + _colour_rules(_LIGHT)

@@ -6,14 +6,16 @@ import difflib
 import re
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import RunConfig, Section
 from scale_cli.errors import ConfigError
+
+AnyConfig = TypeVar("AnyConfig", bound=Section)
 
 
 class _Yaml12FloatLoader(yaml.SafeLoader):
@@ -31,9 +33,15 @@ for _half in (_Yaml12FloatLoader, _Yaml12FloatDumper):
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read, override and check the config of a run; see `load_checked`."""
+    return load_checked(RunConfig, path, overrides)
+
+
+def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | None = None) -> AnyConfig:
     """Read, override and check a config file.
 
     Args:
+        schema: what the file holds.
         path: the YAML file.
         overrides: `key.sub=value` strings, the value in YAML; later ones win.
 
@@ -53,9 +61,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         _apply_override(tree, override)
     try:
-        return RunConfig.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{path}: {_describe(detail)}" for detail in error.errors(include_url=False)]
+        lines = [f"{path}: {_describe(schema, detail)}" for detail in error.errors(include_url=False)]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -105,7 +113,7 @@ def _index(node: list[Any], part: str, override: str) -> int:
     return indices[part]
 
 
-def _describe(detail: ErrorDetails) -> str:
+def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     unknown_key = detail["type"] == "extra_forbidden"
     *sections, last = detail["loc"] or ("",)
     location = [part for part in sections if not _is_union_branch(part)]
@@ -113,7 +121,7 @@ def _describe(detail: ErrorDetails) -> str:
         location.append(last)
     place = ".".join(str(part) for part in location)
     if unknown_key:
-        return f"{place}: unknown key{_did_you_mean(location)}"
+        return f"{place}: unknown key{_did_you_mean(schema, location)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
     message = detail["msg"].removeprefix("Value error, ")
@@ -127,8 +135,8 @@ def _is_union_branch(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or "[" in part)
 
 
-def _did_you_mean(location: list[str | int]) -> str:
-    section: type[BaseModel] | None = RunConfig
+def _did_you_mean(schema: type[Section], location: list[str | int]) -> str:
+    section: type[BaseModel] | None = schema
     for part in location[:-1]:
         if isinstance(part, int) or section is None:
             continue
@@ -159,7 +167,7 @@ def _kind(value: object) -> str:
     return "empty" if value is None else names.get(type(value), "something else")
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Section) -> str:
     """Return the resolved config as YAML, every default written out."""
     tree = config.model_dump(mode="json")
     dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True)

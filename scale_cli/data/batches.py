@@ -7,9 +7,10 @@ is padded, and its padding is no target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,19 @@ import torch
 from torch import Tensor
 
 IGNORED = -100  # the target that torch's cross-entropy leaves out
+
+
+class Windows(Protocol):
+    """Sequences of one length to train on, padded where they are shorter."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def num_targets(self, index: int) -> int:
+        """Return how many targets a window has."""
+
+    def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
 
 
 class PackedWindows:
@@ -75,7 +89,7 @@ class Batches:
 
     def __init__(
         self,
-        sources: list[PackedWindows],
+        sources: Sequence[Windows],
         weights: list[float],
         *,
         seed: int,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .observing import Observation, observe_logits
+from .observing import HeadLogits, Observation, observe_logits
 
 
 class BesideBase(nn.Module):
@@ -22,8 +22,8 @@ class BesideBase(nn.Module):
         self.base = base
         self.trained = trained
 
-    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
-        """Return what both models said of the tokens that came after each of `input_ids` (B, T)."""
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        """Run both models over `input_ids` (B, T) and return what gives their logits at any positions."""
         models = (self.base, self.trained)
         hidden = [model.get_decoder()(input_ids, use_cache=False).last_hidden_state for model in models]
         heads = [model.get_output_embeddings() for model in models]
@@ -32,4 +32,8 @@ class BesideBase(nn.Module):
             base, trained = (head(states[:, positions]) for head, states in zip(heads, hidden, strict=True))
             return base, trained
 
-        return observe_logits(logits_at, next_ids_BT, self.base.config.vocab_size)
+        return logits_at
+
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        """Return what both models said of the tokens that came after each of `input_ids` (B, T)."""
+        return observe_logits(self.head_logits(input_ids), next_ids_BT, self.base.config.vocab_size)

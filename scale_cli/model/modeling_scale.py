@@ -22,7 +22,7 @@ from .cache_scale import RouterState, ScaleCache
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion, LayerContext
 from .head_loss import IGNORED, adaptation_cross_entropy
-from .observing import Observation, observe_logits
+from .observing import HeadLogits, Observation, observe_logits
 from .routing import (
     cosine_serves_base,
     head_log_probs,
@@ -252,6 +252,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             next_ids_BT: the token after each position.
         """
         return observe_logits(lambda at: self.both_logits(states.at(at)), next_ids_BT, self.config.vocab_size)
+
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        """Run the decoder over `input_ids` (B, T) and return what gives both heads' logits at any positions."""
+        states = self.final_states(input_ids, preserved=True)
+        return lambda positions: self.both_logits(states.at(positions))
 
     def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
         """Return what both heads said of the tokens that came after each of `input_ids` (B, T)."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from tqdm import trange
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import Batches
@@ -54,19 +60,39 @@ def train_base(
         seed: of the random start.
         folder: where a local base model is wanted.
     """
-    accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(architecture).to(accelerator.device).train()
-    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(model)
-    started_s = time.monotonic()
-    num_tokens = 0
-    with trange(train.max_steps, desc="training a base", unit="step", leave=False) as steps:
+    model = LlamaForCausalLM(architecture)
+    for _ in training_steps(model, batches, train, "training a base"):
+        pass
+    write_base(folder, model, tokenizer)
+    return model.eval()
+
+
+def training_steps(model: nn.Module, batches: Batches, train: TrainConfig, description: str) -> Iterator[int]:
+    """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
+
+    Between two steps the model may be used in evaluation mode.
+
+    Args:
+        model: moved to the device at hand.
+        batches: of `train.max_steps` steps.
+        train: schedule and optimiser.
+        description: of the progress bar.
+    """
+    accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
+    wrapped = accelerator.prepare(model.to(accelerator.device))
+    optimiser = build_optimiser(model, train)
+    yield 0
+    with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
         for step in steps:
+            wrapped.train()
             result = train_step(accelerator, wrapped, optimiser, batches, step, train)
-            num_tokens += result.num_tokens
-            rate = num_tokens / (time.monotonic() - started_s)
-            steps.set_postfix_str(f"loss {result.loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
+            yield step + 1
+
+
+def write_base(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a model and its tokenizer as a local base model."""
     with new_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    return model.eval()

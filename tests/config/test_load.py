@@ -16,7 +16,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
 SMALLEST = """\
 output_dir: runs/x

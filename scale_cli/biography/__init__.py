@@ -1,0 +1,1 @@
+"""The controlled benchmark: facts about synthetic people, learned one task after another."""

@@ -1,0 +1,194 @@
+"""The verb `scale biography`: pre-train, learn Task 0, then learn Task 1 by every method, measuring both on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.biography.accuracy import SERVED, first_token_accuracy
+from scale_cli.biography.report import write_report
+from scale_cli.biography.results import MethodResult, served_lines, verdicts
+from scale_cli.biography.tasks import Curriculum, write_curriculum
+from scale_cli.config.biography import BiographyConfig, ComparedMethod, StageConfig
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import ModelConfig, TrainConfig
+from scale_cli.data.batches import Batches
+from scale_cli.data.biography import ATTRIBUTES
+from scale_cli.data.sequences import SequenceWindows
+from scale_cli.errors import RunFolderError
+from scale_cli.model.observing import TwoHeaded
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.training.from_scratch import training_steps, write_base
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.method import start_model, two_headed
+
+
+@dataclass(frozen=True)
+class BiographySummary:
+    """What came out, for the terminal."""
+
+    folder: Path
+    results: list[MethodResult]
+
+    def lines(self) -> list[str]:
+        """Return an aligned table, the verdicts, and where the report is."""
+        lines = served_lines(self.results)
+        width = max(len(line.label) for line in lines)
+        rows = [f"{'after Task 1':<{width}}  Task 0: start    end  Task 1: start    end"]
+        for line in lines:
+            told = [f"{100 * value:.1f} %" for value in (line.task_0[0], line.task_0[-1])]
+            asked = [f"{100 * value:.1f} %" for value in (line.task_1[0], line.task_1[-1])]
+            rows.append(f"{line.label:<{width}}  {told[0]:>13}{told[1]:>9}{asked[0]:>13}{asked[1]:>9}")
+        return [*rows, *verdicts(lines), f"report: {self.folder / 'report.md'}"]
+
+
+def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> BiographySummary:
+    """Run the benchmark; what is there already, made with the same settings, is not made again.
+
+    Args:
+        config: the resolved config.
+        say: prints a line for the user.
+
+    Raises:
+        RunFolderError: the folder was made with other settings.
+        ConfigError: a method asks for what the model does not have.
+    """
+    folder = config.output_dir
+    _claim(folder, config)
+    curriculum = write_curriculum(config)
+    say(
+        f"people         {config.people.pretraining:,} told of, Task 0 asks about {config.people.task_0:,} of them, "
+        f"Task 1 about {config.people.task_1:,} others"
+    )
+    base = _learn_base(config, curriculum, say)
+    results = []
+    for compared in config.methods:
+        file = folder / "methods" / f"{compared.name}.json"
+        settings = compared.model_dump(mode="json")
+        result = _finished(file, settings)
+        if result is None:
+            result = _learn_task_1(config, curriculum, base, compared)
+            write_json(file, result.to_json())
+        for line in served_lines([result]):
+            say(
+                f"{line.label:<21}Task 0 {line.task_0[0]:7.1%} -> {line.task_0[-1]:7.1%}   "
+                f"Task 1 {line.task_1[-1]:7.1%}   {result.training_s:,.0f} s"
+            )
+        results.append(result)
+    with new_folder(folder / "report") as partial:
+        write_report(partial, config, results)
+    return BiographySummary(folder / "report", results)
+
+
+def _claim(folder: Path, config: BiographyConfig) -> None:
+    """Write down what decides every result, or refuse a folder in which it is something else; methods may be added."""
+    deciding = config.model_dump(mode="json", exclude={"output_dir", "methods"})
+    file = folder / "settings.json"
+    if file.is_file():
+        before = read_json(file)
+        changed = sorted(key for key in deciding.keys() | before.keys() if deciding.get(key) != before.get(key))
+        if changed:
+            raise RunFolderError(f"{folder}: was made with other settings ({', '.join(changed)}); choose another")
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise RunFolderError(f"{folder}: holds something else; choose another output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, deciding)
+    write_text(folder / "biography.yaml", dump_config(config))
+
+
+def _finished(file: Path, settings: dict[str, Any]) -> MethodResult | None:
+    if not file.is_file():
+        return None
+    result = MethodResult(**read_json(file))
+    return result if result.settings == settings else None
+
+
+def _learn_base(config: BiographyConfig, curriculum: Curriculum, say: Callable[[str], None]) -> ModelConfig:
+    """Return the base that Task 1 starts from: pre-trained on biographies, then taught Task 0."""
+    base = ModelConfig(base=str(config.output_dir / "base"))
+    if Path(base.base).is_dir():
+        say(f"base           {base.base}, done already")
+        return base
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(_architecture(config, curriculum))
+    stages = (
+        ("pre-training on biographies", config.pretraining, curriculum.biographies),
+        ("learning Task 0", config.task_0, curriculum.sequences(curriculum.task_0)),
+    )
+    for description, stage, sequences in stages:
+        for _ in training_steps(model, *_work(config, stage, sequences), description):
+            pass
+    write_base(Path(base.base), model, curriculum.tokenizer)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"base           {num_parameters:,} parameters, written to {base.base}")
+    return base
+
+
+def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfig:
+    sizes, tokenizer = config.model.model_dump(exclude={"vocab_size"}), curriculum.tokenizer
+    longest = max(map(len, [*curriculum.biographies, *(a.prompt + a.answer for a in curriculum.task_1)]))
+    return LlamaConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2 * longest,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _work(
+    config: BiographyConfig, stage: StageConfig, sequences: list[list[int]], lr: float | None = None
+) -> tuple[Batches, TrainConfig]:
+    """Return the batches of a stage, and its training settings."""
+    train = stage.schedule(config.mixed_precision, lr)
+    batches = Batches(
+        [SequenceWindows(sequences)],
+        [1.0],
+        seed=config.seed,
+        num_steps=stage.max_steps,
+        global_batch_size=stage.batch_size,
+        micro_batch_size=stage.batch_size,
+    )
+    return batches, train
+
+
+def _learn_task_1(
+    config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
+) -> MethodResult:
+    model = start_model(load_base(base), compared.method, config.seed)
+    work = _work(config, config.task_1, curriculum.sequences(curriculum.task_1), compared.lr)
+    num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
+    observed: TwoHeaded | None = None
+    steps: list[int] = []
+    accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in SERVED} for task in ("task_0", "task_1")}
+    training_s, resumed_s = 0.0, time.monotonic()
+    for step in training_steps(model, *work, f"learning Task 1: {compared.name}"):
+        if step % config.measure_every_steps and step != config.task_1.max_steps:
+            continue
+        training_s += time.monotonic() - resumed_s
+        model.eval()
+        observed = observed or two_headed(model, base)
+        steps.append(step)
+        for task, measured in accuracy.items():
+            asked = getattr(curriculum, task)[:num_measured]
+            for name, share in first_token_accuracy(observed, asked, config.router, config.mixed_precision).items():
+                measured[name].append(share)
+        resumed_s = time.monotonic()
+    return MethodResult(
+        name=compared.name,
+        variant=compared.method.variant,
+        settings=compared.model_dump(mode="json"),
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        training_s=round(training_s, 1),
+        steps=steps,
+        **accuracy,
+    )

@@ -1,0 +1,90 @@
+"""What each stage trains on: tellings of people, and questions about them, as token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.biography import BiographyConfig
+from scale_cli.data.biography import ATTRIBUTES, Person, answer, biography, generate_people, question
+from scale_cli.training.from_scratch import train_tokenizer
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question with its answer, as token ids.
+
+    Args:
+        prompt: the boundary of documents and the question.
+        answer: what follows it.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def first_answer_id(self) -> int:
+        """The token that decides whether it was answered: first-token accuracy looks no further."""
+        return self.answer[0]
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Everything that is told and asked, in the order in which it is learned.
+
+    Args:
+        tokenizer: learned on all of it.
+        biographies: pre-training sequences.
+        task_0: questions on people whose biographies were told.
+        task_1: questions on people never seen before.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    biographies: list[list[int]]
+    task_0: list[Question]
+    task_1: list[Question]
+
+    def sequences(self, questions: list[Question]) -> list[list[int]]:
+        """Return questions as what is trained on: boundary, question, answer, boundary."""
+        return [[*asked.prompt, *asked.answer, self.boundary] for asked in questions]
+
+    @property
+    def boundary(self) -> int:
+        """The token between documents."""
+        eos: int = self.tokenizer.eos_token_id
+        return eos
+
+
+def write_curriculum(config: BiographyConfig) -> Curriculum:
+    """Draw the people of a config and put what is told and asked of them into tokens; a pure function of it."""
+    sizes, language = config.people, config.language
+    people = generate_people(sizes.pretraining + sizes.task_1, config.seed)
+    told, asked_0, asked_1 = people[: sizes.pretraining], people[: sizes.task_0], people[sizes.pretraining :]
+    biographies = [biography(person, language, telling) for person in told for telling in range(sizes.biographies_each)]
+    texts = {"task_0": _questions(asked_0, config), "task_1": _questions(asked_1, config)}
+    every_text = [*biographies, *("".join(pair) for pairs in texts.values() for pair in pairs)]
+    tokenizer = train_tokenizer(every_text, config.model.vocab_size)
+    boundary = tokenizer.eos_token_id
+    told_ids = [[boundary, *ids, boundary] for ids in _encode(tokenizer, biographies)]
+    tasks = {}
+    for task, pairs in texts.items():
+        prompts, answers = (_encode(tokenizer, part) for part in zip(*pairs, strict=True))
+        tasks[task] = [Question([boundary, *q], a) for q, a in zip(prompts, answers, strict=True)]
+    return Curriculum(tokenizer, told_ids, tasks["task_0"], tasks["task_1"])
+
+
+def _questions(people: list[Person], config: BiographyConfig) -> list[tuple[str, str]]:
+    """Return every question on every person, and its answer with the space before it."""
+    language = config.language
+    return [
+        (question(person, attribute, language), f" {answer(person, attribute, language)}")
+        for person in people
+        for attribute in ATTRIBUTES
+    ]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,118 @@
+"""The config of `scale biography`: how many people, what is trained on them, and by which methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from scale_cli.config.schema import MethodConfig, Name, RouterConfig, Section, TrainConfig
+
+
+class PeopleConfig(Section):
+    """How many synthetic people each stage is about."""
+
+    pretraining: int = Field(default=200, ge=1, description="people whose biographies are pre-trained")
+    biographies_each: int = Field(default=5, ge=1, description="tellings of one person, differently worded")
+    task_0: int = Field(default=100, ge=1, description="of them, people that Task 0 asks about")
+    task_1: int = Field(default=100, ge=1, description="people never seen before, whom Task 1 asks about")
+    measured: int | None = Field(default=None, ge=1, description="first people of a task that are measured; null: all")
+
+    @model_validator(mode="after")
+    def _task_0_is_pretrained(self) -> PeopleConfig:
+        if self.task_0 > self.pretraining:
+            raise ValueError(f"task_0 {self.task_0} is more than pretraining {self.pretraining}")
+        return self
+
+
+class ModelSizes(Section):
+    """The Llama that is trained from a random start; its embeddings are tied."""
+
+    vocab_size: int = Field(default=2048, ge=512)
+    hidden_size: int = Field(default=128, ge=8)
+    intermediate_size: int = Field(default=352, ge=8)
+    num_hidden_layers: int = Field(default=4, ge=1)
+    num_attention_heads: int = Field(default=4, ge=1)
+    num_key_value_heads: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelSizes:
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_key_value_heads divides num_attention_heads, which divides hidden_size")
+        return self
+
+
+class StageConfig(Section):
+    """One stage of training; a sequence is one biography, or one question with its answer."""
+
+    max_steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="sequences a step")
+    lr: float = Field(default=2.0e-3, gt=0.0)
+    warmup_steps: int = Field(default=10, ge=0)
+
+    def schedule(self, mixed_precision: Literal["no", "bf16"], lr: float | None = None) -> TrainConfig:
+        """Return the training settings of this stage, at another learning rate where one is given."""
+        return TrainConfig(
+            max_steps=self.max_steps,
+            global_batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+            lr=lr or self.lr,
+            warmup_steps=min(self.warmup_steps, self.max_steps),
+            mixed_precision=mixed_precision,
+        )
+
+
+class ComparedMethod(Section):
+    """A method that learns Task 1, and the learning rate at which it does."""
+
+    name: Name
+    lr: float = Field(gt=0.0)
+    method: MethodConfig
+
+
+def _widened(variant: Literal["preserve", "adapt", "route"], layers: str | None = None) -> MethodConfig:
+    expansion, collaboration = {"ratio": 0.5}, {"layers": layers}
+    return MethodConfig.model_validate({"variant": variant, "expansion": expansion, "collaboration": collaboration})
+
+
+# Rates at which each learns Task 1 within the default steps; they are not tuned one against another. The top layer
+# collaborates in Route, so that it differs from Preserve served with a router.
+_DEFAULT_METHODS = [
+    ComparedMethod(name="full", lr=2.0e-3, method=MethodConfig(variant="full")),
+    ComparedMethod(name="lora", lr=5.0e-3, method=MethodConfig(variant="lora")),
+    ComparedMethod(name="llama-pro", lr=5.0e-3, method=MethodConfig(variant="llama-pro")),
+    ComparedMethod(name="preserve", lr=5.0e-3, method=_widened("preserve")),
+    ComparedMethod(name="adapt", lr=3.0e-3, method=_widened("adapt")),
+    ComparedMethod(name="route", lr=3.0e-3, method=_widened("route", "top:1")),
+]
+
+
+class BiographyConfig(Section):
+    """The whole file of `scale biography`; every key but output_dir has a default."""
+
+    output_dir: Path = Field(strict=False)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    language: Literal["en", "ko"] = "en"
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    people: PeopleConfig = PeopleConfig()
+    model: ModelSizes = ModelSizes()
+    pretraining: StageConfig = StageConfig(max_steps=600, batch_size=32, lr=3.0e-3)
+    task_0: StageConfig = StageConfig(max_steps=400, batch_size=48)
+    task_1: StageConfig = StageConfig(max_steps=400, batch_size=48)
+    measure_every_steps: int = Field(default=25, ge=1)
+    router: RouterConfig = RouterConfig()
+    methods: list[ComparedMethod] = Field(default=_DEFAULT_METHODS, min_length=1)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _yaml_no_is_no(cls, value: object) -> object:
+        return "no" if value is False else value
+
+    @field_validator("methods")
+    @classmethod
+    def _distinct(cls, methods: list[ComparedMethod]) -> list[ComparedMethod]:
+        names = [method.name for method in methods]
+        if len(set(names)) != len(names):
+            raise ValueError("two methods share a name")
+        return methods

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from scale_cli.biography.tasks import write_curriculum
+from scale_cli.config.biography import BiographyConfig
+from scale_cli.data.biography import ATTRIBUTES, answer, generate_people, question
+
+
+def test_every_question_is_asked_once_and_reads_back_as_it_was_worded(small: BiographyConfig) -> None:
+    curriculum = write_curriculum(small)
+    people = generate_people(9, small.seed)
+    for asked, persons in ((curriculum.task_0, people[:4]), (curriculum.task_1, people[6:])):
+        texts = curriculum.tokenizer.batch_decode(curriculum.sequences(asked), skip_special_tokens=True)
+        wanted = [f"{question(p, a, 'en')} {answer(p, a, 'en')}" for p in persons for a in ATTRIBUTES]
+        assert texts == wanted
+
+
+def test_task_1_is_about_people_of_whom_nothing_was_told(small: BiographyConfig) -> None:
+    curriculum = write_curriculum(small)
+    told = " ".join(curriculum.tokenizer.batch_decode(curriculum.biographies))
+    people = generate_people(9, small.seed)
+    assert all(person.name.en in told for person in people[:6])
+    assert not any(person.name.en in told for person in people[6:])
+
+
+def test_the_curriculum_is_a_pure_function_of_the_config(small: BiographyConfig) -> None:
+    one, other = write_curriculum(small), write_curriculum(small)
+    assert (one.biographies, one.task_0, one.task_1) == (other.biographies, other.task_0, other.task_1)
+    another = write_curriculum(small.model_copy(update={"seed": 1}))
+    assert another.biographies != one.biographies
+
+
+def test_korean_people_are_told_of_and_asked_about_in_korean(small: BiographyConfig) -> None:
+    curriculum = write_curriculum(small.model_copy(update={"language": "ko"}))
+    person = generate_people(9, small.seed)[0]
+    assert curriculum.tokenizer.decode(curriculum.task_0[0].prompt[1:]) == question(person, "birth_date", "ko")
