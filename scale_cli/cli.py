@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -162,6 +164,8 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Run the command line; user errors end in one message and their exit code, without a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         app()
     except Interrupted as stopped:
@@ -172,6 +176,14 @@ def main() -> None:
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """End at once, outside the training loop, which has its own way: what is half-written is never taken for whole."""
+    typer.echo(
+        f"stopped by {signal.Signals(number).name}; the same command starts what was not finished again", err=True
+    )
+    raise SystemExit(128 + number)
 
 
 def _fail(error: ScaleError) -> None:
