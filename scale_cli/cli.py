@@ -70,10 +70,10 @@ def plan(
     from scale_cli.planning import render, run
 
     made = run.plan(checked, flops, utilisation, num_processes)
-    for line in render.plan_lines(made):
-        _say(line)
     if output is not None:
         run.write_plan(made, output)
+    for line in render.plan_lines(made):
+        _say(line)
 
 
 @app.command()

@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.upscale.folder import MethodModel
 
-# Two window lengths that no size of a model is: what grows with the window is told by its shape from what does not.
-_SHORT, _LONG = 19, 38
+# Two window lengths: what grows between them is of the tokens, what does not is of the model.
+_SHORT, _LONG = 16, 32
+
+# The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed; under
+# a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
+_UNMASKED = "sdpa_without_mask"
+AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
 
 
 class _ProductCounter(TorchDispatchMode):
@@ -84,10 +91,9 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensor
 
 def _loss(model: MethodModel, sequence_length: int) -> Tensor:
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
-    # A mask is given because none can be derived: that would look at numbers. A real step needs none and holds none.
-    mask = torch.ones(1, 1, sequence_length, sequence_length, dtype=torch.bool)
     model.train()
-    output = model(input_ids=ids, attention_mask=mask, labels=ids, shift_labels=ids, use_cache=False)
+    model.set_attn_implementation(_UNMASKED)
+    output = model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False)
     loss: Tensor = output.loss
     return loss
 
@@ -99,8 +105,7 @@ def _saved_bytes(model: MethodModel, mixed_precision: str, sequence_length: int)
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        is_mask = tensor.shape[-2:] == (sequence_length, sequence_length)
-        if storage._cdata not in parameters and not is_mask:
+        if storage._cdata not in parameters:
             # The storage is held with its address, which another one could get otherwise.
             kept[storage._cdata] = (storage, tensor.shape[-1:] == (model.config.vocab_size,))
         return tensor

@@ -83,7 +83,8 @@ def _footnotes(plan: Plan) -> list[str]:
         "FLOPs/token: every product that training needs, once, attention causal; counted: those of the real",
         "model on tensors without numbers, attention over every key. The time is that of the former, without",
         "evaluation and checkpoints.",
-        f"memory: of one process; saved for the backward pass of a micro-batch of {train.micro_batch_size:,}, {precision};",
+        f"memory: of one process; saved: for the backward pass of a micro-batch of {train.micro_batch_size:,}, "
+        f"{precision};",
         f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments.",
     ]
     return lines

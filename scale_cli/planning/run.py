@@ -126,14 +126,13 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
     base_config = load_base_config(config.model)
     check_context(config, base_config)
     check_processes(config, num_processes)
-    alternatives = methods_beside(config.method)
+    if flops is None:
+        device = measured_device(config.train.mixed_precision, utilisation)
+    else:
+        device = stated_device(flops, utilisation)
     refused: dict[str, str] = {}
-    measuring = flops is None
-    device = (
-        measured_device(config.train.mixed_precision, utilisation) if measuring else stated_device(flops, utilisation)
-    )
     planned = [_plan_method(config, base_config, config.method, device, num_processes)]
-    for method in alternatives:
+    for method in methods_beside(config.method):
         try:
             planned.append(_plan_method(config, base_config, method, device, num_processes))
         except ConfigError as error:  # the config does not ask for it: the others are planned all the same
@@ -189,6 +188,6 @@ def _corpora(config: RunConfig) -> list[Corpus | None]:
     num_windows = config.train.max_steps * config.train.global_batch_size
     num_tokens = num_windows * config.corpus.sequence_length / sum(source.weight for source in sources)
     return [
-        corpus and Corpus(source.name, len(corpus.ids), num_tokens * source.weight / len(corpus.ids))
+        None if corpus is None else Corpus(source.name, len(corpus.ids), num_tokens * source.weight / len(corpus.ids))
         for source, corpus in zip(sources, opened, strict=True)
     ]
