@@ -23,8 +23,8 @@ from scale_cli.upscale.folder import MethodModel
 # Two window lengths: what grows between them is of the tokens, what does not is of the model.
 _SHORT, _LONG = 16, 32
 
-# The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed; under
-# a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
+# The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed;
+# under a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
 _UNMASKED = "sdpa_without_mask"
 AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
 

@@ -137,7 +137,7 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
             planned.append(_plan_method(config, base_config, method, device, num_processes))
         except ConfigError as error:  # the config does not ask for it: the others are planned all the same
             refused[method.variant] = str(error)
-    return Plan(config, base_config, num_processes, device, planned, refused, _corpora(config))
+    return Plan(config, base_config, num_processes, device, planned, refused, tokenised_corpora(config))
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -176,7 +176,8 @@ def _plan_method(
     return MethodPlan(method.variant, method == config.method, parameters, ideal, counted, memory, time_s)
 
 
-def _corpora(config: RunConfig) -> list[Corpus | None]:
+def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
+    """Return how often the run reads each training source; None for those that the cache does not hold yet."""
     folder, sources = cache_dir(config), config.corpus.sources
     if not any(any(folder.glob(f"{source.name}-*")) for source in sources):
         return [None] * len(sources)  # then neither a tokenizer nor a look at the texts is needed
