@@ -38,6 +38,16 @@ MaxForgetting = Annotated[
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+Flops = Annotated[
+    float | None,
+    typer.Option(metavar="FLOP/S", min=1.0, help="What a device sustains; else the one at hand is measured."),
+]
+Utilisation = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", min=0.01, max=1.0, help="Of the device's FLOP/s: 1 of stated, 0.4 of measured ones."),
+]
+Processes = Annotated[int, typer.Option(metavar="N", min=1, help="That share a step, each on a device of its own.")]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the plan here.")]
 Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
 
 
@@ -46,6 +56,26 @@ class Summary(Protocol):
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    flops: Flops = None,
+    utilisation: Utilisation = None,
+    num_processes: Processes = 1,
+    output: PlanFile = None,
+) -> None:
+    """Tell what a run and every other method will cost; needs only the base's config.json."""
+    checked = _load(config, overrides)
+    from scale_cli.planning import render, run
+
+    made = run.plan(checked, flops, utilisation, num_processes)
+    if output is not None:
+        run.write_plan(made, output)
+    for line in render.plan_lines(made):
+        _say(line)
 
 
 @app.command()

@@ -16,6 +16,11 @@ IGNORED = -100
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 
 
+def rows_at_once(device_type: str, vocab_size: int) -> int:
+    """Return how many tokens' logits one chunk holds."""
+    return max(1, _LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target), with the gradients computed chunk by chunk on the way forward.
 
@@ -27,14 +32,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, u_NE: Tensor, base_head_VD: Tensor, head_VE: Tensor, targets_N: Tensor
     ) -> Tensor:
         device = x_ND.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head_VE.dtype
+        # Asked first: the meta device, on which a run is planned, knows no autocast.
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else head_VE.dtype
         base_head, head = base_head_VD.to(dtype), head_VE.to(dtype)
         x_wanted, u_wanted, _, head_wanted, _ = ctx.needs_input_grad
         grad_x = torch.empty_like(x_ND) if x_wanted else None
         grad_u = torch.empty_like(u_NE) if u_wanted else None
         grad_head = torch.zeros_like(head_VE, dtype=torch.float32) if head_wanted else None
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        num_rows = max(1, _LOGITS_AT_ONCE.get(device, 2**26) // len(head))
+        num_rows = rows_at_once(device, len(head))
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             x, u, targets = x_ND[rows].to(dtype), u_NE[rows].to(dtype), targets_N[rows]

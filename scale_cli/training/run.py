@@ -13,7 +13,7 @@ from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differenc
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import new_folder, read_json, verify_folder, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import (
@@ -32,7 +32,7 @@ from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import load_model, read_record
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.sizes import check_context
+from scale_cli.upscale.sizes import check_context, check_processes
 
 # One process tokenises, evaluates and saves while the others wait.
 _PATIENCE = timedelta(hours=24)
@@ -133,11 +133,7 @@ def _open_run(
     config: RunConfig, accelerator: Accelerator, start: Path | None, say: Callable[[str], None]
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
-    if sizes.global_batch_size % (sizes.micro_batch_size * accelerator.num_processes):
-        raise ConfigError(
-            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{sizes.micro_batch_size} x {accelerator.num_processes} processes"
-        )
+    check_processes(config, accelerator.num_processes)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
