@@ -37,6 +37,7 @@ MaxForgetting = Annotated[
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
+Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, or one folder of it.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
 Flops = Annotated[
     float | None,
@@ -134,6 +135,17 @@ def compare(runs: Runs, output: Output) -> None:
     from scale_cli.comparison import run
 
     _show(run.compare(runs, output))
+
+
+@app.command()
+def verify(path: Checked) -> None:
+    """Check a folder of ours, or all folders of a run: hashes, preservation, ledgers, exports."""
+    _quieten_libraries()
+    from scale_cli import verify as verification
+
+    checked = verification.verify(path)
+    _show(checked)
+    checked.require()
 
 
 @app.command()

@@ -13,6 +13,7 @@ ScaleError                          exit 1
 ├── CheckFailed                     exit 3   a promise did not hold
 │   ├── PreservationError                    base logits or base tensors changed
 │   ├── ExportParityError                    an export does not compute what the trained model computes
+│   ├── VerificationError                    a folder is not what it was when it was written
 │   └── ForgettingError                      more was forgotten than --max-forgetting allows
 └── Interrupted                     exit 128 + signal after a checkpoint was written, 0 when train.max_hours are over
 """
@@ -76,6 +77,10 @@ class PreservationError(CheckFailed):
 
 class ExportParityError(CheckFailed):
     """An export does not compute what the trained model computes."""
+
+
+class VerificationError(CheckFailed):
+    """A folder of ours is not what it was when it was written."""
 
 
 class ForgettingError(CheckFailed):

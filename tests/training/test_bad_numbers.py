@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import NonFiniteError, TrainingError
+from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop
@@ -86,7 +86,7 @@ def test_time_that_is_over_ends_in_a_checkpoint_and_exit_code_0(make_config: Mak
     config = make_config("run", "train.max_hours=1e-9")
     upscale(config)
     for step in (1, 2):
-        with pytest.raises(loop.Interrupted, match=f"train.max_hours are over, after step {step}") as stopped:
+        with pytest.raises(Interrupted, match=f"train.max_hours are over, after step {step}") as stopped:
             train(config, "auto", said_nothing)
         assert stopped.value.exit_code == 0
         assert RunFolder(config.output_dir).checkpoint(step).is_dir()
