@@ -18,6 +18,7 @@ from scale_cli.benchmark.clock import Clock
 from scale_cli.benchmark.shapes import Shape
 from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.data.batches import Batches
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.method import start_model
@@ -88,7 +89,7 @@ def _ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Co
         clock.mark("backward")
 
     accelerator.backward = backward
-    wrapped = accelerator.prepare(model)
+    wrapped = accelerator.prepare(for_training(model))
     _mark_forward(wrapped, clock)
 
     def step(index: int) -> float:

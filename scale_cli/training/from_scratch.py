@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.storage.atomic import new_folder
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
 
@@ -57,7 +58,7 @@ def train_base(
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     torch.manual_seed(seed)
     model = LlamaForCausalLM(architecture).to(accelerator.device).train()
-    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(model)
+    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(for_training(model))
     started_s = time.monotonic()
     num_tokens = 0
     with trange(train.max_steps, desc="training a base", unit="step", leave=False) as steps:

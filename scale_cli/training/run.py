@@ -28,6 +28,7 @@ from scale_cli.training.checkpoint import (
 from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.objective import for_training
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import load_model, read_record
@@ -164,7 +165,7 @@ def _open_run(
         accelerator=accelerator,
         model=model,
         observed=two_headed(model, config.model) if main and sizes.eval_every_steps else None,
-        wrapped=accelerator.prepare(model),
+        wrapped=accelerator.prepare(for_training(model)),
         record=read_record(run_folder.upscaled),
         optimiser=optimiser,
         batches=build_batches(config, corpora),
