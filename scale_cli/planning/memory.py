@@ -82,7 +82,8 @@ def training_memory(
     """Return what one process holds.
 
     Logits that are kept whole exist three times in float32 when the backward pass begins: their log-softmax, its
-    gradient and theirs. In chunks they exist once in float32, and once in the precision of the products.
+    gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, and
+    as the gradient that goes into the next ones.
 
     Args:
         parameters: of the model.
@@ -99,7 +100,8 @@ def training_memory(
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize
     else:
         num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
-        head = num_rows * vocab_size * (torch.float32.itemsize + product_dtype.itemsize)
+        lowered = 0 if product_dtype == torch.float32 else 2 * product_dtype.itemsize
+        head = num_rows * vocab_size * (torch.float32.itemsize + lowered)
     return Memory(
         frozen=parameters.frozen_bytes,
         trainable=parameters.trainable_bytes,

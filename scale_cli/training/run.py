@@ -32,6 +32,7 @@ from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import load_model, read_record
 from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import check_context, check_processes
 
 # One process tokenises, evaluates and saves while the others wait.
@@ -160,7 +161,7 @@ def _open_run(
         accelerator=accelerator,
         model=model,
         observed=two_headed(model, config.model) if main and sizes.eval_every_steps else None,
-        wrapped=accelerator.prepare(model),
+        wrapped=accelerator.prepare(for_training(model)),
         record=read_record(run_folder.upscaled),
         optimiser=optimiser,
         batches=build_batches(config, corpora),

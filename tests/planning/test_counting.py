@@ -13,6 +13,7 @@ from scale_cli.planning.counting import count_flops_per_token, count_saved_tenso
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import build_model, start_model
+from scale_cli.upscale.objective import for_training
 from tests.widening import tiny_llama
 
 VARIANTS = get_args(Variant)
@@ -28,7 +29,7 @@ def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
 
 def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
     ids = torch.randint(0, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids, "shift_labels": ids, "use_cache": False}
+    return {"input_ids": ids, "labels": ids, "shift_labels": ids, "num_items_in_batch": length, "use_cache": False}
 
 
 @methods
@@ -52,8 +53,9 @@ def test_products_without_numbers_are_counted_as_those_of_the_real_model(method:
     counted = count_flops_per_token(without_weights(base, method), length)
     real = start_model(base, method, seed=0).train()
     real.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter:
-        real(**window(61, length)).loss.backward()
+    summed_in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=summed_in_place) as counter:
+        for_training(real)(**window(61, length)).loss.backward()
     assert counted == counter.get_total_flops() / length
 
 
@@ -76,7 +78,7 @@ def test_what_is_said_to_be_saved_is_what_autograd_saves(method: MethodConfig, m
         torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        real(**window(61, length))
+        for_training(real)(**window(61, length))
     num_bytes = sum(storage.nbytes() for storage in saved.values())
     per_token = planned.bytes_per_token + planned.head_bytes_per_token
     assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes, rel=1e-3)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from scale_cli.config.schema import MethodConfig
 from scale_cli.planning.flops import ideal_flops_per_token
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
 from tests.widening import tiny_llama
 
 SEQUENCE_LENGTH = 24
@@ -46,15 +47,20 @@ METHODS: list[dict[str, Any]] = [
     {"variant": "route", "collaboration": {"layers": "top:1"}},
 ]
 
+# The counter does not know a product that is summed in place.
+SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+
 
 def counted(model: Any, num_tokens: int) -> dict[str, float]:
     """FLOPs per token of one real forward and backward, by torch's operator; eager attention, so all are products."""
     model.set_attn_implementation("eager")
     model.train()
     ids = torch.randint(0, 61, (2, num_tokens // 2))
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
     with counter:
-        model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss.backward()
+        for_training(model)(
+            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False
+        ).loss.backward()
     return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}
 
 
@@ -65,7 +71,8 @@ def test_the_formula_is_what_a_real_model_computes(settings: dict[str, Any], tie
     method = MethodConfig.model_validate(settings)
     ideal = ideal_flops_per_token(base.config, method, SEQUENCE_LENGTH)
     by_operator = counted(start_model(base, method, seed=0), 2 * SEQUENCE_LENGTH)
-    assert by_operator.pop("aten.mm") == ideal.linear + ideal.head
+    products = by_operator.pop("aten.mm") + by_operator.pop("aten.addmm_", 0.0)
+    assert products == ideal.linear + ideal.head
     # Eager attention multiplies with every key and masks afterwards; the formula counts the keys a token sees.
     assert sum(by_operator.values()) == ideal.attention * SEQUENCE_LENGTH / ((SEQUENCE_LENGTH + 1) / 2)
 
