@@ -89,7 +89,7 @@ def _ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Co
         clock.mark("backward")
 
     accelerator.backward = backward
-    wrapped = accelerator.prepare(for_training(model))
+    wrapped = accelerator.prepare(for_training(model, train))
     _mark_forward(wrapped, clock)
 
     def step(index: int) -> float:

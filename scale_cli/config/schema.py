@@ -236,6 +236,8 @@ class TrainConfig(Section):
     adam_epsilon: float = Field(default=1.0e-8, gt=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     mixed_precision: Literal["no", "bf16"] = "no"
+    compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
+    activation_checkpointing: bool = Field(default=False, description="less memory for more time")
     log_every_steps: int = Field(default=10, ge=1)
     save_every_steps: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

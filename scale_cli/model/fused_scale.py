@@ -1,7 +1,7 @@
 """Steps of the widened decoder whose own backward pass costs less than what autograd would record of them.
 
-Each computes forward with the base's own operations, so that the base stream keeps its bits, and keeps for backward only
-what cannot be had again by a cheap elementwise operation.
+Each computes forward with the base's own operations, so that the base stream keeps its bits, and keeps for backward
+only what cannot be had again by a cheap elementwise operation.
 
 Shapes: B batch, T positions, D base channels, E expansion channels, C MLP channels, N heads, A channels a head.
 """
@@ -37,6 +37,17 @@ def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
     return y + F.linear(u.to(weight.dtype), weight).to(y.dtype)
 
 
+def inverse_rms(x_BTD: Tensor, epsilon: float) -> Tensor:
+    """Return 1 / rms(x) as (B, T, 1) in float32, in one pass over x."""
+    norms = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=torch.float32)
+    return norms.square_().div_(x_BTD.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def scale_by(inverse_BT1: Tensor, u_BTE: Tensor, gain_E: Tensor) -> Tensor:
+    """Return u^ = g' u / rms(x), computed in float32, as the products that read it want it."""
+    return (gain_E * (u_BTE.float() * inverse_BT1)).to(product_dtype(u_BTE))
+
+
 class _TwoStreamNorm(torch.autograd.Function):
     """x^ = g x / rms(x) by the base's own norm, and u^ = g' u / rms(x).
 
@@ -45,10 +56,9 @@ class _TwoStreamNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, base_norm: Any, x_BTD: Tensor, u_BTE: Tensor, gain_E: Tensor) -> tuple[Tensor, Tensor]:
-        inverse_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse_BT1 = inverse_BT1.square_().div_(x_BTD.shape[-1]).add_(base_norm.variance_epsilon).rsqrt_()
+        inverse_BT1 = inverse_rms(x_BTD, base_norm.variance_epsilon)
         normed_x = base_norm(x_BTD)
-        normed_u = (gain_E * (u_BTE.float() * inverse_BT1)).to(product_dtype(u_BTE))
+        normed_u = scale_by(inverse_BT1, u_BTE, gain_E)
         x_wanted = ctx.needs_input_grad[1]
         ctx.set_materialize_grads(x_wanted)
         if not x_wanted:
@@ -74,7 +84,7 @@ class _TwoStreamNorm(torch.autograd.Function):
 
 
 def two_stream_norm(base_norm: Any, x_BTD: Tensor, u_BTE: Tensor, gain_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both streams over the base stream's RMS, each with its own gains; u^ as the products that read it want it.
+    """Return both streams over the base stream's RMS, each with its own gains.
 
     Args:
         base_norm: the base's RMSNorm: frozen.

@@ -58,7 +58,7 @@ def train_base(
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     torch.manual_seed(seed)
     model = LlamaForCausalLM(architecture).to(accelerator.device).train()
-    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(for_training(model))
+    optimiser, wrapped = build_optimiser(model, train), accelerator.prepare(for_training(model, train))
     started_s = time.monotonic()
     num_tokens = 0
     with trange(train.max_steps, desc="training a base", unit="step", leave=False) as steps:
