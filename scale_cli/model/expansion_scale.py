@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
-from .fused_scale import add_product, gated, inverse_rms, product_dtype, rotate, scale_by, two_stream_norm
+from .fused_scale import add_product, frozen_norm, gated, product_dtype, rotate
 
 
 class ExpansionLinear(nn.Module):
@@ -67,13 +67,9 @@ class ExpansionNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
-    def forward(self, base_norm: Any, x_BTD: Tensor, u_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x^ by the base's own norm, and u^; statistics in float32."""
-        return two_stream_norm(base_norm, x_BTD, u_BTE, self.weight)
-
-    def over(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
-        """Return u^ where 1 / rms(x) is known."""
-        return scale_by(inverse_rms_BT1, u_BTE, self.weight)
+    def forward(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
+        """Return u^ (B, T, E), computed in float32, in what the products that read it are computed in."""
+        return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(product_dtype(u_BTE))
 
 
 @dataclass
@@ -136,12 +132,10 @@ class BaseReads:
 def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, BaseReads]:
     """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
     attention, mlp = base_layer.self_attn, base_layer.mlp
-    attention_inverse_rms = inverse_rms(x_BTD, base_layer.input_layernorm.variance_epsilon)
-    x = base_layer.input_layernorm(x_BTD)
+    x, attention_inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
     heads = attend(attention, attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), context, slot)
     x_BTD = x_BTD + attention.o_proj(heads)
-    mlp_inverse_rms = inverse_rms(x_BTD, base_layer.post_attention_layernorm.variance_epsilon)
-    y = base_layer.post_attention_layernorm(x_BTD)
+    y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
     channels = gated(mlp.act_fn, mlp.gate_proj(y), mlp.up_proj(y))
     read = BaseReads(x, attention_inverse_rms, heads, y, mlp_inverse_rms, channels)
     return x_BTD + mlp.down_proj(channels), read
@@ -185,17 +179,18 @@ class ExpansionLayer(nn.Module):
         return x_BTD, context.run(self._added, base_layer, read, u_BTE, context)
 
     def _added(self, base_layer: Any, read: BaseReads, u_BTE: Tensor, context: LayerContext) -> Tensor:
-        u = self.input_layernorm.over(read.attention_inverse_rms_BT1, u_BTE)
+        u = self.input_layernorm(read.attention_inverse_rms_BT1, u_BTE)
         heads = self._heads(base_layer.self_attn, read.attention_BTD, u, context)
         u_BTE = u_BTE + self.o_proj(read.heads, heads)
-        u = self.post_attention_layernorm.over(read.mlp_inverse_rms_BT1, u_BTE)
+        u = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
         return u_BTE + self.down_proj(read.channels, self._channels(base_layer.mlp, read.mlp_BTD, u))
 
     def _both(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int
     ) -> tuple[Tensor, Tensor]:
         attention, mlp = base_layer.self_attn, base_layer.mlp
-        x, u = self.input_layernorm(base_layer.input_layernorm, x_BTD, u_BTE)
+        x, inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
+        u = self.input_layernorm(inverse_rms, u_BTE)
         q = self.q_proj.collaborate(attention.q_proj, x, u)
         k = self.k_proj.collaborate(attention.k_proj, x, u)
         v = self.v_proj.collaborate(attention.v_proj, x, u)
@@ -203,7 +198,8 @@ class ExpansionLayer(nn.Module):
         added_heads = self._heads(attention, x, u, context)
         x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads)
         u_BTE = u_BTE + self.o_proj(base_heads, added_heads)
-        x, u = self.post_attention_layernorm(base_layer.post_attention_layernorm, x_BTD, u_BTE)
+        x, inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
+        u = self.post_attention_layernorm(inverse_rms, u_BTE)
         gate = self.gate_proj.collaborate(mlp.gate_proj, x, u)
         base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, x, u))
         added_channels = self._channels(mlp, x, u)

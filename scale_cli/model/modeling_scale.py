@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .cache_scale import RouterState, ScaleCache
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion, LayerContext
+from .fused_scale import frozen_norm
 from .head_loss import IGNORED, adaptation_cross_entropy
 from .observing import Observation, observe_logits
 from .routing import (
@@ -211,7 +212,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
             base_slot = 2 * context.num_layers + index if preserved else index
             x_BTD, u_BTE = added(base_layer, x_BTD, u_BTE, context, base_slot)
-        adapted_BTD, expansion_BTE = self.expansion.norm(decoder.norm, x_BTD, u_BTE)
+        adapted_BTD, inverse_rms_BT1 = frozen_norm(decoder.norm, x_BTD)
+        expansion_BTE = self.expansion.norm(inverse_rms_BT1, u_BTE)
         if not preserved:
             return FinalStates(adapted_BTD, expansion_BTE, None)
         return FinalStates(adapted_BTD, expansion_BTE, adapted_BTD if p_BTD is x_BTD else decoder.norm(p_BTD))

@@ -112,7 +112,7 @@ class CopiesOf(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.shape == self.tensor.shape:
-            if result.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
-                self.made.append(result.dtype)
+        of_its_shape = isinstance(result, Tensor) and result.shape == self.tensor.shape
+        if of_its_shape and result.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
+            self.made.append(result.dtype)
         return result

@@ -88,8 +88,8 @@ def test_activation_checkpointing_holds_less_at_once(name: str, share: float) ->
 
 
 def test_checkpointing_computes_no_frozen_layer_twice() -> None:
-    calls = []
-    model = start("route")
+    calls: list[int] = []
+    model: Any = start("route")
     for layer in model.base.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     losses(model, num_steps=1, activation_checkpointing=True)
