@@ -49,24 +49,24 @@ class Contestant:
 def contestants(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], Contestant]]:
     """Return every method by name, each to be built when it is wanted."""
 
-    def ours(name: str, **method: Any) -> Callable[[], Contestant]:
+    def of_ours(name: str, **method: Any) -> Callable[[], Contestant]:
         settings = MethodConfig.model_validate(method)
-        return lambda: _ours(name, settings, shape, batches)
+        return lambda: ours(name, settings, shape, batches)
 
     made = {
-        "full": ours("full", variant="full"),
+        "full": of_ours("full", variant="full"),
         "hf full": lambda: _hf_trainer(shape, batches, folder),
-        "lora": ours("lora", variant="lora"),
+        "lora": of_ours("lora", variant="lora"),
         "hf lora": lambda: _hf_lora(shape, batches),
-        "llama-pro": ours("llama-pro", variant="llama-pro"),
+        "llama-pro": of_ours("llama-pro", variant="llama-pro"),
     }
     for ratio in RATIOS:
         expansion = {"ratio": ratio}
         for variant in ("preserve", "adapt"):
             name = f"{variant} r={ratio:g}"
-            made[name] = ours(name, variant=variant, expansion=expansion)
+            made[name] = of_ours(name, variant=variant, expansion=expansion)
         name, top = f"route top:{shape.top_layers} r={ratio:g}", {"layers": f"top:{shape.top_layers}"}
-        made[name] = ours(name, variant="route", expansion=expansion, collaboration=top)
+        made[name] = of_ours(name, variant="route", expansion=expansion, collaboration=top)
     return made
 
 
@@ -75,7 +75,7 @@ def _mark_forward(model: nn.Module, clock: Clock) -> None:
     model.register_forward_hook(lambda *_: clock.mark("forward"))
 
 
-def _ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Contestant:
+def ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Contestant:
     """A method as `scale train` runs it."""
     model: Any = start_model(shape.base(SEED), method, SEED)
     model.to(shape.device).train()
@@ -89,7 +89,7 @@ def _ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Co
         clock.mark("backward")
 
     accelerator.backward = backward
-    wrapped = accelerator.prepare(for_training(model))
+    wrapped = accelerator.prepare(for_training(model, train))
     _mark_forward(wrapped, clock)
 
     def step(index: int) -> float:

@@ -16,10 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 
 
-def _addmm_flops(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(query, key, value)
 
@@ -28,8 +24,13 @@ def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *
     return sdpa_backward_flop_count(grad_out, query, key, value)
 
 
-# The counter knows no product that is summed in place, and of attention kernels those of GPUs; by the same rules.
-_NOT_KNOWN = {
+def _addmm_flops(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    rows, inner = left
+    return int(2 * rows * inner * right[1])
+
+
+# The counter knows sums of products and the attention kernels of GPUs; in place and on a CPU they are counted the same.
+_UNKNOWN_TO_THE_COUNTER = {
     torch.ops.aten.addmm_: _addmm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -38,28 +39,34 @@ _NOT_KNOWN = {
 
 def count_flops(step: Callable[[], object]) -> int:
     """Return the operations of the matrix products and the attention of one training step."""
-    with FlopCounterMode(display=False, custom_mapping=_NOT_KNOWN) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_THE_COUNTER) as counter:
         step()
     return counter.get_total_flops()
 
 
 def saved_activation_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
-    """Return the bytes that the decoder keeps for its backward pass: distinct storages, no parameters, no head.
+    """Return the bytes that the decoder keeps of a batch for its backward pass: distinct storages, the head excluded.
+
+    Only what grows with the batch is an activation: weights, and autocast's copies of them, do not.
 
     Args:
         model: widened, plain, or plain with PEFT's adapters.
-        input_ids: (B, T).
+        input_ids: (B, T), at least two sequences.
         mixed_precision: no or bf16.
     """
-    parameters = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    num_sequences = len(input_ids)
+    of_all, of_one = (_saved_bytes(model, ids, mixed_precision) for ids in (input_ids, input_ids[:1]))
+    return (of_all - of_one) * num_sequences // (num_sequences - 1)
+
+
+def _saved_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
     saved: dict[int, int] = {}
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)  # alive until counted: a freed address may come again
+        saved[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)  # alive until counted: a freed address may come again
         return tensor
 
     with (

@@ -60,10 +60,14 @@ class Shape:
             mixed_precision=self.mixed_precision,
         )
 
+    def llama_config(self) -> LlamaConfig:
+        """Return the model's configuration."""
+        return LlamaConfig(**self.sizes)
+
     def base(self, seed: int) -> LlamaForCausalLM:
         """Return the random base, frozen, on its device, in its dtype."""
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(LlamaConfig(**self.sizes))
+        model: Any = LlamaForCausalLM(self.llama_config())
         return model.to(self.device, getattr(torch, self.dtype)).requires_grad_(False).eval()
 
     def batches(self, folder: Path, seed: int) -> Batches:
@@ -101,6 +105,14 @@ SHAPES = {
     for shape in (
         Shape("tiny", _llama(2, 64, 128, 8, 8, 256), batch_size=2, sequence_length=32),
         Shape("cpu", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
+        Shape(  # the same in the precision of a GPU: for what is counted, not for speed
+            "cpu-bf16",
+            _llama(6, 512, 2048, 8, 8, 8192),
+            batch_size=4,
+            sequence_length=512,
+            dtype="bfloat16",
+            mixed_precision="bf16",
+        ),
         Shape(  # Llama-3.2-1B
             "gpu",
             {**_llama(16, 2048, 8192, 32, 8, 128_256), "tie_word_embeddings": True, "rope_theta": 500_000.0},

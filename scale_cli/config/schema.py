@@ -243,6 +243,8 @@ class TrainConfig(Section):
     max_hours: float | None = Field(
         default=None, gt=0.0, description="of one invocation: when they are over, a checkpoint is written and it ends"
     )
+    compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
+    activation_checkpointing: bool = Field(default=False, description="less memory for more time")
     log_every_steps: int = Field(default=10, ge=1)
     save_every_steps: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -66,8 +66,9 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
     ratios = [0.0]
 
     def measure(_module: nn.Module, streams: tuple[Tensor, Tensor]) -> None:
-        x_BT, u_BT = (stream.float().pow(2).mean(-1) for stream in streams)
-        ratios.append((u_BT / x_BT).sqrt().nan_to_num(0.0, posinf=0.0).max().item())
+        inverse_rms_BT1, u_BTE = streams
+        ratios_BT = u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)
+        ratios.append(ratios_BT.nan_to_num(0.0, posinf=0.0).max().item())
 
     norms = [module for module in model.expansion.modules() if isinstance(module, ExpansionNorm)]
     hooks = [norm.register_forward_pre_hook(measure) for norm in norms]

@@ -13,18 +13,20 @@ Source: SCALE, arXiv 2511.03270; the norm of both streams by the base stream's R
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
-from .fused_scale import add_product, gated, product_dtype, rotate, two_stream_norm
+from .fused_scale import add_product, frozen_norm, gated, product_dtype, rotate
 
 
 class ExpansionLinear(nn.Module):
@@ -65,9 +67,9 @@ class ExpansionNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
-    def forward(self, base_norm: Any, x_BTD: Tensor, u_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x^ by the base's own norm, and u^; statistics in float32."""
-        return two_stream_norm(base_norm, x_BTD, u_BTE, self.weight)
+    def forward(self, inverse_rms_BT1: Tensor, u_BTE: Tensor) -> Tensor:
+        """Return u^ (B, T, E), computed in float32, in what the products that read it are computed in."""
+        return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(product_dtype(u_BTE))
 
 
 @dataclass
@@ -78,6 +80,13 @@ class LayerContext:
     attention_mask: Any  # Tensor, BlockMask or None: whatever transformers' attention functions take
     cache: ScaleCache | None
     num_layers: int
+    checkpointing: bool = False  # activations of what trains are computed again in backward
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a part of a layer; where checkpointing, keep of it only what went in."""
+        if not self.checkpointing:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int) -> Tensor:
@@ -99,6 +108,39 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     return attended.reshape(*shape[:-2], -1).contiguous()
 
 
+@dataclass
+class BaseReads:
+    """What the added blocks read of a frozen layer.
+
+    Args:
+        attention_BTD: what q, k, v read.
+        attention_inverse_rms_BT1: of the stream before the first norm.
+        heads: (B, T, N A), what o reads.
+        mlp_BTD: what gate and up read.
+        mlp_inverse_rms_BT1: of the stream before the second norm.
+        channels: (B, T, MLP channels), what down reads.
+    """
+
+    attention_BTD: Tensor
+    attention_inverse_rms_BT1: Tensor
+    heads: Tensor
+    mlp_BTD: Tensor
+    mlp_inverse_rms_BT1: Tensor
+    channels: Tensor
+
+
+def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, BaseReads]:
+    """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
+    attention, mlp = base_layer.self_attn, base_layer.mlp
+    x, attention_inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
+    heads = attend(attention, attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), context, slot)
+    x_BTD = x_BTD + attention.o_proj(heads)
+    y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
+    channels = gated(mlp.act_fn, mlp.gate_proj(y), mlp.up_proj(y))
+    read = BaseReads(x, attention_inverse_rms, heads, y, mlp_inverse_rms, channels)
+    return x_BTD + mlp.down_proj(channels), read
+
+
 class ExpansionLayer(nn.Module):
     """What one decoder layer gains: heads, MLP channels, and the blocks between the two streams."""
 
@@ -111,6 +153,7 @@ class ExpansionLayer(nn.Module):
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
         self.layer_index = layer_index
+        self.collaborates = in_attention or in_mlp
         self.input_layernorm = ExpansionNorm(hidden_size)
         self.q_proj = ExpansionLinear(attention.q_proj, hidden_size, query_size, collaborates=in_attention)
         self.k_proj = ExpansionLinear(attention.k_proj, hidden_size, key_value_size, collaborates=in_attention)
@@ -126,39 +169,49 @@ class ExpansionLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return both streams after this layer.
 
-        Where x needs no gradient (below every collaborating layer: always in Preserve) autograd records nothing for
-        the base's products; they cost a forward pass and no more.
+        Where nothing has written into x (below every collaborating layer: always in Preserve) the base layer runs by
+        itself, without autograd: it costs a forward pass and no more, and is never computed twice.
         """
-        x_BTD, u_BTE = self._attention(base_layer, x_BTD, u_BTE, context, base_slot)
-        return self._mlp(base_layer, x_BTD, u_BTE)
+        if self.collaborates or x_BTD.requires_grad:
+            return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot)
+        with torch.no_grad():
+            x_BTD, read = read_base(base_layer, x_BTD, context, base_slot)
+        return x_BTD, context.run(self._added, base_layer, read, u_BTE, context)
 
-    def _attention(
+    def _added(self, base_layer: Any, read: BaseReads, u_BTE: Tensor, context: LayerContext) -> Tensor:
+        u = self.input_layernorm(read.attention_inverse_rms_BT1, u_BTE)
+        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, context)
+        u_BTE = u_BTE + self.o_proj(read.heads, heads)
+        u = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
+        return u_BTE + self.down_proj(read.channels, self._channels(base_layer.mlp, read.mlp_BTD, u))
+
+    def _both(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int
     ) -> tuple[Tensor, Tensor]:
-        attention = base_layer.self_attn
-        x, u = self.input_layernorm(base_layer.input_layernorm, x_BTD, u_BTE)
-        q, k, v = (
-            widened.collaborate(frozen, x, u)
-            for frozen, widened in (
-                (attention.q_proj, self.q_proj),
-                (attention.k_proj, self.k_proj),
-                (attention.v_proj, self.v_proj),
-            )
-        )
+        attention, mlp = base_layer.self_attn, base_layer.mlp
+        x, inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
+        u = self.input_layernorm(inverse_rms, u_BTE)
+        q = self.q_proj.collaborate(attention.q_proj, x, u)
+        k = self.k_proj.collaborate(attention.k_proj, x, u)
+        v = self.v_proj.collaborate(attention.v_proj, x, u)
         base_heads = attend(attention, q, k, v, context, base_slot)
-        added_slot = context.num_layers + self.layer_index
-        added_heads = attend(attention, self.q_proj(x, u), self.k_proj(x, u), self.v_proj(x, u), context, added_slot)
+        added_heads = self._heads(attention, x, u, context)
         x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads)
-        return x_BTD, u_BTE + self.o_proj(base_heads, added_heads)
-
-    def _mlp(self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        mlp = base_layer.mlp
-        x, u = self.post_attention_layernorm(base_layer.post_attention_layernorm, x_BTD, u_BTE)
+        u_BTE = u_BTE + self.o_proj(base_heads, added_heads)
+        x, inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
+        u = self.post_attention_layernorm(inverse_rms, u_BTE)
         gate = self.gate_proj.collaborate(mlp.gate_proj, x, u)
         base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, x, u))
-        added_channels = gated(mlp.act_fn, self.gate_proj(x, u), self.up_proj(x, u))
+        added_channels = self._channels(mlp, x, u)
         x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels)
         return x_BTD, u_BTE + self.down_proj(base_channels, added_channels)
+
+    def _heads(self, attention: Any, x: Tensor, u: Tensor, context: LayerContext) -> Tensor:
+        slot = context.num_layers + self.layer_index
+        return attend(attention, self.q_proj(x, u), self.k_proj(x, u), self.v_proj(x, u), context, slot)
+
+    def _channels(self, mlp: Any, x: Tensor, u: Tensor) -> Tensor:
+        return gated(mlp.act_fn, self.gate_proj(x, u), self.up_proj(x, u))
 
 
 class Expansion(nn.Module):

@@ -39,52 +39,38 @@ def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
     return y + F.linear(u.to(weight.dtype), weight).to(y.dtype)
 
 
-class _TwoStreamNorm(torch.autograd.Function):
-    """x^ = g x / rms(x) by the base's own norm, and u^ = g' u / rms(x).
+class _FrozenNorm(torch.autograd.Function):
+    """x^ = g x / rms(x) by the base's own norm, and i = 1 / rms(x).
 
-    With a = g dx^, b = g' du^ and i = 1 / rms(x): du = i b, and dx = i a - x i^3 (a.x + b.u) / D.
+    With a = g dx^: dx = i a - x i^3 (a.x + di) / D.
     """
 
     @staticmethod
-    def forward(ctx: Any, base_norm: Any, x_BTD: Tensor, u_BTE: Tensor, gain_E: Tensor) -> tuple[Tensor, Tensor]:
-        inverse_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse_BT1 = inverse_BT1.square_().div_(x_BTD.shape[-1]).add_(base_norm.variance_epsilon).rsqrt_()
-        normed_x = base_norm(x_BTD)
-        normed_u = (gain_E * (u_BTE.float() * inverse_BT1)).to(product_dtype(u_BTE))
-        x_wanted = ctx.needs_input_grad[1]
-        ctx.set_materialize_grads(x_wanted)
-        if not x_wanted:
-            ctx.mark_non_differentiable(normed_x)
-        ctx.save_for_backward(x_BTD if x_wanted else None, u_BTE, inverse_BT1, base_norm.weight, gain_E)
-        return normed_x, normed_u
+    def forward(ctx: Any, base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        norms_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=wide).float()
+        inverse_BT1 = norms_BT1.square_().div_(x_BTD.shape[-1]).add_(base_norm.variance_epsilon).rsqrt_()
+        ctx.save_for_backward(x_BTD, inverse_BT1, base_norm.weight)
+        return base_norm(x_BTD), inverse_BT1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor, grad_u: Tensor) -> tuple[Tensor | None, ...]:
-        x, u, inverse, base_gain, gain = ctx.saved_tensors
-        scaled_u = u.float() * inverse
-        of_gain = (grad_u * scaled_u).sum(dim=(0, 1)).to(gain.dtype)
-        of_u = (grad_u * gain).mul_(inverse)
-        of_x = None
-        if x is not None:
-            a = grad_x.float() * base_gain
-            # b.u i = du.u, so that both sums are already one factor i ahead.
-            both = (a * x).sum(dim=-1, keepdim=True).mul_(inverse) + (of_u * u).sum(dim=-1, keepdim=True)
-            of_x = a.mul_(inverse).addcmul_(x.float(), both.mul_(inverse.square()).div_(x.shape[-1]), value=-1)
-            of_x = of_x.to(x.dtype)
-        return None, of_x, of_u.to(u.dtype), of_gain
+    def backward(ctx: Any, grad_x: Tensor, grad_inverse: Tensor) -> tuple[None, Tensor]:
+        x, inverse, gain = ctx.saved_tensors
+        a = grad_x.float() * gain
+        inner = (a * x).sum(dim=-1, keepdim=True).add_(grad_inverse)
+        of_x = a.mul_(inverse).addcmul_(x.float(), inner.mul_(inverse.pow(3)).div_(x.shape[-1]), value=-1)
+        return None, of_x.to(x.dtype)
 
 
-def two_stream_norm(base_norm: Any, x_BTD: Tensor, u_BTE: Tensor, gain_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both streams over the base stream's RMS, each with its own gains; u^ as the products that read it want it.
+def frozen_norm(base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x^, and 1 / rms(x) as (B, T, 1) in float32, by which the expansion stream is normalised too.
 
     Args:
-        base_norm: the base's RMSNorm: frozen.
+        base_norm: the base's RMSNorm; its gains get no gradient.
         x_BTD: base stream.
-        u_BTE: expansion stream.
-        gain_E: g', the expansion's gains.
     """
-    return _TwoStreamNorm.apply(base_norm, x_BTD, u_BTE, gain_E)
+    return _FrozenNorm.apply(base_norm, x_BTD)
 
 
 class _Rotation(torch.autograd.Function):

@@ -36,31 +36,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, targets_N: Tensor, *streams_and_heads: Tensor) -> Tensor:
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
         device = targets_N.device.type
-        dtype = product_dtype(heads[-1])
         wanted = ctx.needs_input_grad[1:]
         of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
         of_heads = [
             torch.zeros_like(head, dtype=torch.float32) if want else None
             for head, want in zip(heads, wanted[1::2], strict=True)
         ]
-        lowered = [head.to(dtype) for head in heads]
+        lowered = [head.to(product_dtype(head)) for head in heads]
         loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
         num_rows = rows_at_once(device, len(lowered[0]))
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
-            read, targets = [stream[rows].to(dtype) for stream in streams], targets_N[rows]
+            read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
             logits_NV = read[0] @ lowered[0].T
             for stream, head in zip(read[1:], lowered[1:], strict=True):
-                logits_NV.addmm_(stream, head.T)
-            said, grad_NV = _said_and_gradient(logits_NV.float(), targets)
+                # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
+                logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
+            said, grad_NV = _said_and_gradient(logits_NV.float(), targets_N[rows])
             loss -= said
-            grad_NV = grad_NV.to(dtype)
-            for of_stream, head in zip(of_streams, lowered, strict=True):
+            for stream, head, of_stream, of_head in zip(read, lowered, of_streams, of_heads, strict=True):
+                grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
-                    of_stream[rows] = grad_NV @ head
-            for of_head, stream in zip(of_heads, read, strict=True):
+                    of_stream[rows] = grad @ head
                 if of_head is not None:
-                    _add_product(of_head, grad_NV.T, stream)
+                    _add_product(of_head, grad.T, stream)
         ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
         ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
         return loss

@@ -8,6 +8,7 @@ Source: SCALE, arXiv 2511.03270.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .cache_scale import RouterState, ScaleCache
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion, LayerContext
+from .fused_scale import frozen_norm
 from .head_loss import IGNORED, adaptation_cross_entropy
 from .observing import HeadLogits, Observation, observe_logits
 from .routing import (
@@ -77,6 +79,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         self.base: Any = base
         self.expansion = Expansion(base, config)
         self.base.requires_grad_(False)
+        self.activation_checkpointing = False
+        self.compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
         self.generation_config = base.generation_config
         self.post_init()
 
@@ -123,7 +127,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
         if self.training and labels is not None:
-            states = self.final_states(input_ids, attention_mask, position_ids, None, preserved=False)
+            run = self.compiled_states or self.final_states
+            states = run(input_ids, attention_mask, position_ids, None, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.variant == "route" and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
@@ -194,7 +199,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
         )
         rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
-        context = LayerContext(rotary, mask, cache, num_layers=len(decoder.layers))
+        checkpointing = self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        context = LayerContext(rotary, mask, cache, len(decoder.layers), checkpointing)
         p_BTD = x_BTD
         for index, (base_layer, added) in enumerate(zip(decoder.layers, self.expansion.layers, strict=True)):
             if index < self.config.first_collaborating_layer:
@@ -206,7 +212,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
             base_slot = 2 * context.num_layers + index if preserved else index
             x_BTD, u_BTE = added(base_layer, x_BTD, u_BTE, context, base_slot)
-        adapted_BTD, expansion_BTE = self.expansion.norm(decoder.norm, x_BTD, u_BTE)
+        adapted_BTD, inverse_rms_BT1 = frozen_norm(decoder.norm, x_BTD)
+        expansion_BTE = self.expansion.norm(inverse_rms_BT1, u_BTE)
         if not preserved:
             return FinalStates(adapted_BTD, expansion_BTE, None)
         return FinalStates(adapted_BTD, expansion_BTE, adapted_BTD if p_BTD is x_BTD else decoder.norm(p_BTD))

@@ -18,9 +18,12 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from scale_cli.config.schema import TrainConfig
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.objective import for_training
 
+# A plan is of the model as it stands: neither compiled nor checkpointed.
+_UNCOMPILED = TrainConfig(max_steps=1)
 # Two window lengths: what grows between them is of the tokens, what does not is of the model.
 _SHORT, _LONG = 16, 32
 
@@ -98,7 +101,7 @@ def _loss(model: MethodModel, sequence_length: int) -> Tensor:
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
     model.train()
     model.set_attn_implementation(_UNMASKED)
-    output = for_training(model)(
+    output = for_training(model, _UNCOMPILED)(
         input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False
     )
     loss: Tensor = output.loss

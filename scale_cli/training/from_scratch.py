@@ -81,7 +81,7 @@ def training_steps(model: MethodModel, batches: Batches, train: TrainConfig, des
         description: of the progress bar.
     """
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
-    wrapped = accelerator.prepare(for_training(model.to(accelerator.device)))
+    wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))
     optimiser = build_optimiser(model, train)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:

@@ -161,7 +161,7 @@ def _open_run(
         accelerator=accelerator,
         model=model,
         observed=two_headed(model, config.model) if main and sizes.eval_every_steps else None,
-        wrapped=accelerator.prepare(for_training(model)),
+        wrapped=accelerator.prepare(for_training(model, sizes)),
         record=read_record(run_folder.upscaled),
         optimiser=optimiser,
         batches=build_batches(config, corpora),

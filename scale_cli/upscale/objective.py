@@ -1,39 +1,63 @@
-"""A model as it is trained: with a loss that never holds the logits of all positions."""
+"""A model as it is trained: a loss that never holds the logits of all positions, compiled or checkpointed if asked.
+
+A decoder is compiled whole (`fullgraph=True`: a graph break is an error, not a slow surprise) and for one shape, that
+of the run's batches; evaluation goes on with the plain one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from scale_cli.config.schema import TrainConfig
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
 
 
-def for_training(model: MethodModel) -> nn.Module:
+def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     """Return what a training step calls; its parameters are the model's own.
 
     A widened model computes its loss in chunks itself. A plain one is given the same; where its vocabulary head is more
-    than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits.
+    than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits, and is not compiled.
     """
     if isinstance(model, ScaleForCausalLM):
+        model.activation_checkpointing = train.activation_checkpointing
+        model.compiled_states = compiled(model.final_states) if train.compile else None
         return model
     plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if train.activation_checkpointing:
+        plain.gradient_checkpointing_enable({"use_reentrant": False})
     head = plain.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
         return model
-    return ChunkedLossModel(plain)
+    return ChunkedLossModel(plain, train.compile)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled whole, for the shapes it is called with.
+
+    What was compiled is not kept on disk for the next run: inductor's cache is a pickle.
+    """
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"fx_graph_cache": False})
 
 
 class ChunkedLossModel(nn.Module):
     """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, compile_decoder: bool) -> None:
         super().__init__()
         self.model = model
+        self._run = compiled(self._last_states) if compile_decoder else self._last_states
+
+    def _last_states(self, input_ids: Tensor) -> Tensor:
+        states: Tensor = self.model.get_decoder()(input_ids, use_cache=False).last_hidden_state
+        return states
 
     def forward(
         self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: int, **_: Any
@@ -46,7 +70,6 @@ class ChunkedLossModel(nn.Module):
             num_items_in_batch: what the sum is divided by.
             **_: what transformers' own models take besides: `labels`, `use_cache`.
         """
-        states = self.model.get_decoder()(input_ids, use_cache=False).last_hidden_state
         head: nn.Linear = self.model.get_output_embeddings()
-        loss = plain_cross_entropy(states, head.weight, shift_labels)
+        loss = plain_cross_entropy(self._run(input_ids), head.weight, shift_labels)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)

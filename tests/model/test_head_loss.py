@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.model import head_loss
 from scale_cli.model.head_loss import IGNORED, adaptation_cross_entropy, plain_cross_entropy
@@ -84,3 +87,32 @@ def test_a_second_backward_is_refused_rather_than_wrong() -> None:
     (2 * loss).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (2 * loss).backward()
+
+
+def test_a_frozen_bfloat16_head_is_not_upcast_and_its_logits_are_the_served_ones() -> None:
+    x, u, base_head, head, targets = inputs(torch.float32)
+    x, base_head = x.bfloat16(), base_head.bfloat16()
+    seen = CopiesOf(base_head)
+    with seen:
+        loss = adaptation_cross_entropy(x, u.requires_grad_(), base_head, head.requires_grad_(), targets)
+        loss.backward()
+    assert seen.made == []
+    logits = (x @ base_head.T).float() + u @ head.T
+    whole = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, whole)
+
+
+class CopiesOf(TorchDispatchMode):
+    """Notes every tensor of one's shape that is not a view of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.made: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        of_its_shape = isinstance(result, Tensor) and result.shape == self.tensor.shape
+        if of_its_shape and result.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
+            self.made.append(result.dtype)
+        return result

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, Variant
+from scale_cli.config.schema import MethodConfig, TrainConfig, Variant
 from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.folder import MethodModel
@@ -55,7 +55,7 @@ def test_products_without_numbers_are_counted_as_those_of_the_real_model(method:
     real.set_attn_implementation("eager")
     summed_in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
     with FlopCounterMode(display=False, custom_mapping=summed_in_place) as counter:
-        for_training(real)(**window(61, length)).loss.backward()
+        for_training(real, TrainConfig(max_steps=1))(**window(61, length)).loss.backward()
     assert counted == counter.get_total_flops() / length
 
 
@@ -78,7 +78,7 @@ def test_what_is_said_to_be_saved_is_what_autograd_saves(method: MethodConfig, m
         torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        for_training(real)(**window(61, length))
+        for_training(real, TrainConfig(max_steps=1))(**window(61, length))
     num_bytes = sum(storage.nbytes() for storage in saved.values())
     per_token = planned.bytes_per_token + planned.head_bytes_per_token
     assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes, rel=1e-3)

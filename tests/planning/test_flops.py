@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from scale_cli.config.schema import MethodConfig
+from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.planning.flops import ideal_flops_per_token
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
@@ -58,7 +58,7 @@ def counted(model: Any, num_tokens: int) -> dict[str, float]:
     ids = torch.randint(0, 61, (2, num_tokens // 2))
     counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
     with counter:
-        for_training(model)(
+        for_training(model, TrainConfig(max_steps=1))(
             input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False
         ).loss.backward()
     return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}

@@ -75,7 +75,7 @@ def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
     with LiveBytes(model) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
-            loss = for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss
+            loss = for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss
         loss.backward()
     assert planned.saved + planned.head == pytest.approx(live.peak, rel=0.1)
 
@@ -85,7 +85,7 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig) 
     planned = planned_memory(method, "no")
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
     optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
     optimiser.step()
     trained = trainable_parameters(model).values()
     moments = [tensor for name, tensor in optimiser_tensors(optimiser, model).items() if not name.startswith("step.")]
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any) -> None:
     method = MethodConfig(variant="preserve")
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
     optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
     optimiser.step()
     save_tensors(tmp_path / "a.safetensors", dict(trainable_parameters(model)))
     save_tensors(tmp_path / "b.safetensors", optimiser_tensors(optimiser, model))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scale_cli.benchmark.bars import Bar
+from scale_cli.benchmark.contestants import contestants, ours
+from scale_cli.benchmark.counting import count_flops
+from scale_cli.benchmark.head_memory import head_peak_bytes
+from scale_cli.benchmark.ideal import ideal_flops
+from scale_cli.benchmark.run import run_benchmark
+from scale_cli.benchmark.shapes import SHAPES
+from scale_cli.config.schema import MethodConfig
+from scale_cli.upscale.sizes import plan_expansion
+
+TINY = SHAPES["tiny"]
+
+
+def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_path: Path) -> None:
+    lines: list[str] = []
+    names = ["full", "hf full", "hf lora", "preserve r=0.25"]
+    results = run_benchmark(TINY, names, 2, tmp_path, lines.append)
+    assert list(results) == names
+    written = json.loads((tmp_path / "tiny.json").read_text())
+    for name, result in results.items():
+        assert len(result.tokens_per_s) == 2 and min(result.tokens_per_s) > 0
+        assert sum(result.shares().values()) == pytest.approx(1.0)
+        assert written["methods"][name]["flops"] == result.flops
+        assert f"\n{name}" in lines[-1]
+    for bar in written["bars"]:
+        assert bar["what"] in lines[-1]
+
+
+def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -> None:
+    batches = TINY.batches(tmp_path, seed=0)
+    losses = {name: make().step(0) for name, make in contestants(TINY, batches, tmp_path).items()}
+    # Transformers' Trainer counts targets of labels that are not shifted yet: one more a sequence.
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["full"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("ratio", [0.125, 0.25, 0.5])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"variant": "preserve"},
+        {"variant": "adapt"},
+        {"variant": "adapt", "collaboration": {"layers": [0]}},
+        {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["attention"]}},
+        {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["mlp"]}},
+    ],
+    ids=str,
+)
+def test_no_more_products_are_computed_than_the_mathematics_asks_for(
+    tmp_path: Path, method: dict[str, object], ratio: float
+) -> None:
+    settings = MethodConfig.model_validate({**method, "expansion": {"ratio": ratio}})
+    contestant = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
+    counted = count_flops(lambda: contestant.step(0))
+    assert counted == ideal_flops(TINY, contestant.model.config)
+
+
+@pytest.mark.parametrize("ratio", [0.125, 0.25])
+def test_the_ideal_is_the_papers_polynomial_where_linear_maps_are_all(ratio: float) -> None:
+    # With a window of one token attention costs next to nothing, with a vocabulary of one the head.
+    shape = replace(SHAPES["cpu"], sequence_length=1, sizes={**SHAPES["cpu"].sizes, "vocab_size": 1})
+    base = shape.llama_config()
+    num_weights = 6 * (4 * 512 * 512 + 3 * 512 * 2048)
+    for variant, polynomial in (
+        ("preserve", 1 + 2 * ratio + 3 * ratio**2),
+        ("adapt", 2 + 6 * ratio + 3 * ratio**2),
+    ):
+        method = MethodConfig.model_validate({"variant": variant, "expansion": {"ratio": ratio}})
+        per_token = ideal_flops(shape, plan_expansion(base, method)) / shape.num_tokens
+        # The lowest layer's q, k, v read an input that needs no gradient.
+        assert per_token / (2 * num_weights) == pytest.approx(polynomial, rel=0.02)
+
+
+def test_the_head_holds_a_tenth_of_what_whole_logits_do() -> None:
+    chunked, whole = head_peak_bytes("cpu")
+    assert 0 < chunked <= 0.1 * whole
+
+
+def test_a_bar_is_met_from_its_own_side() -> None:
+    assert Bar("speed", 2.2, None, 2.2, at_least=True).met and not Bar("speed", 2.1, None, 2.2, at_least=True).met
+    assert Bar("bytes", 0.3, None, 0.3, at_least=False).met and not Bar("bytes", 0.4, None, 0.3, at_least=False).met

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from scale_cli.model.fused_scale import add_product, frozen_norm, gated, rotate
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    weights = [random(*output.shape, seed=index + 7).to(output.dtype) for index, output in enumerate(outputs)]
+    total = sum(
+        (output * weight).sum() for output, weight in zip(outputs, weights, strict=True) if output.requires_grad
+    )
+    assert isinstance(total, Tensor)
+    return torch.autograd.grad(total, leaves)
+
+
+def base_norm(size: int) -> Any:
+    norm = LlamaRMSNorm(size, eps=1e-5).requires_grad_(False)
+    norm.weight.copy_(1 + random(size, seed=3))
+    return norm
+
+
+def test_the_norm_is_the_formula_and_so_is_its_gradient() -> None:
+    norm, x = base_norm(12), random(2, 5, 12, seed=1).requires_grad_()
+    expected = norm(x), torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    outputs = frozen_norm(norm, x)
+    assert torch.equal(outputs[0], expected[0]), "the base stream keeps its bits"
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(gradients(outputs, [x]), gradients(expected, [x]))
+
+
+def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32() -> None:
+    norm, x = base_norm(12).bfloat16(), random(2, 5, 12).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        normed, inverse = frozen_norm(norm, x)
+    assert torch.equal(normed, norm(x))
+    assert inverse.dtype == torch.float32
+    assert gradients((normed, inverse), [x])[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_key_value_heads", [4, 2])
+def test_a_rotation_is_transformers_own_and_its_gradient_autograds(num_key_value_heads: int) -> None:
+    q, k = random(2, 4, 5, 8).requires_grad_(), random(2, num_key_value_heads, 5, 8, seed=1).requires_grad_()
+    angles = random(1, 5, 4, seed=2).repeat(1, 1, 2)
+    expected = apply_rotary_pos_emb(q, k, 1.3 * angles.cos(), 1.3 * angles.sin())
+    outputs = rotate(q, k, 1.3 * angles.cos(), 1.3 * angles.sin())
+    assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
+    torch.testing.assert_close(gradients(outputs, [q, k]), gradients(expected, [q, k]))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_channels_and_their_gradients_are_autograds(activation: str) -> None:
+    gate, up, act_fn = random(2, 5, 8).requires_grad_(), random(2, 5, 8, seed=1).requires_grad_(), ACT2FN[activation]
+    expected, channels = act_fn(gate) * up, gated(act_fn, gate, up)
+    assert torch.equal(channels, expected)
+    torch.testing.assert_close(gradients((channels,), [gate, up]), gradients((expected,), [gate, up]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_adding_a_product_is_adding_it(dtype: torch.dtype, mixed_precision: bool) -> None:
+    u, weight = random(6, 3, seed=1).requires_grad_(), random(4, 3, seed=2).requires_grad_()
+    y = random(6, 4).to(dtype)
+    if mixed_precision:
+        y = y.bfloat16()
+    rtol, atol = (2e-2, 4e-2) if y.dtype == torch.bfloat16 else (1e-5, 1e-6)
+    expected = y.float() + F.linear(u, weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision):
+        added = add_product(y.clone(), u, weight)
+    assert added.dtype == y.dtype
+    torch.testing.assert_close(added.float(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        gradients((added,), [u, weight]), gradients((expected,), [u, weight]), rtol=5e-2, atol=5e-2
+    )

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from scale_cli.benchmark.counting import peak_bytes
+from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.training.step import train_step
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import compiled, for_training
+from tests.widening import as_if_trained, tiny_llama, widen
+
+METHODS: dict[str, dict[str, Any]] = {
+    "preserve": {"variant": "preserve"},
+    "route": {"variant": "route", "collaboration": {"layers": "top:1"}},
+    "adapt": {"variant": "adapt"},
+    "full": {"variant": "full"},
+    "freeze": {"variant": "freeze", "freeze": {"num_layers": 1}},
+    "lora": {"variant": "lora"},
+    "llama-pro": {"variant": "llama-pro"},
+}
+
+
+def start(name: str, **sizes: Any) -> MethodModel:
+    model = start_model(tiny_llama(**sizes), MethodConfig.model_validate(METHODS[name]), seed=0)
+    return model.train()
+
+
+def some_batches() -> Batches:
+    ids = torch.randint(0, 61, (500,), generator=torch.Generator().manual_seed(1)).numpy()
+    return Batches([PackedWindows(ids, 16)], [1.0], seed=0, num_steps=8, global_batch_size=4, micro_batch_size=2)
+
+
+def losses(model: MethodModel, num_steps: int = 4, **settings: Any) -> list[float]:
+    train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant", **settings)
+    accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(model, train), some_batches()
+    wrapped = for_training(model, train)
+    return [train_step(accelerator, wrapped, optimiser, batches, step, train).loss for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("name", ["full", "freeze", "lora", "llama-pro"])
+def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> None:
+    ours, theirs = start(name), start(name)
+    train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant")
+    accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(theirs, train), some_batches()
+    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).loss for step in range(4)]
+    assert losses(ours) == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_in_the_head_keep_transformers_own_loss() -> None:
+    method = MethodConfig.model_validate({"variant": "lora", "lora": {"targets": ["q_proj", "lm_head"]}})
+    model = start_model(tiny_llama(), method, seed=0).train()
+    before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+    losses(model)
+    moved = [name for name, p in trainable_parameters(model).items() if not torch.equal(p, before[name])]
+    assert any("lm_head" in name for name in moved)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_activation_checkpointing_changes_no_loss(name: str) -> None:
+    assert losses(start(name), activation_checkpointing=True) == losses(start(name))
+
+
+def step_peak(name: str, **settings: Any) -> int:
+    base = tiny_llama(hidden_size=64, intermediate_size=256, num_hidden_layers=6)
+    model = start_model(base, MethodConfig.model_validate(METHODS[name]), seed=0).train()
+    wrapped = for_training(model, TrainConfig(max_steps=1, **settings))
+    ids = torch.randint(0, 61, (8, 64), generator=torch.Generator().manual_seed(0))
+
+    def forward_and_backward() -> None:
+        wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=512, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return peak_bytes(forward_and_backward)
+
+
+@pytest.mark.parametrize(("name", "share"), [("adapt", 0.5), ("full", 0.5), ("preserve", 0.95)])
+def test_activation_checkpointing_holds_less_at_once(name: str, share: float) -> None:
+    assert step_peak(name, activation_checkpointing=True) < share * step_peak(name)
+
+
+def test_checkpointing_computes_no_frozen_layer_twice() -> None:
+    calls: list[int] = []
+    model: Any = start("route")
+    for layer in model.base.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    losses(model, num_steps=1, activation_checkpointing=True)
+    # Two micro-batches through three layers, and once more the one layer that collaborates.
+    assert len(calls) == 2 * (3 + 1)
+
+
+# Compiling takes a quarter of a minute each: two layers, one below and one with collaboration, and one plain method.
+@pytest.mark.parametrize("name", ["route", "lora"])
+def test_compiled_training_has_the_losses_of_plain_training(name: str) -> None:
+    compiled_model, plain_model = start(name, num_hidden_layers=2), start(name, num_hidden_layers=2)
+    assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit() -> None:
+    base = tiny_llama(num_hidden_layers=2)
+    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    alone = copy.deepcopy(base)
+    model = as_if_trained(widen(base, "route", "top:1"))
+
+    def base_states(input_ids: Tensor) -> Tensor:
+        states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
+        return states
+
+    preserved = compiled(model.final_states)(ids, preserved=True).preserved_BTD
+    assert torch.equal(preserved, compiled(base_states)(ids))
+    assert torch.equal(model.base.lm_head(preserved), alone.lm_head(compiled(base_states)(ids)))
