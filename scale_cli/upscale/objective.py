@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import TrainConfig
+from scale_cli.errors import TrainingError
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.base import one_line
 from scale_cli.upscale.folder import MethodModel
 
 
@@ -43,8 +46,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled whole, for the shapes it is called with.
 
     What was compiled is not kept on disk for the next run: inductor's cache is a pickle.
+
+    Raises:
+        TrainingError: when it is called, where it cannot be compiled.
     """
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"fx_graph_cache": False})
+    fast = torch.compile(function, fullgraph=True, dynamic=False, options={"fx_graph_cache": False})
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fast(*args, **kwargs)
+        except TorchDynamoException as error:
+            raise TrainingError(f"train.compile: cannot compile the decoder here: {one_line(error)}") from None
+
+    return run
 
 
 class ChunkedLossModel(nn.Module):

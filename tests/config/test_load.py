@@ -107,6 +107,8 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "adam_epsilon": 1e-8,
             "max_grad_norm": 1.0,
             "mixed_precision": "no",
+            "compile": False,
+            "activation_checkpointing": False,
             "log_every_steps": 10,
             "save_every_steps": 500,
             "keep_checkpoints": 2,

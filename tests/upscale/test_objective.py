@@ -11,6 +11,7 @@ from torch import Tensor
 from scale_cli.benchmark.counting import peak_bytes
 from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.errors import TrainingError
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
@@ -102,6 +103,12 @@ def test_checkpointing_computes_no_frozen_layer_twice() -> None:
 def test_compiled_training_has_the_losses_of_plain_training(name: str) -> None:
     compiled_model, plain_model = start(name, num_hidden_layers=2), start(name, num_hidden_layers=2)
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
+
+
+def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
+    with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile the decoder here: .+") as caught:
+        compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
+    assert "\n" not in str(caught.value)
 
 
 @torch.no_grad()
