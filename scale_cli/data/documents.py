@@ -38,6 +38,8 @@ def source_files(source: TextSource) -> list[Path]:
             raise CorpusError(
                 f"{file}: not a corpus format (known: {', '.join(_READERS)}, each also {', '.join(COMPRESSIONS)})"
             )
+        if source.documents == "file" and _format(file) != ".txt":
+            raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
     return files
 
 
@@ -52,7 +54,10 @@ def read_documents(source: TextSource) -> Iterator[str]:
         return
     for file in source_files(source):
         try:
-            yield from _READERS[_format(file)](file, source.text_field)
+            if source.documents == "file":
+                yield _whole_text(file)
+            else:
+                yield from _READERS[_format(file)](file, source.text_field)
         except _DAMAGED as error:
             raise CorpusError(f"{file}: cannot be read ({error or type(error).__name__})") from None
 
@@ -78,6 +83,10 @@ def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows puts a mark before line 1
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _whole_text(file: Path) -> str:
+    return "".join(line for _, line in _decoded_lines(file)).rstrip("\r\n")
 
 
 def _read_txt(file: Path, text_field: str) -> Iterator[str]:

@@ -143,6 +143,7 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
         "format": _FORMAT_VERSION,
         "content": _file_content(source) if source.dataset is None else _dataset_content(source),
         "text_field": source.text_field,
+        "documents": source.documents,
         "max_documents": source.max_documents,
         "tokenizer": tokenizer_sha256(tokenizer),
     }

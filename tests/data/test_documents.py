@@ -156,7 +156,28 @@ def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert read(tmp_path / name) == DOCUMENTS
 
 
+@compressions
+def test_a_file_may_be_one_document(tmp_path: Path, compression: str) -> None:
+    text = "\n" + "\n\n".join(DOCUMENTS)
+    for name, newline in (("a", ""), ("b", "\n")):
+        content = (text + newline).encode("utf-8-sig")
+        (tmp_path / f"{name}.txt{compression}").write_bytes(COMPRESSORS[compression](content))
+    path = str(tmp_path / f"*.txt{compression}")
+    source = TextSource(name="source", path=path, language="ko", documents="file")
+    assert list(read_documents(source)) == [text, text]
+
+
 # What cannot be read
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
+def test_a_file_of_records_is_not_one_document(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"corpus{form}"
+    file.write_bytes(FORMATS[form](DOCUMENTS))
+    source = TextSource(name="source", path=str(file), language="ko", documents="file")
+    with pytest.raises(CorpusError, match=r"documents: file is for \.txt") as caught:
+        next(read_documents(source))
+    assert str(file) in str(caught.value)
 
 
 @compressions

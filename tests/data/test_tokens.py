@@ -210,6 +210,16 @@ def test_another_setting_makes_another_folder(
     assert first.ids.tolist() != second.ids.tolist()
 
 
+def test_another_cut_into_documents_makes_another_folder(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n\n".join(TEXTS), encoding="utf-8")
+    paragraphs = open_corpus(path, english, tmp_path / "cache")
+    whole = open_corpus(path, english, tmp_path / "cache", documents="file")
+    assert folders_of(tmp_path / "cache") == {paragraphs.folder.name, whole.folder.name}
+    assert (len(paragraphs), len(whole)) == (3, 1)
+    assert whole.num_bytes.tolist() == [path.stat().st_size]
+
+
 def test_another_text_makes_another_folder(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
     path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     first = open_corpus(path, english, tmp_path / "cache")
