@@ -11,6 +11,7 @@ from scale_cli.config.schema import RunConfig
 _FREE = {
     "output_dir",
     "corpus.cache_dir",
+    "corpus.max_bad_fraction",
     "train.log_every_steps",
     "train.save_every_steps",
     "train.keep_checkpoints",

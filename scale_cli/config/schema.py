@@ -216,7 +216,14 @@ def distinct_names(sources: list[AnySource]) -> list[AnySource]:
     return sources
 
 
-class CorpusConfig(Section):
+class ReadingConfig(Section):
+    """How every source is read, those that are trained on and those that are held out."""
+
+    max_document_bytes: int = Field(default=10_000_000, ge=1, description="a larger document is dropped, and is bad")
+    max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
+
+
+class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
     sequence_length: int = Field(default=2048, ge=2)

@@ -57,6 +57,24 @@ class MicroBatch:
     targets: Tensor
 
 
+@dataclass(frozen=True)
+class TrainedTokens:
+    """What became of one source's target tokens in the first steps of a run.
+
+    Every token of the stream but the first is a target once an epoch, so
+    num_trained + num_held_over = num_epochs x (tokens - 1).
+
+    Args:
+        num_trained: targets trained, each as often as it was.
+        num_epochs: epochs begun.
+        num_held_over: targets of the last of them that were not reached.
+    """
+
+    num_trained: int
+    num_epochs: int
+    num_held_over: int
+
+
 class Batches:
     """All batches of a run.
 
@@ -113,6 +131,23 @@ class Batches:
         """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
         located = (self._locate(sample) for sample in self._samples(step))
         return sum(self.sources[source].num_targets(window) for source, window in located)
+
+    def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
+        """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""
+        turns = np.bincount(self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources))
+        return [self._trained(source, int(num_turns)) for source, num_turns in enumerate(turns)]
+
+    def _trained(self, source: int, num_turns: int) -> TrainedTokens:
+        windows = self.sources[source]
+        num_targets = len(windows.ids) - 1
+        num_whole, num_begun = divmod(num_turns, len(windows))
+        if not num_begun:
+            return TrainedTokens(num_whole * num_targets, num_whole, 0)
+        visited = self._epoch_order(source, num_whole)[:num_begun]
+        last = len(windows) - 1  # the only window that may be short
+        short = windows.sequence_length - windows.num_targets(last) if last in visited else 0
+        begun = num_begun * windows.sequence_length - short
+        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun)
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

@@ -6,7 +6,7 @@ of them makes another folder and nothing stale is ever read:
     tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
     offsets.npy     (documents + 1,) int64: where each document begins in tokens.bin
     num_bytes.npy   (documents,) int64: UTF-8 bytes of each document, for bits per byte
-    ledger.json     what was read and what became of it
+    ledger.json     what was read and what became of it (data/ledger.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -24,13 +24,14 @@ import numpy.typing as npt
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import COMPRESSIONS, dataset_commit, read_documents, source_files
-from scale_cli.errors import CorpusError, StorageError
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data.documents import COMPRESSIONS, CorpusReader, Document, dataset_commit, source_files
+from scale_cli.data.ledger import Ledger, check_bad_fraction
+from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _DOCUMENTS_AT_ONCE = 512
 _FILES = {"tokens.bin", "offsets.npy", "num_bytes.npy", "ledger.json"}
 
@@ -65,23 +66,6 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What became of everything that was read.
-
-    Args:
-        documents: read, empty ones included.
-        empty_documents: dropped, since they hold no text.
-        num_bytes: UTF-8 bytes of the documents kept.
-        num_tokens: ids kept, boundaries included.
-    """
-
-    documents: int
-    empty_documents: int
-    num_bytes: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class TokenisedCorpus:
     """A tokenised source, read from its memory map.
 
@@ -110,20 +94,34 @@ class TokenisedCorpus:
 
 
 def tokenised(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, *, show_progress: bool
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    *,
+    show_progress: bool,
+    reading: ReadingConfig | None = None,
 ) -> TokenisedCorpus:
     """Open a source's tokenised form, making it first where the cache does not hold it.
 
+    Args:
+        source: what is read.
+        tokenizer: of the base model.
+        cache_dir: where tokenised corpora lie.
+        show_progress: on a bar.
+        reading: limits; None for the defaults.
+
     Raises:
-        CorpusError: the source cannot be read, or holds no text.
+        CorpusError: the source cannot be read, holds no text, or more of it is bad than `reading` allows.
     """
-    folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer)[:16]}"
+    reading = reading or ReadingConfig()
+    folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer, reading)[:16]}"
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
-        _tokenise(source, tokenizer, folder, show_progress)
+        _tokenise(source, tokenizer, folder, reading, show_progress)
+    ledger = Ledger.from_json(read_json(folder / "ledger.json"))
+    check_bad_fraction(source.name, ledger, reading.max_bad_fraction)
     offsets = np.load(folder / "offsets.npy")
     ids = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
-    ledger = Ledger(**read_json(folder / "ledger.json"))
     num_bytes = np.load(folder / "num_bytes.npy")
     return TokenisedCorpus(folder, ids, offsets, num_bytes, ledger, Boundaries.of(tokenizer))
 
@@ -138,13 +136,14 @@ def _is_whole(folder: Path) -> bool:
     return whole and sizes.keys() >= _FILES
 
 
-def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> str:
+def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> str:
     described = {
         "format": _FORMAT_VERSION,
         "content": _file_content(source) if source.dataset is None else _dataset_content(source),
         "text_field": source.text_field,
         "documents": source.documents,
         "max_documents": source.max_documents,
+        "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -173,39 +172,37 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _tokenise(source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, show_progress: bool) -> None:
+def _tokenise(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, reading: ReadingConfig, show_progress: bool
+) -> None:
     boundaries, dtype = Boundaries.of(tokenizer), _id_dtype(tokenizer)
-    num_read = empty = 0
     lengths: list[int] = []
     num_bytes: list[int] = []
-    documents = islice(read_documents(source), source.max_documents)
-    progress = tqdm(documents, desc=f"tokenising {source.name}", unit=" docs", disable=not show_progress, leave=False)
+    reader = CorpusReader(source, reading.max_document_bytes)
+    ledger = Ledger(files=len(reader.files))
+    progress = tqdm(reader, desc=f"tokenising {source.name}", unit=" docs", disable=not show_progress, leave=False)
     with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file:
-            for texts in _groups(progress):
-                kept = [text for text in texts if text.strip()]
-                num_read, empty = num_read + len(texts), empty + len(texts) - len(kept)
-                for text, ids in zip(kept, _encode(tokenizer, kept), strict=True):
+            for documents in _groups(ledger.kept_of(progress)):
+                for document, ids in zip(documents, _encode(tokenizer, [d.text for d in documents]), strict=True):
                     framed = np.asarray(boundaries.framed(ids), dtype=dtype)
                     file.write(framed.tobytes())
                     lengths.append(len(framed))
-                    num_bytes.append(len(text.encode()))
-        if sum(lengths) < 2:
-            raise CorpusError(f"{source.name}: no document with text in {source.path or source.dataset}")
+                    num_bytes.append(document.num_bytes)
+        ledger.num_tokens = sum(lengths)
+        check_bad_fraction(source.name, ledger, max_bad_fraction=1.0)  # without a document there is nothing to open
         np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(partial / "num_bytes.npy", np.asarray(num_bytes, dtype=np.int64))
-        write_json(partial / "ledger.json", asdict(Ledger(num_read, empty, sum(num_bytes), sum(lengths))))
+        write_json(partial / "ledger.json", ledger.to_json())
 
 
-def _groups(documents: Iterable[str]) -> Iterator[list[str]]:
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     iterator = iter(documents)
     while group := list(islice(iterator, _DOCUMENTS_AT_ONCE)):
         yield group
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    if not texts:
-        return []
     # Boundaries are added here, once, whatever the tokenizer's template would add, and a "</s>" in a text is text;
     # verbose would warn of long texts.
     encoded = tokenizer(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scale_cli.config.schema import EvaluationSource, ModelConfig, RouterConfig
-from scale_cli.data.documents import read_documents
+from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, score_corpus
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -218,7 +218,7 @@ def test_tokens_and_bytes_are_those_of_the_text(
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "ko")
     losses = score(model, corpus)
-    texts = list(read_documents(source(shared_data, "ko")))[:NUM_DOCUMENTS]
+    texts = [d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)]
     assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
     # The document and the boundary that ends it are predicted; the one that begins it is given.
     assert losses.num_tokens.tolist() == [len(corpus.document(index)) - 1 for index in range(NUM_DOCUMENTS)]
