@@ -12,6 +12,7 @@ _FREE = {
     "output_dir",
     "corpus.cache_dir",
     "corpus.max_bad_fraction",
+    "corpus.num_workers",
     "train.log_every_steps",
     "train.save_every_steps",
     "train.keep_checkpoints",

@@ -221,6 +221,7 @@ class ReadingConfig(Section):
 
     max_document_bytes: int = Field(default=10_000_000, ge=1, description="a larger document is dropped, and is bad")
     max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
+    num_workers: int | None = Field(default=None, ge=1, description="processes that tokenise; null: the usable cores")
 
 
 class CorpusConfig(ReadingConfig):

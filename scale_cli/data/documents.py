@@ -305,8 +305,8 @@ def _judged(text: str, place: str, limit: int) -> Record:
 
 
 def _read_parquet(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
-    # Buffered, a row group's column is read page by page instead of whole.
-    table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE)
+    # Buffered, and not ahead, a row group's column is read page by page instead of whole.
+    table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     if text_field not in table.schema_arrow.names:
         raise _NoColumn(f"no column {text_field!r}; it has: {', '.join(table.schema_arrow.names)}")
     number = 0

@@ -4,8 +4,8 @@ A folder of the cache is named after everything that decides its content (tokeni
 of them makes another folder and nothing stale is ever read:
 
     tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
-    offsets.npy     (documents + 1,) int64: where each document begins in tokens.bin
-    num_bytes.npy   (documents,) int64: UTF-8 bytes of each document, for bits per byte
+    offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
+    num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
     ledger.json     what was read and what became of it (data/ledger.py)
 """
 
@@ -13,29 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
-from scale_cli.data.documents import COMPRESSIONS, CorpusReader, Document, dataset_commit, source_files
+from scale_cli.data.documents import COMPRESSIONS, dataset_commit, source_files
+from scale_cli.data.encoding import Ids, Recipe
 from scale_cli.data.ledger import Ledger, check_bad_fraction
-from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, read_json, write_json
+from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
+from scale_cli.errors import BaseModelError
+from scale_cli.storage.atomic import file_sha256, read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
 _FORMAT_VERSION = 3
-_DOCUMENTS_AT_ONCE = 512
-_FILES = {"tokens.bin", "offsets.npy", "num_bytes.npy", "ledger.json"}
-
-Ids = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,6 @@ class Boundaries:
     def context(self) -> int | None:
         """What stands before a document's first token when it is scored: BOS, or else the EOS of the one before."""
         return self.eos if self.bos is None else self.bos
-
-    def framed(self, ids: list[int]) -> list[int]:
-        """Return a document's ids with its boundaries."""
-        return [i for i in (self.bos,) if i is not None] + ids + [i for i in (self.eos,) if i is not None]
 
 
 @dataclass(frozen=True)
@@ -115,25 +105,14 @@ def tokenised(
     """
     reading = reading or ReadingConfig()
     folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer, reading)[:16]}"
-    if not _is_whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
-        _tokenise(source, tokenizer, folder, reading, show_progress)
-    ledger = Ledger.from_json(read_json(folder / "ledger.json"))
+    if not is_tokenised(folder):
+        tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
+    ledger = Ledger.from_json(read_json(folder / LEDGER))
     check_bad_fraction(source.name, ledger, reading.max_bad_fraction)
-    offsets = np.load(folder / "offsets.npy")
-    ids = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
-    num_bytes = np.load(folder / "num_bytes.npy")
+    ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
+    offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
+    num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
     return TokenisedCorpus(folder, ids, offsets, num_bytes, ledger, Boundaries.of(tokenizer))
-
-
-def _is_whole(folder: Path) -> bool:
-    # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
-    try:
-        sizes = {name: entry["bytes"] for name, entry in read_json(folder / MANIFEST)["files"].items()}
-    except (StorageError, KeyError, TypeError, AttributeError):
-        return False
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-    return whole and sizes.keys() >= _FILES
 
 
 def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> str:
@@ -172,41 +151,13 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _tokenise(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, reading: ReadingConfig, show_progress: bool
-) -> None:
-    boundaries, dtype = Boundaries.of(tokenizer), _id_dtype(tokenizer)
-    lengths: list[int] = []
-    num_bytes: list[int] = []
-    reader = CorpusReader(source, reading.max_document_bytes)
-    ledger = Ledger(files=len(reader.files))
-    progress = tqdm(reader, desc=f"tokenising {source.name}", unit=" docs", disable=not show_progress, leave=False)
-    with new_folder(folder) as partial:
-        with (partial / "tokens.bin").open("wb") as file:
-            for documents in _groups(ledger.kept_of(progress)):
-                for document, ids in zip(documents, _encode(tokenizer, [d.text for d in documents]), strict=True):
-                    framed = np.asarray(boundaries.framed(ids), dtype=dtype)
-                    file.write(framed.tobytes())
-                    lengths.append(len(framed))
-                    num_bytes.append(document.num_bytes)
-        ledger.num_tokens = sum(lengths)
-        check_bad_fraction(source.name, ledger, max_bad_fraction=1.0)  # without a document there is nothing to open
-        np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-        np.save(partial / "num_bytes.npy", np.asarray(num_bytes, dtype=np.int64))
-        write_json(partial / "ledger.json", ledger.to_json())
-
-
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    iterator = iter(documents)
-    while group := list(islice(iterator, _DOCUMENTS_AT_ONCE)):
-        yield group
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # Boundaries are added here, once, whatever the tokenizer's template would add, and a "</s>" in a text is text;
-    # verbose would warn of long texts.
-    encoded = tokenizer(
-        texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+def _recipe(tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    if not tokenizer.is_fast:
+        raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
+    boundaries = Boundaries.of(tokenizer)
+    return Recipe(
+        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+        before=() if boundaries.bos is None else (boundaries.bos,),
+        after=() if boundaries.eos is None else (boundaries.eos,),
+        dtype=_id_dtype(tokenizer).__name__,
     )
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids

@@ -113,15 +113,12 @@ def test_what_a_first_token_is_scored_after_is_a_boundary_that_precedes_it(
 
 
 @pytest.mark.parametrize(
-    ("bos", "eos", "framed", "context"),
-    [(1, 2, [1, 7, 2], 1), (1, None, [1, 7], 1), (None, 2, [7, 2], 2), (None, None, [7], None), (0, 0, [0, 7, 0], 0)],
+    ("bos", "eos", "context"), [(1, 2, 1), (1, None, 1), (None, 2, 2), (None, None, None), (0, 0, 0)]
 )
-def test_a_document_is_framed_by_the_boundaries_there_are(
-    bos: int | None, eos: int | None, framed: list[int], context: int | None
+def test_a_document_is_scored_after_the_boundary_there_is(
+    bos: int | None, eos: int | None, context: int | None
 ) -> None:
-    boundaries = Boundaries(bos, eos)
-    assert boundaries.framed([7]) == framed
-    assert boundaries.context == context
+    assert Boundaries(bos, eos).context == context
 
 
 # The cache
@@ -250,7 +247,7 @@ def test_a_tokenizer_with_another_eos_makes_another_folder(
     assert folders[0] != folders[1]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "num_bytes.npy", "ledger.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["missing", "cut"])
 def test_a_cache_that_is_not_whole_is_made_again(
     tmp_path: Path, english: PreTrainedTokenizerBase, name: str, how: str
