@@ -7,9 +7,10 @@ is padded, and its padding is no target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,21 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class StepBatches:
+    """What one process takes in one step.
+
+    Args:
+        step: counted from 0.
+        micro_batches: of this process.
+        num_target_tokens: of the global batch, over all processes.
+    """
+
+    step: int
+    micro_batches: list[MicroBatch]
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
 class TrainedTokens:
     """What became of one source's target tokens in the first steps of a run.
 
@@ -73,6 +89,16 @@ class TrainedTokens:
     num_trained: int
     num_epochs: int
     num_held_over: int
+
+
+class BatchSource(Protocol):
+    """Whatever gives the batches of a step: `Batches`, or the same made ahead."""
+
+    def num_target_tokens(self, step: int) -> int:
+        """Return the targets in a step's global batch, over all processes."""
+
+    def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterable[MicroBatch]:
+        """Return the micro-batches of one process in one step."""
 
 
 class Batches:
@@ -103,6 +129,7 @@ class Batches:
     ) -> None:
         self.sources = sources
         self.seed = seed
+        self.num_steps = num_steps
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         num_samples = num_steps * global_batch_size
@@ -131,6 +158,11 @@ class Batches:
         """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
         located = (self._locate(sample) for sample in self._samples(step))
         return sum(self.sources[source].num_targets(window) for source, window in located)
+
+    def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
+        """Yield what one process takes, step by step, from a step to the last."""
+        for step in range(first, self.num_steps):
+            yield StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_target_tokens(step))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
+from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted
 from scale_cli.evaluation.scoring import score_corpus
@@ -81,11 +82,13 @@ def run_loop(run: TrainingRun) -> None:
     train = run.config.train
     before_s, started_s = run.position.elapsed_s, time.monotonic()
     run.wrapped.train()
-    with _progress_bar(run) as bar, _caught_signals() as caught:
+    processes = run.accelerator.process_index, run.accelerator.num_processes
+    ahead = BatchesAhead(run.batches, run.position.step, *processes)
+    with _progress_bar(run) as bar, _caught_signals() as caught, ahead:
         while run.position.step < train.max_steps:
             step = run.position.step
             step_started_s = time.monotonic()
-            result = train_step(run.accelerator, run.wrapped, run.optimiser, run.batches, step, train)
+            result = train_step(run.accelerator, run.wrapped, run.optimiser, ahead, step, train)
             run.stepping_s += time.monotonic() - step_started_s
             run.stepped_tokens += result.num_tokens
             run.position = run.position.advanced(result.num_tokens, before_s + time.monotonic() - started_s)
