@@ -89,6 +89,15 @@ def upscale(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def prepare(config: Config, overrides: Overrides = None) -> None:
+    """Tokenise every corpus ahead of training; stopped or killed, the same command goes on where it was."""
+    checked = _load(config, overrides)
+    from scale_cli.training.prepare import prepare
+
+    _show(prepare(checked))
+
+
+@app.command()
 def train(config: Config, overrides: Overrides = None, resume: Resume = None) -> None:
     """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
     checked = _load(config, overrides)

@@ -4,7 +4,7 @@ ScaleError                          exit 1
 ├── UsageError                      exit 2   what was asked for cannot be done
 │   ├── ConfigError                          a config field: unknown, of the wrong type, out of range
 │   ├── BaseModelError                       the base model: missing, unsupported, changed since upscaling
-│   ├── CorpusError                          a corpus: missing, unreadable, not UTF-8 (names file:line)
+│   ├── CorpusError                          a corpus: missing, of no known format, too much of it bad (names file:line)
 │   └── RunFolderError                       an output folder: already used, incomplete, not ours
 ├── RunError                        exit 1   it went wrong on the way
 │   ├── TrainingError                        training cannot go on (names the step)
@@ -42,7 +42,7 @@ class BaseModelError(UsageError):
 
 
 class CorpusError(UsageError):
-    """A corpus is missing, unreadable or not UTF-8."""
+    """A corpus is missing, of no format that is read, or too much of it is bad."""
 
 
 class RunFolderError(UsageError):

@@ -21,6 +21,8 @@ import numpy as np
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.data.ledger import Ledger
+from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS
 from scale_cli.errors import BaseModelError, RunFolderError, ScaleError, VerificationError
 from scale_cli.export.run import check_written_export
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -102,7 +104,7 @@ def _check(folder: Path) -> FolderCheck:
     check = FolderCheck(folder)
     if not _hold(check, "hashes", lambda: _check_files(folder)):
         return check  # nothing more can be said of what is damaged
-    if (folder / "ledger.json").is_file():
+    if (folder / LEDGER).is_file():
         _hold(check, "ledger", lambda: _check_tokens(folder))
     if (folder / BASE_RECORD).is_file() and (folder / "scale.yaml").is_file():
         _check_method(check, load_config(folder / "scale.yaml").model)
@@ -139,14 +141,21 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_tokens(folder: Path) -> None:
-    ledger = read_json(folder / "ledger.json")
-    offsets, num_bytes = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("offsets", "num_bytes"))
-    sums = {"num_tokens": int(offsets[-1]), "num_bytes": int(num_bytes.sum())}
-    for name, counted in sums.items():
-        if ledger[name] != counted:
-            raise VerificationError(f"{folder}: ledger.json says {ledger[name]:,} {name}, there are {counted:,}")
+    ledger = Ledger.from_json(read_json(folder / LEDGER))
+    offsets, num_bytes = (np.fromfile(folder / name, dtype=np.int64) for name in (OFFSETS, NUM_BYTES))
+    dropped = list(ledger.dropped.values())
+    sums = (
+        ("tokens", ledger.num_tokens, int(offsets[-1])),
+        ("documents kept", ledger.kept.documents, len(num_bytes)),
+        ("bytes kept", ledger.kept.num_bytes, int(num_bytes.sum())),
+        ("documents read", ledger.read.documents, ledger.kept.documents + sum(d.documents for d in dropped)),
+        ("bytes read", ledger.read.num_bytes, ledger.kept.num_bytes + sum(d.num_bytes for d in dropped)),
+    )
+    for name, told, counted in sums:
+        if told != counted:
+            raise VerificationError(f"{folder}: {LEDGER} says {told:,} {name}, there are {counted:,}")
     if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
-        raise VerificationError(f"{folder}: offsets.npy and num_bytes.npy do not fit each other")
+        raise VerificationError(f"{folder}: {OFFSETS} and {NUM_BYTES} do not fit each other")
 
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from scale_cli.cli import main
 
-VERBS = ("plan", "upscale", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
+VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "scipy", "matplotlib"}
 
 
@@ -239,14 +239,16 @@ def upscaled(upscaled_once: Path, tmp_path: Path, shared_data: Path) -> Path:
     return write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
 
 
-def test_a_corpus_that_is_not_utf8_is_named_with_its_line(upscaled: Path) -> None:
+def test_a_corpus_of_which_too_much_is_bad_is_named_with_its_lines_and_nothing_is_trained(upscaled: Path) -> None:
     corpus = upscaled.parent / "news.txt"
     corpus.write_bytes(b"fine\n\nalso fine\ncaf\xe9\n")
     before = files_of(upscaled.parent / "run")
     done = scale("train", upscaled, cwd=upscaled.parent)
-    assert f"{corpus}:4: " in done.error()
+    assert done.error().startswith("news: 50.000% of it is bad, more than corpus.max_bad_fraction 0.001 allows")
+    assert done.error().endswith(f"1 not UTF-8: {corpus}:4")
     assert done.exit_code == 2
-    assert files_of(upscaled.parent / "run") == before
+    after = files_of(upscaled.parent / "run")
+    assert {name: content for name, content in after.items() if not name.startswith("tokens/")} == before
 
 
 def test_a_missing_corpus_is_named(upscaled: Path, scale_here: ScaleHere) -> None:

@@ -11,6 +11,8 @@ from scale_cli.config.schema import RunConfig
 _FREE = {
     "output_dir",
     "corpus.cache_dir",
+    "corpus.max_bad_fraction",
+    "corpus.num_workers",
     "train.max_hours",
     "train.log_every_steps",
     "train.save_every_steps",

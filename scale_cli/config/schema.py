@@ -143,6 +143,9 @@ class TextSource(Section):
     split: str = "train"
     revision: str | None = None
     text_field: str = "text"
+    documents: Literal["paragraph", "file"] = Field(
+        default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
+    )
     language: Language
     max_documents: int | None = Field(default=None, ge=1)
 
@@ -150,6 +153,12 @@ class TextSource(Section):
     def _one_origin(self) -> TextSource:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
+        return self
+
+    @model_validator(mode="after")
+    def _only_files_are_one_document(self) -> TextSource:
+        if self.documents == "file" and self.path is None:
+            raise ValueError("documents: 'file' is for .txt files; a dataset's rows are its documents")
         return self
 
 
@@ -207,7 +216,15 @@ def distinct_names(sources: list[AnySource]) -> list[AnySource]:
     return sources
 
 
-class CorpusConfig(Section):
+class ReadingConfig(Section):
+    """How every source is read, those that are trained on and those that are held out."""
+
+    max_document_bytes: int = Field(default=10_000_000, ge=1, description="a larger document is dropped, and is bad")
+    max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
+    num_workers: int | None = Field(default=None, ge=1, description="processes that tokenise; null: the usable cores")
+
+
+class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
     sequence_length: int = Field(default=2048, ge=2)

@@ -7,7 +7,7 @@ is padded, and its padding is no target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -23,11 +23,16 @@ IGNORED = -100  # the target that torch's cross-entropy leaves out
 class Windows(Protocol):
     """Sequences of one length to train on, padded where they are shorter."""
 
+    sequence_length: int
+
     def __len__(self) -> int:
         """Return how many there are."""
 
     def num_targets(self, index: int) -> int:
         """Return how many targets a window has."""
+
+    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
+        """Return how many targets some windows have together."""
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
@@ -47,6 +52,12 @@ class PackedWindows:
     def num_targets(self, index: int) -> int:
         """Return how many targets a window has."""
         return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
+
+    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
+        """Return how many targets some windows have together."""
+        last = len(self) - 1  # the only window that may be short
+        short = self.sequence_length - self.num_targets(last)
+        return len(indices) * self.sequence_length - short * int((indices == last).sum())
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
@@ -69,6 +80,49 @@ class MicroBatch:
 
     input_ids: Tensor
     targets: Tensor
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one process takes in one step.
+
+    Args:
+        step: counted from 0.
+        micro_batches: of this process.
+        num_target_tokens: of the global batch, over all processes.
+    """
+
+    step: int
+    micro_batches: list[MicroBatch]
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """What became of one source's target tokens in the first steps of a run.
+
+    Every token of the stream but the first is a target once an epoch, so
+    num_trained + num_held_over = num_epochs x (tokens - 1).
+
+    Args:
+        num_trained: targets trained, each as often as it was.
+        num_epochs: epochs begun.
+        num_held_over: targets of the last of them that were not reached.
+    """
+
+    num_trained: int
+    num_epochs: int
+    num_held_over: int
+
+
+class BatchSource(Protocol):
+    """Whatever gives the batches of a step: `Batches`, or the same made ahead."""
+
+    def num_target_tokens(self, step: int) -> int:
+        """Return the targets in a step's global batch, over all processes."""
+
+    def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterable[MicroBatch]:
+        """Return the micro-batches of one process in one step."""
 
 
 class Batches:
@@ -99,6 +153,7 @@ class Batches:
     ) -> None:
         self.sources = sources
         self.seed = seed
+        self.num_steps = num_steps
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         num_samples = num_steps * global_batch_size
@@ -130,6 +185,25 @@ class Batches:
     def num_target_tokens(self, step: int) -> int:
         """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
         return sum(self.sources[source].num_targets(window) for source, window in self.windows_of(step))
+
+    def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
+        """Yield what one process takes, step by step, from a step to the last."""
+        for step in range(first, self.num_steps):
+            yield StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_target_tokens(step))
+
+    def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
+        """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""
+        turns = np.bincount(self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources))
+        return [self._trained(source, int(num_turns)) for source, num_turns in enumerate(turns)]
+
+    def _trained(self, source: int, num_turns: int) -> TrainedTokens:
+        windows = self.sources[source]
+        num_targets = windows.num_targets_of(np.arange(len(windows)))
+        num_whole, num_begun = divmod(num_turns, len(windows))
+        if not num_begun:
+            return TrainedTokens(num_whole * num_targets, num_whole, 0)
+        begun = windows.num_targets_of(self._epoch_order(source, num_whole)[:num_begun])
+        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun)
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

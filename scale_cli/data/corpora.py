@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import RunConfig, TextSource
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.storage.layout import RunFolder
@@ -23,10 +24,9 @@ def open_training_corpora(
     """Open every training source, tokenising what the cache does not hold.
 
     Raises:
-        CorpusError: a source cannot be read, or holds no text.
+        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
     """
-    folder = cache_dir(config)
-    return [tokenised(source, tokenizer, folder, show_progress=show_progress) for source in config.corpus.sources]
+    return _opened(config, config.corpus.sources, tokenizer, show_progress)
 
 
 def open_held_out_corpora(
@@ -35,10 +35,18 @@ def open_held_out_corpora(
     """Open every evaluation source, tokenising what the cache does not hold.
 
     Raises:
-        CorpusError: a source cannot be read, or holds no text.
+        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
     """
-    folder, sources = cache_dir(config), config.evaluation.perplexity
-    return [tokenised(source, tokenizer, folder, show_progress=show_progress) for source in sources]
+    return _opened(config, config.evaluation.perplexity, tokenizer, show_progress)
+
+
+def _opened(
+    config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, show_progress: bool
+) -> list[TokenisedCorpus]:
+    folder = cache_dir(config)
+    return [
+        tokenised(source, tokenizer, folder, show_progress=show_progress, reading=config.corpus) for source in sources
+    ]
 
 
 def build_batches(config: RunConfig, corpora: list[TokenisedCorpus]) -> Batches:

@@ -1,4 +1,8 @@
-"""Documents, one at a time, from local files (plain or compressed) or a hub dataset."""
+"""Documents, one at a time, from local files (plain or compressed) or a hub dataset; what is bad comes with its place.
+
+Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one that is larger than the
+limit is passed over without being held.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ import gzip
 import io
 import json
 import lzma
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +28,62 @@ from scale_cli.config.schema import TextSource
 from scale_cli.errors import CorpusError
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
-_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A line of JSON is longer than its text: an escape takes up to six bytes for one, and there are other fields.
+_JSON_BYTES_PER_TEXT_BYTE = 8
+_SKIPPED_AT_ONCE = 1 << 20
+_ROWS_AT_ONCE = 256
+
+
+class _NoColumn(Exception):
+    """A parquet file without the column that is read."""
+
+
+_DAMAGED = (_NoColumn, EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
+
+
+class Reason(Enum):
+    """Why something that was read is no document."""
+
+    NOT_UTF8 = "not UTF-8"
+    NOT_JSON = "not JSON"
+    NO_FIELD = "no text field"
+    WRONG_TYPE = "text of the wrong type"
+    NUL = "NUL character"
+    EMPTY = "empty"
+    TOO_LARGE = "too large"
+    DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document that can be tokenised.
+
+    Args:
+        text: with something but white space in it.
+        num_bytes: of its UTF-8 form.
+    """
+
+    text: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Something that is no document.
+
+    Args:
+        reason: why.
+        place: file:line, or the row.
+        num_bytes: of its text, or where there is none, as it lies in its file.
+    """
+
+    reason: Reason
+    place: str
+    num_bytes: int
+
+
+Record = Document | Dropped
 
 
 def source_files(source: TextSource) -> list[Path]:
@@ -38,94 +101,225 @@ def source_files(source: TextSource) -> list[Path]:
             raise CorpusError(
                 f"{file}: not a corpus format (known: {', '.join(_READERS)}, each also {', '.join(COMPRESSIONS)})"
             )
+        if source.documents == "file" and _format(file) != ".txt":
+            raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
     return files
 
 
-def read_documents(source: TextSource) -> Iterator[str]:
-    """Yield the documents of a source in order; whitespace-only ones too, so that the caller can count them.
+class CorpusReader:
+    """The records of a source in order, good and bad; iterate once.
+
+    Args:
+        source: where they are.
+        max_document_bytes: a larger document is dropped.
 
     Raises:
-        CorpusError: a file or line cannot be read; the message names file:line.
+        CorpusError: nothing matches, or a file is of no format that is read; or, iterating, a dataset cannot be loaded.
     """
-    if source.dataset is not None:
-        yield from _read_hub(source)
-        return
-    for file in source_files(source):
-        try:
-            yield from _READERS[_format(file)](file, source.text_field)
-        except _DAMAGED as error:
-            raise CorpusError(f"{file}: cannot be read ({error or type(error).__name__})") from None
+
+    def __init__(self, source: TextSource, max_document_bytes: int) -> None:
+        self.source = source
+        self.files = [] if source.path is None else source_files(source)
+        self.total_bytes = sum(file.stat().st_size for file in self.files)
+        self._limit = max_document_bytes
+        self._finished_bytes = 0
+        self._raw: IO[bytes] | None = None
+
+    @property
+    def position_bytes(self) -> int:
+        """How far into its files it has read, of `total_bytes`."""
+        return self._finished_bytes + (self._raw.tell() if self._raw is not None else 0)
+
+    def __iter__(self) -> Iterator[Record]:
+        records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
+        left = self.source.max_documents
+        if left is None:
+            yield from records
+            return
+        for record in records:
+            yield record
+            left -= not (isinstance(record, Dropped) and record.reason == Reason.DAMAGED_FILE)
+            if not left:
+                return
+
+    def _from_files(self) -> Iterator[Record]:
+        for file in self.files:
+            try:
+                with file.open("rb") as raw:
+                    self._raw = raw
+                    yield from self._from_file(file, raw)
+            except _DAMAGED as error:
+                message = " ".join(str(error).split()) or type(error).__name__
+                yield Dropped(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
+            finally:
+                self._raw = None
+            self._finished_bytes += file.stat().st_size
+
+    def _from_file(self, file: Path, raw: IO[bytes]) -> Iterator[Record]:
+        with _decompressed(file, raw) as stream:
+            if self.source.documents == "file":
+                yield from _read_whole(file, stream, self._limit)
+            else:
+                yield from _READERS[_format(file)](file, stream, self.source.text_field, self._limit)
 
 
 def _format(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
 
 
-def _open(file: Path) -> IO[bytes]:
+@contextmanager
+def _decompressed(file: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
     if file.suffix in COMPRESSIONS and file.stat().st_size == 0:
         raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
-    if file.suffix == ".zst":
-        # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(file)), "zstd"))
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
-    return opener(file, "rb")
+    with ExitStack() as stack:
+        stream: Any = raw
+        if file.suffix == ".zst":
+            # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
+            stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
+        elif file.suffix in COMPRESSIONS:
+            stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else lzma.LZMAFile(raw)  # noqa: SIM115 (below)
+            stack.enter_context(stream)
+        if stream is not raw and _format(file) == ".parquet":
+            # A parquet file is read from its end, where a decompressor cannot jump, and may be larger than memory.
+            unpacked = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(stream, unpacked, _SKIPPED_AT_ONCE)
+            unpacked.seek(0)
+            stream = unpacked
+        yield stream
 
 
-def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
-    with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows puts a mark before line 1
-            except UnicodeDecodeError as error:
-                raise CorpusError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
+    """Yield every line's number, content (None where it is longer than the limit) and length in bytes."""
+    number = 0
+    while line := stream.readline(limit + 1):
+        number, length = number + 1, len(line)
+        if number == 1:
+            line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows puts one there
+        if length <= limit or line.endswith(b"\n"):
+            yield number, line, len(line)
+            continue
+        while not line.endswith(b"\n") and (line := stream.readline(_SKIPPED_AT_ONCE)):
+            length += len(line)
+        yield number, None, length
 
 
-def _read_txt(file: Path, text_field: str) -> Iterator[str]:
+def _checked_line(line: bytes | None) -> str | Reason:
+    if line is None:
+        return Reason.TOO_LARGE
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return Reason.NOT_UTF8
+    return Reason.NUL if "\0" in text else text
+
+
+class _Gathered:
+    """The lines of one document as they come; the first that is bad spoils it."""
+
+    def __init__(self, file: Path, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self._lines: list[str] = []
+        self._first_line = 1
+        self._bad: tuple[Reason, int] | None = None
+        self.num_bytes = 0
+
+    def add(self, number: int, line: str | Reason, length: int) -> None:
+        if not self.num_bytes:
+            self._first_line = number
+        self.num_bytes += length
+        if isinstance(line, str) and self.num_bytes > self._limit + len("\r\n"):
+            line = Reason.TOO_LARGE
+        if self._bad is not None:
+            return
+        if isinstance(line, str):
+            self._lines.append(line)
+        else:
+            self._bad = (line, number)
+            self._lines.clear()
+
+    def finished(self) -> Record:
+        if self._bad is not None:
+            return Dropped(self._bad[0], f"{self._file}:{self._bad[1]}", self.num_bytes)
+        return _judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
+
+
+def _read_whole(file: Path, stream: IO[bytes], limit: int) -> Iterator[Record]:
+    gathered = _Gathered(file, limit)
+    for number, line, length in _lines(stream, limit):
+        gathered.add(number, _checked_line(line), length)
+    yield gathered.finished()
+
+
+def _read_txt(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     del text_field  # a text file has no fields
-    lines: list[str] = []
-    for _, line in _decoded_lines(file):
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            yield "".join(lines).rstrip("\r\n")
-            lines = []
-    if lines:
-        yield "".join(lines).rstrip("\r\n")
+    gathered = _Gathered(file, limit)
+    for number, line, length in _lines(stream, limit):
+        checked = _checked_line(line)
+        if isinstance(checked, Reason) or checked.strip():
+            gathered.add(number, checked, length)
+        elif gathered.num_bytes:
+            yield gathered.finished()
+            gathered = _Gathered(file, limit)
+    if gathered.num_bytes:
+        yield gathered.finished()
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
-    for number, line in _decoded_lines(file):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise CorpusError(f"{file}:{number}: not JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-            raise CorpusError(f"{file}:{number}: no text in a field {text_field!r}")
-        try:
-            record[text_field].encode()
-        except UnicodeEncodeError:  # JSON can say "\ud800", no tokenizer can
-            raise CorpusError(f"{file}:{number}: half a surrogate pair in the field {text_field!r}") from None
-        yield record[text_field]
+def _read_jsonl(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+    for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
+        place = f"{file}:{number}"
+        value = _json_text(line, text_field)
+        yield Dropped(value, place, length) if isinstance(value, Reason) else _judged(value, place, limit)
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
-    with _open(file) as stream:
-        # A parquet file is read from its end, where a decompressor cannot jump.
-        table = pa.parquet.ParquetFile(io.BytesIO(stream.read()) if file.suffix in COMPRESSIONS else stream)
-        if text_field not in table.schema_arrow.names:
-            raise CorpusError(f"{file}: no column {text_field!r} (it has: {', '.join(table.schema_arrow.names)})")
-        number = 0
-        for batch in table.iter_batches(columns=[text_field]):
+def _json_text(line: bytes | None, text_field: str) -> str | Reason:
+    if line is None:
+        return Reason.TOO_LARGE
+    try:
+        decoded = line.decode()
+    except UnicodeDecodeError:
+        return Reason.NOT_UTF8
+    if not decoded.strip():
+        return Reason.EMPTY
+    try:
+        record = json.loads(decoded)
+    except (ValueError, RecursionError):
+        return Reason.NUL if "\0" in decoded else Reason.NOT_JSON
+    if not isinstance(record, dict) or text_field not in record:
+        return Reason.NO_FIELD
+    text = record[text_field]
+    return text if isinstance(text, str) else Reason.WRONG_TYPE
+
+
+def _judged(text: str, place: str, limit: int) -> Record:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
+        return Dropped(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
+    if num_bytes > limit:
+        return Dropped(Reason.TOO_LARGE, place, num_bytes)
+    if "\0" in text:
+        return Dropped(Reason.NUL, place, num_bytes)
+    if not text.strip():
+        return Dropped(Reason.EMPTY, place, num_bytes)
+    return Document(text, num_bytes)
+
+
+def _read_parquet(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+    # Buffered, and not ahead, a row group's column is read page by page instead of whole.
+    table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
+    if text_field not in table.schema_arrow.names:
+        raise _NoColumn(f"no column {text_field!r}; it has: {', '.join(table.schema_arrow.names)}")
+    number = 0
+    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[text_field]):
+        for scalar in batch.column(0):
+            number += 1
+            place = f"{file}: row {number}"
             try:
-                texts = batch.column(0).to_pylist()
-            except UnicodeDecodeError as error:
-                rows = f"one of the rows {number + 1} to {number + len(batch)}"
-                raise CorpusError(f"{file}: {rows}: not UTF-8 ({error.reason})") from None
-            for text in texts:
-                number += 1
-                if not isinstance(text, str):
-                    raise CorpusError(f"{file}: row {number}: no text in the column {text_field!r}")
-                yield text
+                text = scalar.as_py()
+            except UnicodeDecodeError:
+                yield Dropped(Reason.NOT_UTF8, place, scalar.as_buffer().size)
+                continue
+            yield _judged(text, place, limit) if isinstance(text, str) else Dropped(Reason.WRONG_TYPE, place, 0)
 
 
 @contextmanager
@@ -152,7 +346,7 @@ def dataset_commit(source: TextSource) -> str:
     return str(builder.hash)
 
 
-def _read_hub(source: TextSource) -> Iterator[str]:
+def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
     import datasets
 
     with _named_dataset_errors(source):
@@ -160,11 +354,11 @@ def _read_hub(source: TextSource) -> Iterator[str]:
             source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
         )
         for number, row in enumerate(rows, start=1):
-            text = row.get(source.text_field)
-            if not isinstance(text, str):
-                place = f"{source.name}: {source.dataset} row {number}"
-                raise CorpusError(f"{place}: no text in a field {source.text_field!r}")
-            yield text
+            place, text = f"{source.dataset} row {number}", row.get(source.text_field)
+            if isinstance(text, str):
+                yield _judged(text, place, limit)
+            else:
+                yield Dropped(Reason.WRONG_TYPE if source.text_field in row else Reason.NO_FIELD, place, 0)
 
 
 _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

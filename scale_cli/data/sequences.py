@@ -23,6 +23,10 @@ class SequenceWindows:
         """Return how many targets a window has."""
         return len(self.sequences[index]) - 1
 
+    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
+        """Return how many targets some windows have together."""
+        return sum(self.num_targets(int(index)) for index in indices)
+
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         sequence, num_targets = self.sequences[index], self.num_targets(index)

@@ -183,7 +183,7 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
         return [None] * len(sources)  # then neither a tokenizer nor a look at the texts is needed
     try:
         tokenizer = load_tokenizer(config.model)
-        opened = [already_tokenised(source, tokenizer, folder) for source in sources]
+        opened = [already_tokenised(source, tokenizer, folder, config.corpus) for source in sources]
     except (BaseModelError, CorpusError):
         return [None] * len(sources)
     num_windows = config.train.max_steps * config.train.global_batch_size

@@ -101,13 +101,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     beside.mkdir(parents=True)
     try:
         yield beside
-        write_json(beside / MANIFEST, {"files": _describe_files(beside)})
-        for file in [*beside.rglob("*"), beside]:
-            _sync(file)
-        _rename(beside, path)
+        publish_folder(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def publish_folder(beside: Path, path: Path) -> None:
+    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
+    (beside / MANIFEST).unlink(missing_ok=True)
+    write_json(beside / MANIFEST, {"files": _describe_files(beside)})
+    for file in [*beside.rglob("*"), beside]:
+        _sync(file)
+    _rename(beside, path)
     _sync(path.parent)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.batches import Batches
+from scale_cli.data.batches import Batches, BatchSource
+from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
@@ -84,9 +85,11 @@ def run_loop(run: TrainingRun) -> None:
     train = run.config.train
     before_s, started_s = run.position.elapsed_s, time.monotonic()
     run.wrapped.train()
-    with _progress_bar(run) as bar, stop_requests(train.max_hours) as stop:
+    processes = run.accelerator.process_index, run.accelerator.num_processes
+    ahead = BatchesAhead(run.batches, run.position.step, *processes)
+    with _progress_bar(run) as bar, stop_requests(train.max_hours) as stop, ahead:
         while run.position.step < train.max_steps:
-            result = _step(run)
+            result = _step(run, ahead)
             elapsed_s = before_s + time.monotonic() - started_s
             if result is None:
                 run.position = run.position.skipped(elapsed_s)
@@ -103,12 +106,12 @@ def run_loop(run: TrainingRun) -> None:
                 raise _interrupted(run, asked)
 
 
-def _step(run: TrainingRun) -> StepResult | None:
+def _step(run: TrainingRun, batches: BatchSource) -> StepResult | None:
     """Take one step, or return None where it was left out for not being finite."""
     train, step = run.config.train, run.position.step
     started_s = time.monotonic()
     try:
-        result = train_step(run.accelerator, run.wrapped, run.optimiser, run.batches, step, train)
+        result = train_step(run.accelerator, run.wrapped, run.optimiser, batches, step, train)
     except NonFiniteError as error:
         told = f"{error}; its batch: {_sources(run, step)}"
         if train.on_nonfinite == "stop":

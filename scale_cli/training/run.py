@@ -146,9 +146,9 @@ def _open_run(
         corpora = open_training_corpora(config, tokenizer, show_progress=main)
         held_out = open_held_out_corpora(config, tokenizer, show_progress=main) if sizes.eval_every_steps else []
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
-        ledger = corpus.ledger
-        dropped = f", {ledger.empty_documents:,} empty dropped" if ledger.empty_documents else ""
-        say(f"corpus         {source.name}: {len(corpus):,} documents, {ledger.num_tokens:,} tokens{dropped}")
+        losses = corpus.ledger.described_losses()
+        dropped = f"; dropped {losses}" if losses else ""
+        say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None and read_json(start / CORPORA) != contents:
         raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")

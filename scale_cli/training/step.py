@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from scale_cli.config.schema import TrainConfig
-from scale_cli.data.batches import Batches, MicroBatch
+from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.schedule import learning_rate
@@ -37,7 +37,7 @@ def train_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
-    batches: Batches,
+    batches: BatchSource,
     step: int,
     train: TrainConfig,
 ) -> StepResult:

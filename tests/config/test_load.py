@@ -67,6 +67,7 @@ def error_of(text: str, *overrides: str) -> str:
 
 def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> None:
     source: dict[str, object] = {"path": None, "dataset": None, "subset": None, "revision": None, "text_field": "text"}
+    source |= {"documents": "paragraph"}
     assert load_text(EVALUATED).model_dump(mode="json") == {
         "output_dir": "runs/x",
         "seed": 0,
@@ -87,6 +88,9 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
         "corpus": {
             "sequence_length": 2048,
             "cache_dir": None,
+            "max_document_bytes": 10_000_000,
+            "max_bad_fraction": 0.001,
+            "num_workers": None,
             "sources": [
                 source
                 | {"name": "news", "path": "news.txt", "language": "ko", "split": "train"}
@@ -377,6 +381,8 @@ def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
         ("corpus.sources.0.weight=0", "corpus.sources.0.weight"),
         ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
         ("corpus.sources.0.path=~", "corpus.sources.0"),
+        ("corpus.sources.0.documents=line", "corpus.sources.0.documents"),
+        ("corpus.sources.0={name: a, dataset: some/set, language: en, documents: file}", "corpus.sources.0"),
         ("train.max_steps=ten", "train.max_steps"),
         ("train.lr=.nan", "train.lr"),
         ("train.lr=.inf", "train.lr"),

@@ -145,6 +145,23 @@ def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[
     assert len(drawn) == 20 * plan["global_batch_size"]
 
 
+@settings(deadline=None, max_examples=60)
+@given(plans(), st.data())
+def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str, Any], data: st.DataObject) -> None:
+    of = batches(**plan)
+    num_steps = data.draw(st.integers(0, plan["num_steps"]))
+    seen: Counter[int] = Counter()
+    for step in range(num_steps):
+        for _, targets in rows(global_batch(of, step)):
+            seen.update(target for target in targets if target != IGNORED)
+    for source, (length, trained) in enumerate(zip(plan["lengths"], of.trained_tokens(num_steps), strict=True)):
+        times = [seen[source * FAR + position] for position in range(1, length)]
+        assert trained.num_trained == sum(times)
+        assert trained.num_epochs == max(times)
+        assert trained.num_held_over == sum(trained.num_epochs - count for count in times)
+        assert trained.num_trained + trained.num_held_over == trained.num_epochs * (length - 1)
+
+
 def test_epochs_have_orders_of_their_own() -> None:
     of = batches([65], 1, num_steps=8, global_batch_size=16, micro_batch_size=16)
     drawn = [row for step in range(8) for row in rows(global_batch(of, step))]

@@ -6,6 +6,7 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import read_documents
+from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason, Record
 from scale_cli.errors import CorpusError
 
 DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
@@ -60,13 +61,31 @@ compressions = pytest.mark.parametrize("compression", COMPRESSORS)
 compressed = pytest.mark.parametrize("compression", [c for c in COMPRESSORS if c])
 
 
-def read(path: Path | str, text_field: str = "text") -> list[str]:
-    return list(read_documents(TextSource(name="source", path=str(path), language="ko", text_field=text_field)))
+LIMIT = 10_000_000
 
 
-def error_of(path: Path | str, text_field: str = "text") -> str:
+def records(path: Path | str, limit: int = LIMIT, **options: Any) -> list[Record]:
+    return list(CorpusReader(TextSource(name="source", path=str(path), language="ko", **options), limit))
+
+
+def read(path: Path | str, **options: Any) -> list[str]:
+    """The documents of a source in which nothing is bad."""
+    found = records(path, **options)
+    assert not [record for record in found if isinstance(record, Dropped)]
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+def kept(found: list[Record]) -> list[str]:
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+def dropped(found: list[Record]) -> list[tuple[Reason, str]]:
+    return [(record.reason, record.place) for record in found if isinstance(record, Dropped)]
+
+
+def error_of(path: Path | str) -> str:
     with pytest.raises(CorpusError) as caught:
-        read(path, text_field)
+        records(path)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -101,7 +120,7 @@ def test_blank_lines_part_documents(tmp_path: Path, newline: str, blank: str, nu
     assert read(file) == [f"one{newline}more", "two", "three"]
 
 
-LINES = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=5)
+LINES = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["Cs"]), max_size=5)
 
 
 @settings(deadline=None, max_examples=100)
@@ -131,15 +150,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, form: str) -> None:
 def test_the_text_field_is_the_one_that_is_named(tmp_path: Path, form: str) -> None:
     file = tmp_path / f"corpus{form}"
     file.write_bytes({".jsonl": as_jsonl, ".parquet": as_parquet}[form](DOCUMENTS, "body"))
-    assert read(file, "body") == DOCUMENTS
-    assert "'text'" in error_of(file)
-
-
-@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
-def test_empty_documents_are_passed_on_to_be_counted(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"corpus{form}"
-    file.write_bytes(FORMATS[form](["", "a", " \n"]))
-    assert read(file) == ["", "a", " \n"]
+    assert read(file, text_field="body") == DOCUMENTS
 
 
 def test_the_files_of_a_glob_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -156,101 +167,204 @@ def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert read(tmp_path / name) == DOCUMENTS
 
 
-# What cannot be read
-
-
 @compressions
-@pytest.mark.parametrize("form", [".txt", ".jsonl"])
-def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, form: str, compression: str) -> None:
-    file = tmp_path / f"corpus{form}{compression}"
-    lines = [b'{"text": "fine"}\n', b'{"text": "also"}\n', b'{"text": "caf\xe9"}\n', b'{"text": "fine"}\n']
-    file.write_bytes(COMPRESSORS[compression](b"".join(lines)))
-    assert error_of(file).startswith(f"{file}:3: not UTF-8")
+def test_a_file_may_be_one_document(tmp_path: Path, compression: str) -> None:
+    text = "\n" + "\n\n".join(DOCUMENTS)
+    for name, newline in (("a", ""), ("b", "\n")):
+        content = (text + newline).encode("utf-8-sig")
+        (tmp_path / f"{name}.txt{compression}").write_bytes(COMPRESSORS[compression](content))
+    path = str(tmp_path / f"*.txt{compression}")
+    assert read(path, documents="file") == [text, text]
+
+
+# What is bad is passed over, with its reason and place
 
 
 @compressions
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "reason"),
     [
-        (b"{", "not JSON"),
-        (b"", "not JSON"),
-        (b'{"text": "a"} {"text": "b"}', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[]", "'text'"),
-        (b'"text"', "'text'"),
-        (b'{"body": "a"}', "'text'"),
-        (b'{"text": null}', "'text'"),
-        (b'{"text": ["a"]}', "'text'"),
-        (b'{"text": "\\ud800"}', "surrogate"),
+        (b"{", Reason.NOT_JSON),
+        (b"", Reason.EMPTY),
+        (b" \t", Reason.EMPTY),
+        (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
+        (b"[" * 100_000, Reason.NOT_JSON),
+        (b"[]", Reason.NO_FIELD),
+        (b'"text"', Reason.NO_FIELD),
+        (b'{"body": "a"}', Reason.NO_FIELD),
+        (b'{"text": null}', Reason.WRONG_TYPE),
+        (b'{"text": ["a"]}', Reason.WRONG_TYPE),
+        (b'{"text": 7}', Reason.WRONG_TYPE),
+        (b'{"text": ""}', Reason.EMPTY),
+        (b'{"text": " \\n"}', Reason.EMPTY),
+        (b'{"text": "caf\xe9"}', Reason.NOT_UTF8),
+        (b'{"text": "\\ud800"}', Reason.NOT_UTF8),
+        (b'{"text": "a\\u0000b"}', Reason.NUL),
+        (b"\0" * 100, Reason.NUL),
+        (b'{"text": "' + b"a" * 1001 + b'"}', Reason.TOO_LARGE),
+        (b'{"id": "' + b"a" * 20_000 + b'", "text": "b"}', Reason.TOO_LARGE),
     ],
-    ids=lambda value: value[:20].decode() if isinstance(value, bytes) else None,
+    ids=lambda value: value[:20].decode("latin-1") if isinstance(value, bytes) else None,
 )
-def test_a_line_that_holds_no_document_is_named(tmp_path: Path, line: bytes, problem: str, compression: str) -> None:
+def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, line: bytes, reason: Reason, compression: str) -> None:
     file = tmp_path / f"corpus.jsonl{compression}"
     file.write_bytes(COMPRESSORS[compression](as_jsonl(["a", "b"]) + line + b"\n" + as_jsonl(["c"])))
-    message = error_of(file)
-    assert message.startswith(f"{file}:3: ")
-    assert problem in message
+    # Nesting so deep is not JSON to Python's parser whatever its length; it must be read to be refused.
+    found = records(file, limit=100_000 if line.startswith(b"[[") else 1000)
+    assert kept(found) == ["a", "b", "c"]
+    assert dropped(found) == [(reason, f"{file}:3")]
 
 
-def test_documents_before_a_bad_line_are_given_first(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_bytes(as_jsonl(["a", "b"]) + b"{")
-    documents = read_documents(TextSource(name="source", path=str(file), language="ko"))
-    assert [next(documents), next(documents)] == ["a", "b"]
-    with pytest.raises(CorpusError):
-        next(documents)
+@compressions
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [(b"caf\xe9", Reason.NOT_UTF8), (b"a\0b", Reason.NUL), (b"a" * 1003, Reason.TOO_LARGE)],
+    ids=["not UTF-8", "NUL", "too large"],
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_bad_line_of_text_costs_its_paragraph(
+    tmp_path: Path, line: bytes, reason: Reason, end: bytes, compression: str
+) -> None:
+    file = tmp_path / f"corpus.txt{compression}"
+    lines = [b"one", b"", b"two", line, b"also two", b"", b"three"]
+    file.write_bytes(COMPRESSORS[compression](end.join(lines)))
+    found = records(file, limit=1000)
+    assert kept(found) == ["one", "three"]
+    assert dropped(found) == [(reason, f"{file}:4")]
+    assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
+    assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
+
+
+@formats
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("limit", [6, 50, 1000])
+def test_a_document_may_be_as_large_as_the_limit_and_no_larger(
+    tmp_path: Path, form: str, limit: int, over: int
+) -> None:
+    file = tmp_path / f"corpus{form}"
+    text = "한" * ((limit + over) // 3) + "x" * ((limit + over) % 3)
+    file.write_bytes(FORMATS[form]([text, "a"]))
+    found = records(file, limit=limit)
+    assert kept(found) == ([] if over else [text]) + ["a"]
+    assert [reason for reason, _ in dropped(found)] == [Reason.TOO_LARGE] * over
+
+
+def test_a_paragraph_of_many_lines_is_not_held_beyond_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_bytes(b"one\n\n" + b"0123456789\n" * 1000 + b"\nthree\n")
+    found = records(file, limit=100)
+    assert kept(found) == ["one", "three"]
+    assert dropped(found) == [(Reason.TOO_LARGE, f"{file}:12")]
+    assert found[1].num_bytes == 11_000
 
 
 @formats
 @compressed
-@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.99])
-def test_a_cut_off_compressed_file_is_an_error_that_names_it(
-    tmp_path: Path, form: str, compression: str, kept: float
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.99])
+def test_of_a_cut_off_compressed_file_what_came_before_is_kept(
+    tmp_path: Path, form: str, compression: str, part: float
 ) -> None:
     file = tmp_path / f"corpus{form}{compression}"
-    whole = COMPRESSORS[compression](FORMATS[form]([f"document {i * i}" for i in range(999)]))
-    file.write_bytes(whole[: int(kept * len(whole))])
-    assert str(file) in error_of(file)
+    documents = [f"document {i * i}" for i in range(999)]
+    whole = COMPRESSORS[compression](FORMATS[form](documents))
+    file.write_bytes(whole[: int(part * len(whole))])
+    (tmp_path / f"later{form}").write_bytes(FORMATS[form](["of the next file"]))
+    *found, damage, last = records(tmp_path / "*")
+    assert kept(found) == documents[: len(found)]
+    if part > 0.9 and compression == ".gz" and form != ".parquet":  # the others compress all of it as one block
+        assert found
+    assert kept([last]) == ["of the next file"]
+    assert isinstance(damage, Dropped)
+    assert damage.reason == Reason.DAMAGED_FILE
+    assert damage.place.startswith(f"{file} (")
 
 
 @formats
 @compressed
-def test_a_file_that_is_not_what_its_suffix_says_is_named(tmp_path: Path, form: str, compression: str) -> None:
+def test_a_file_that_is_not_what_its_suffix_says_is_damaged(tmp_path: Path, form: str, compression: str) -> None:
     file = tmp_path / f"corpus{form}{compression}"
     file.write_bytes(as_txt(DOCUMENTS))
-    assert str(file) in error_of(file)
+    [(reason, place)] = dropped(records(file))
+    assert reason == Reason.DAMAGED_FILE
+    assert str(file) in place
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_damaged_parquet_file_is_named(tmp_path: Path, kept: float) -> None:
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_a_cut_off_parquet_file_is_damaged(tmp_path: Path, part: float) -> None:
     file = tmp_path / "corpus.parquet"
     whole = as_parquet(DOCUMENTS)
-    file.write_bytes(whole[: int(kept * len(whole))])
-    assert str(file) in error_of(file)
+    file.write_bytes(whole[: int(part * len(whole))])
+    [(reason, place)] = dropped(records(file))
+    assert reason == Reason.DAMAGED_FILE
+    assert str(file) in place
 
 
-def test_a_parquet_row_without_text_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [(None, Reason.WRONG_TYPE), ("", Reason.EMPTY), ("a\0", Reason.NUL), ("a" * 1001, Reason.TOO_LARGE)],
+)
+def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path, bad: str | None, reason: Reason) -> None:
     file = tmp_path / "corpus.parquet"
-    pa.parquet.write_table(pa.table({"text": ["a", None]}), file)
-    assert error_of(file).startswith(f"{file}: row 2: ")
+    pa.parquet.write_table(pa.table({"text": ["a", bad, "c"]}), file)
+    found = records(file, limit=1000)
+    assert kept(found) == ["a", "c"]
+    assert dropped(found) == [(reason, f"{file}: row 2")]
 
 
-def test_a_parquet_column_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+def test_a_parquet_column_of_another_type_is_bad_row_by_row(tmp_path: Path) -> None:
     file = tmp_path / "corpus.parquet"
-    offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
-    pa.parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(1, offsets, data)}), file)
-    message = error_of(file)
-    assert str(file) in message
-    assert "not UTF-8" in message
+    pa.parquet.write_table(pa.table({"text": [1, 2]}), file)
+    assert [reason for reason, _ in dropped(records(file))] == [Reason.WRONG_TYPE] * 2
+
+
+def test_a_parquet_row_that_is_not_utf8_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.parquet"
+    offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")
+    pa.parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)}), file)
+    found = records(file)
+    assert kept(found) == ["a"]
+    assert dropped(found) == [(Reason.NOT_UTF8, f"{file}: row 1")]
+    assert found[0].num_bytes == 2
 
 
 def test_a_missing_parquet_column_comes_with_those_that_are_there(tmp_path: Path) -> None:
     file = tmp_path / "corpus.parquet"
     file.write_bytes(as_parquet(DOCUMENTS, "body"))
-    message = error_of(file)
-    assert "'text'" in message
-    assert "id, body" in message
+    [(reason, place)] = dropped(records(file))
+    assert reason == Reason.DAMAGED_FILE
+    assert "'text'" in place
+    assert "id, body" in place
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_limit_on_documents_counts_good_and_bad(tmp_path: Path, limit: int) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
+    found = records(file, max_documents=limit)
+    assert len(found) == min(limit, 4)
+    assert kept(found) == ["a", "c", "d"][: max(1, limit - 1)]
+
+
+def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt.gz"):
+        content = as_txt(DOCUMENTS * 99)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    reader = CorpusReader(TextSource(name="source", path=str(tmp_path / "*"), language="ko"), LIMIT)
+    positions = [reader.position_bytes for _ in reader]
+    assert positions == sorted(positions)
+    assert reader.position_bytes == reader.total_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
+def test_a_file_of_records_is_not_one_document(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"corpus{form}"
+    file.write_bytes(FORMATS[form](DOCUMENTS))
+    with pytest.raises(CorpusError, match=r"documents: file is for \.txt") as caught:
+        records(file, documents="file")
+    assert str(file) in str(caught.value)
 
 
 def test_a_glob_that_matches_no_file_names_source_and_glob(tmp_path: Path) -> None:
@@ -265,7 +379,7 @@ def test_an_unknown_suffix_is_named_before_anything_is_read(tmp_path: Path, name
     (tmp_path / name).write_bytes(b"text")
     (tmp_path / "a.txt").write_bytes(b"first")
     with pytest.raises(CorpusError) as caught:
-        next(read_documents(TextSource(name="source", path=str(tmp_path / "*"), language="ko")))
+        CorpusReader(TextSource(name="source", path=str(tmp_path / "*"), language="ko"), LIMIT)
     assert str(tmp_path / name) in str(caught.value)
     assert ".jsonl" in str(caught.value)
 
@@ -280,8 +394,23 @@ def dataset(folder: Path, text_field: str = "text", split: str = "train") -> Tex
 def test_a_dataset_gives_its_documents_in_order(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(as_jsonl(DOCUMENTS))
     (tmp_path / "test.jsonl").write_bytes(as_jsonl(["held out"]))
-    assert list(read_documents(dataset(tmp_path))) == DOCUMENTS
-    assert list(read_documents(dataset(tmp_path, split="test"))) == ["held out"]
+    assert kept(list(CorpusReader(dataset(tmp_path), LIMIT))) == DOCUMENTS
+    assert kept(list(CorpusReader(dataset(tmp_path, split="test"), LIMIT))) == ["held out"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"body": "a"}', Reason.NO_FIELD),
+        ('{"text": null}', Reason.WRONG_TYPE),
+        ('{"text": ""}', Reason.EMPTY),
+        ('{"text": "a\\u0000"}', Reason.NUL),
+    ],
+)
+def test_a_bad_row_of_a_dataset_has_a_reason_and_a_place(tmp_path: Path, line: str, reason: Reason) -> None:
+    (tmp_path / "train.jsonl").write_text(line + "\n")
+    found = list(CorpusReader(dataset(tmp_path), LIMIT))
+    assert dropped(found) == [(reason, f"{tmp_path} row 1")]
 
 
 @pytest.mark.parametrize(
@@ -289,10 +418,9 @@ def test_a_dataset_gives_its_documents_in_order(tmp_path: Path) -> None:
     [
         (None, {}, "folder"),
         (b'{"text": "a"}\n', {"split": "nosuch"}, "nosuch"),
-        (b'{"text": "a"}\n', {"text_field": "body"}, "row 1"),
         (b'{"text": "a"}\n{"text": "\n', {}, "folder"),
     ],
-    ids=["no folder", "no such split", "no such field", "damaged"],
+    ids=["no folder", "no such split", "damaged"],
 )
 def test_a_dataset_that_cannot_be_read_is_named(
     tmp_path: Path, content: bytes | None, source: dict[str, str], named: str
@@ -302,7 +430,7 @@ def test_a_dataset_that_cannot_be_read_is_named(
         folder.mkdir()
         (folder / "train.jsonl").write_bytes(content)
     with pytest.raises(CorpusError) as caught:
-        list(read_documents(dataset(folder, **source)))
+        list(CorpusReader(dataset(folder, **source), LIMIT))
     message = str(caught.value)
     assert message.startswith("source: ")
     assert named in message

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.tokens import Boundaries, TokenisedCorpus, tokenised
 from scale_cli.errors import CorpusError
 from scale_cli.storage.tokenizer import tokenizer_sha256
@@ -40,8 +40,9 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def open_corpus(path: Path | str, tokenizer: PreTrainedTokenizerBase, cache: Path, **options: Any) -> TokenisedCorpus:
+    reading = options.pop("reading", None)
     source = TextSource(name="source", path=str(path), language="ko", **options)
-    return tokenised(source, tokenizer, cache, show_progress=False)
+    return tokenised(source, tokenizer, cache, show_progress=False, reading=reading)
 
 
 def written_at(folder: Path) -> dict[str, int]:
@@ -51,7 +52,7 @@ def written_at(folder: Path) -> dict[str, int]:
 # Content
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,7 +61,8 @@ def test_the_stream_is_every_document_tokenised_alone_and_framed(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
-    corpus = open_corpus(write_jsonl(folder / "corpus.jsonl", texts), tokenizer, folder / "cache")
+    path, reading = write_jsonl(folder / "corpus.jsonl", texts), ReadingConfig(max_bad_fraction=1.0)
+    corpus = open_corpus(path, tokenizer, folder / "cache", reading=reading)
     kept = [text for text in texts if text.strip()]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -75,7 +77,8 @@ def test_more_documents_than_are_tokenised_at_once_keep_their_order(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     texts = [f"document {i}" if i % 7 else "" for i in range(1500)]
-    corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", texts), tokenizer, tmp_path / "cache")
+    path, reading = write_jsonl(tmp_path / "corpus.jsonl", texts), ReadingConfig(max_bad_fraction=0.2)
+    corpus = open_corpus(path, tokenizer, tmp_path / "cache", reading=reading)
     kept = [text for text in texts if text]
     decoded = [str(tokenizer.decode(corpus.document(i), skip_special_tokens=True)).strip() for i in range(len(corpus))]
     assert decoded == kept
@@ -110,43 +113,12 @@ def test_what_a_first_token_is_scored_after_is_a_boundary_that_precedes_it(
 
 
 @pytest.mark.parametrize(
-    ("bos", "eos", "framed", "context"),
-    [(1, 2, [1, 7, 2], 1), (1, None, [1, 7], 1), (None, 2, [7, 2], 2), (None, None, [7], None), (0, 0, [0, 7, 0], 0)],
+    ("bos", "eos", "context"), [(1, 2, 1), (1, None, 1), (None, 2, 2), (None, None, None), (0, 0, 0)]
 )
-def test_a_document_is_framed_by_the_boundaries_there_are(
-    bos: int | None, eos: int | None, framed: list[int], context: int | None
+def test_a_document_is_scored_after_the_boundary_there_is(
+    bos: int | None, eos: int | None, context: int | None
 ) -> None:
-    boundaries = Boundaries(bos, eos)
-    assert boundaries.framed([7]) == framed
-    assert boundaries.context == context
-
-
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    texts=st.lists(st.sampled_from(["", " \n", "a cat", "고양이"]), min_size=1, max_size=9),
-    max_documents=st.none() | st.integers(1, 9),
-)
-def test_the_ledger_adds_up(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    max_documents: int | None,
-) -> None:
-    read = texts[:max_documents]
-    folder = tmp_path_factory.mktemp("ledger")
-    path = write_jsonl(folder / "corpus.jsonl", texts)
-    if not any(text.strip() for text in read):
-        with pytest.raises(CorpusError, match="source: no document with text"):
-            open_corpus(path, tokenizer, folder / "cache", max_documents=max_documents)
-        assert not list((folder / "cache").iterdir())
-        return
-    corpus = open_corpus(path, tokenizer, folder / "cache", max_documents=max_documents)
-    ledger = corpus.ledger
-    assert ledger.documents == len(read) == len(corpus) + ledger.empty_documents
-    assert ledger.num_bytes == corpus.num_bytes.sum() == sum(len(text.encode()) for text in read if text.strip())
-    assert ledger.num_tokens == len(corpus.ids) == corpus.offsets[-1]
-    assert corpus.offsets[0] == 0
-    assert (np.diff(corpus.offsets) > 0).all()
+    assert Boundaries(bos, eos).context == context
 
 
 # The cache
@@ -197,7 +169,13 @@ def folders_of(cache: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"text_field": "body"}, {"max_documents": 2}], ids=lambda options: next(iter(options))
+    "options",
+    [
+        {"text_field": "body"},
+        {"max_documents": 2},
+        {"reading": ReadingConfig(max_document_bytes=15, max_bad_fraction=1.0)},
+    ],
+    ids=lambda options: next(iter(options)),
 )
 def test_another_setting_makes_another_folder(
     tmp_path: Path, english: PreTrainedTokenizerBase, options: dict[str, Any]
@@ -208,6 +186,16 @@ def test_another_setting_makes_another_folder(
     assert folders_of(cache) == {first.folder.name, second.folder.name}
     assert first.folder != second.folder
     assert first.ids.tolist() != second.ids.tolist()
+
+
+def test_another_cut_into_documents_makes_another_folder(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n\n".join(TEXTS), encoding="utf-8")
+    paragraphs = open_corpus(path, english, tmp_path / "cache")
+    whole = open_corpus(path, english, tmp_path / "cache", documents="file")
+    assert folders_of(tmp_path / "cache") == {paragraphs.folder.name, whole.folder.name}
+    assert (len(paragraphs), len(whole)) == (3, 1)
+    assert whole.num_bytes.tolist() == [path.stat().st_size]
 
 
 def test_another_text_makes_another_folder(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
@@ -259,7 +247,7 @@ def test_a_tokenizer_with_another_eos_makes_another_folder(
     assert folders[0] != folders[1]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "num_bytes.npy", "ledger.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json", "manifest.json"])
 @pytest.mark.parametrize("how", ["missing", "cut"])
 def test_a_cache_that_is_not_whole_is_made_again(
     tmp_path: Path, english: PreTrainedTokenizerBase, name: str, how: str
@@ -276,20 +264,34 @@ def test_a_cache_that_is_not_whole_is_made_again(
     assert again.ledger == first.ledger
 
 
-def test_a_source_that_fails_halfway_leaves_no_cache(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
-    path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 400)
+def test_a_source_of_which_too_much_is_bad_is_refused_now_and_later_and_taken_where_that_is_allowed(
+    tmp_path: Path, english: PreTrainedTokenizerBase
+) -> None:
+    path = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 3)
     with path.open("ab") as file:
-        file.write(b"{")
-    with pytest.raises(CorpusError, match=f"{path.name}:{len(TEXTS) * 400 + 1}: "):
-        open_corpus(path, english, tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+        file.write(b"{\n")
+    for _ in range(2):
+        with pytest.raises(CorpusError, match=rf"source: 10\.000% .* 1 not JSON: {path}:10$"):
+            open_corpus(path, english, tmp_path / "cache")
+    with pytest.raises(CorpusError, match="max_bad_fraction"):
+        open_corpus(path, english, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.0999))
+    corpus = open_corpus(path, english, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.1))
+    assert len(corpus) == 9
 
 
-def test_a_cut_off_file_leaves_no_cache(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
+def test_a_source_with_a_cut_off_file_is_refused(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
     path = tmp_path / "corpus.txt.gz"
-    path.write_bytes(gzip.compress("\n\n".join(TEXTS).encode())[:-4])
-    with pytest.raises(CorpusError, match=path.name):
+    path.write_bytes(gzip.compress("\n\n".join(TEXTS * 99).encode())[:-4])
+    with pytest.raises(CorpusError, match=f"1 damaged file: {path} "):
         open_corpus(path, english, tmp_path / "cache")
+    corpus = open_corpus(path, english, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=1.0))
+    assert 0 < len(corpus) <= len(TEXTS * 99)
+
+
+def test_a_source_without_a_document_leaves_no_cache(tmp_path: Path, english: PreTrainedTokenizerBase) -> None:
+    path = write_jsonl(tmp_path / "corpus.jsonl", ["", " "])
+    with pytest.raises(CorpusError, match=rf"source: no document with text \(2 empty: {path}:1, {path}:2\)"):
+        open_corpus(path, english, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=1.0))
     assert not list((tmp_path / "cache").iterdir())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scale_cli.config.schema import EvaluationSource, ModelConfig, RouterConfig
-from scale_cli.data.documents import read_documents
+from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, score_corpus
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -76,6 +76,47 @@ def test_the_bases_loss_is_transformers_own_document_by_document(
     losses = score(model, corpus, sequence_length=sequence_length)
     expected = [windowed_loss(model.base, ids_to_score(corpus, index), sequence_length) for index in range(len(corpus))]
     np.testing.assert_allclose(losses.base, expected, rtol=1e-5)
+
+
+def open_stories(shared_data: Path, folder: Path, num_characters: int) -> TokenisedCorpus:
+    """The beginning of the validation stories as one document, its paragraphs parted as when the model was trained."""
+    excerpt = (shared_data / "en-tinystories/tinystories_val.txt").read_text(encoding="utf-8")[:num_characters]
+    (folder / "stories.txt").write_text(excerpt.replace("\n\n", "\n").rstrip("\n"), encoding="utf-8")
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf")))
+    path = str(folder / "*.txt")
+    one = EvaluationSource(name="stories", path=path, language="en", role="retention", documents="file")
+    return tokenised(one, tokenizer, folder / "cache", show_progress=False)
+
+
+def test_a_file_read_as_one_document_is_scored_as_one_text(
+    model: ScaleForCausalLM, shared_data: Path, tmp_path: Path
+) -> None:
+    """BOS stands before the first window alone, and each window begins with the last token of the one before."""
+    corpus = open_stories(shared_data, tmp_path, 12_000)
+    losses = score(model, corpus, sequence_length=512)
+    ids = ids_to_score(corpus, 0)
+    assert len(ids) > 10 * 512
+    assert losses.num_tokens.tolist() == [len(ids) - 1]
+    assert losses.num_bytes.tolist() == [(tmp_path / "stories.txt").stat().st_size]
+    np.testing.assert_allclose(losses.base, [windowed_loss(model.base, ids, 512)], rtol=1e-5)
+
+
+def test_stories260k_scores_what_was_published_of_it(shared_data: Path, tmp_path: Path) -> None:
+    """1.3495 nats a token, 0.941 bits a byte: on 180,000 characters, in disjoint windows of 512 tokens without BOS.
+
+    Ours begin with BOS and with the last token of the window before, so that every token is scored.
+    """
+    model = widen(real_base(shared_data, "ckpt-stories260K"), "preserve")
+    corpus = open_stories(shared_data, tmp_path, 180_000)
+    losses = score(model, corpus, sequence_length=512, batch_size=16)
+    bits_per_byte = losses.base.sum() / math.log(2) / losses.num_bytes.sum()
+    assert bits_per_byte == pytest.approx(0.941, abs=0.001)
+    assert losses.base.sum() / losses.num_tokens.sum() == pytest.approx(1.3495, abs=0.0015)
+
+    ids = corpus.document(0)[1:-1].astype(np.int64)  # the published figure's own windows
+    windows = [ids[start : start + 512] for start in range(0, len(ids), 512)]
+    nats = sum(windowed_loss(model.base, torch.from_numpy(window), 512) for window in windows)
+    assert nats / (len(ids) - len(windows)) == pytest.approx(1.3495, abs=5e-5)
 
 
 def test_the_adaptation_heads_loss_is_transformers_own_of_a_model_that_serves_it(
@@ -177,7 +218,7 @@ def test_tokens_and_bytes_are_those_of_the_text(
 ) -> None:
     corpus = open_corpus("ckpt-stories260K", "ko")
     losses = score(model, corpus)
-    texts = list(read_documents(source(shared_data, "ko")))[:NUM_DOCUMENTS]
+    texts = [d.text for d in CorpusReader(source(shared_data, "ko"), 10**6) if isinstance(d, Document)]
     assert losses.num_bytes.tolist() == [len(text.encode()) for text in texts]
     # The document and the boundary that ends it are predicted; the one that begins it is given.
     assert losses.num_tokens.tolist() == [len(corpus.document(index)) - 1 for index in range(NUM_DOCUMENTS)]

@@ -1,0 +1,168 @@
+"""Text to framed token ids, in this process or in many.
+
+Worker processes import this file; it stands on numpy and tokenizers alone, so that they start in a moment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from scale_cli.errors import RunError
+
+# What one call tokenises: enough that handing it over costs nothing, little enough to share among many.
+_CHUNK_BYTES = 1 << 19
+_CHUNK_DOCUMENTS = 4096
+# With fewer chunks than this, workers would start for longer than they work.
+_CHUNKS_FOR_WORKERS = 8
+
+Ids = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the ids of a text.
+
+    Args:
+        tokenizer_json: the tokenizer, as tokenizers writes it.
+        before: ids that stand before every document.
+        after: ids that stand after it.
+        dtype: of the ids.
+    """
+
+    tokenizer_json: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Some consecutive documents as ids.
+
+    Args:
+        ids: (tokens,) one document after another, boundaries included.
+        lengths: (documents,) of each.
+        num_bytes: (documents,) of each text.
+    """
+
+    ids: Ids
+    lengths: npt.NDArray[np.int64]
+    num_bytes: npt.NDArray[np.int64]
+
+
+class Encoder:
+    """A recipe, ready to use."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tokenizer = Tokenizer.from_str(recipe.tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a "</s>" in a text is text
+
+    def encode(self, texts: list[str]) -> Encoded:
+        """Return the ids of some documents, each tokenised alone and framed by the recipe's boundaries."""
+        ids: list[int] = []
+        lengths = []
+        # Boundaries are added here, once, whatever the tokenizer's template would add.
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            framed = [*self._recipe.before, *encoding.ids, *self._recipe.after]
+            ids += framed
+            lengths.append(len(framed))
+        sizes = [len(text.encode()) for text in texts]
+        return Encoded(np.array(ids, self._recipe.dtype), np.array(lengths, np.int64), np.array(sizes, np.int64))
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encode_all(texts: Iterator[str], recipe: Recipe, num_workers: int) -> Iterator[Encoded]:
+    """Yield the ids of all texts in order, the same whatever the number of workers.
+
+    Args:
+        texts: read as they are needed, a few chunks ahead at the most.
+        recipe: how.
+        num_workers: processes beside this one; with one, or with little to do, this one works alone.
+
+    Raises:
+        RunError: a worker failed or died.
+    """
+    chunks = _chunks(texts)
+    head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
+    if num_workers == 1 or len(head) < _CHUNKS_FOR_WORKERS:
+        encoder = Encoder(recipe)
+        for chunk in chain(head, chunks):
+            yield encoder.encode(chunk)
+        return
+    # Not by fork: this process has threads, torch's among them.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(recipe,)) as workers:
+        pending: deque[Future[Encoded]] = deque()
+        try:
+            for chunk in chain(head, chunks):
+                pending.append(workers.submit(_encode_in_worker, chunk))
+                if len(pending) > 2 * num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise RunError(
+                "a tokenising process died, perhaps for lack of memory; run again to go on, with a smaller "
+                "corpus.num_workers or corpus.max_document_bytes"
+            ) from None
+        finally:
+            workers.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_DOCUMENTS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+_worker_encoder: Encoder | None = None  # of a worker process, made once
+
+
+def _start_worker(recipe: Recipe) -> None:
+    global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _worker_encoder = Encoder(recipe)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # killed, it could not tell: the worker would wait for work for ever
+
+
+def _encode_in_worker(texts: list[str]) -> Encoded:
+    assert _worker_encoder is not None
+    try:
+        return _worker_encoder.encode(texts)
+    except BaseException as error:  # a panic in Rust is no Exception, and may not survive the way to the parent
+        raise RunError(f"tokenising failed: {type(error).__name__}: {error}") from None

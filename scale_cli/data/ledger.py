@@ -1,0 +1,140 @@
+"""What became of everything that was read of a source: read = kept + dropped, in documents and in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from scale_cli.data.documents import Document, Dropped, Reason, Record
+from scale_cli.errors import CorpusError
+
+_PLACES = 3
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of documents, and their bytes.
+
+    Args:
+        documents: how many.
+        num_bytes: UTF-8 bytes of their text; of a record without one, its bytes in its file.
+    """
+
+    documents: int = 0
+    num_bytes: int = 0
+
+    def with_one(self, num_bytes: int) -> Count:
+        """Return the count with one document more."""
+        return Count(self.documents + 1, self.num_bytes + num_bytes)
+
+
+@dataclass(frozen=True)
+class DropCount(Count):
+    """What was dropped for one reason.
+
+    Args:
+        places: the first few.
+    """
+
+    places: tuple[str, ...] = ()
+
+
+@dataclass
+class Ledger:
+    """The account of one source.
+
+    Args:
+        read: every record, good or bad.
+        kept: what was tokenised.
+        dropped: the rest, by reason.
+        files: how many were opened; 0 for a dataset.
+        damaged_files: those that could not be read to their end, the first few by name.
+        num_damaged_files: all of those.
+        num_tokens: ids kept, boundaries included.
+    """
+
+    read: Count = Count()
+    kept: Count = Count()
+    dropped: dict[str, DropCount] = field(default_factory=dict)
+    files: int = 0
+    damaged_files: tuple[str, ...] = ()
+    num_damaged_files: int = 0
+    num_tokens: int = 0
+
+    @classmethod
+    def from_json(cls, value: Any) -> Ledger:
+        """Read what `to_json` gave."""
+        dropped = {
+            reason: DropCount(**{**count, "places": tuple(count["places"])})
+            for reason, count in value["dropped"].items()
+        }
+        read, kept = Count(**value["read"]), Count(**value["kept"])
+        damaged = tuple(value["damaged_files"])
+        return cls(**{**value, "read": read, "kept": kept, "dropped": dropped, "damaged_files": damaged})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def kept_of(self, records: Iterable[Record]) -> Iterator[Document]:
+        """Yield the documents among some records, entering every record."""
+        for record in records:
+            if isinstance(record, Dropped) and record.reason == Reason.DAMAGED_FILE:
+                self.num_damaged_files += 1
+                self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
+                continue
+            self.read = self.read.with_one(record.num_bytes)
+            if isinstance(record, Document):
+                self.kept = self.kept.with_one(record.num_bytes)
+                yield record
+            else:
+                self._drop(record)
+
+    def _drop(self, record: Dropped) -> None:
+        count = self.dropped.get(record.reason.value, DropCount())
+        self.dropped[record.reason.value] = replace(
+            count,
+            documents=count.documents + 1,
+            num_bytes=count.num_bytes + record.num_bytes,
+            places=(*count.places, record.place)[:_PLACES],
+        )
+
+    @property
+    def bad_fraction(self) -> float:
+        """The dropped share of the records, or the damaged share of the files where that is more."""
+        dropped = sum(count.documents for count in self.dropped.values())
+        return max(dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1))
+
+    def described_losses(self) -> str:
+        """Return what was dropped and where, on one line; nothing where nothing was."""
+        losses = [(count.documents, reason, count.places) for reason, count in self.dropped.items()]
+        if self.num_damaged_files:
+            losses.append((self.num_damaged_files, Reason.DAMAGED_FILE.value, self.damaged_files))
+        losses.sort(key=lambda loss: -loss[0])
+        return "; ".join(f"{number:,} {reason}: {_listed(places, number)}" for number, reason, places in losses)
+
+
+def _listed(places: tuple[str, ...], number: int) -> str:
+    return ", ".join(places) + (", ..." if number > len(places) else "")
+
+
+def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> None:
+    """Hold a source to a limit.
+
+    Args:
+        name: of the source.
+        ledger: its account.
+        max_bad_fraction: of its records, and of its files.
+
+    Raises:
+        CorpusError: more of it is bad, or none of it is good; the message says what, and where first.
+    """
+    losses = ledger.described_losses()
+    if ledger.num_tokens < 2:  # an input and a target
+        raise CorpusError(f"{name}: no document with text{f' ({losses})' if losses else ''}")
+    if ledger.bad_fraction > max_bad_fraction:
+        raise CorpusError(
+            f"{name}: {ledger.bad_fraction:.3%} of it is bad, more than corpus.max_bad_fraction {max_bad_fraction} "
+            f"allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
+        )

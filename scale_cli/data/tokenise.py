@@ -1,0 +1,173 @@
+"""Making the tokenised form of a source: streamed to disk, by many processes, and resumed where it was killed.
+
+While it is being made, the folder stands beside its place as .NAME.unfinished, and .NAME.progress.json says how much of
+its files is certain; a later run cuts them to that and goes on from there. One process writes and the workers only
+tokenise, each document alone, so the bytes are the same whatever the number of workers and of interruptions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Encoded, Recipe, encode_all, usable_cores
+from scale_cli.data.ledger import Ledger, check_bad_fraction
+from scale_cli.errors import CorpusError, StorageError
+from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_json
+from scale_cli.storage.lock import sole_user
+
+TOKENS, OFFSETS, NUM_BYTES, LEDGER = "tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json"
+# Tokens between two records of progress: what a kill can cost.
+_TOKENS_A_SHARD = 1 << 22
+
+
+def is_tokenised(folder: Path) -> bool:
+    """Return whether a source's tokenised form is there and whole, by the sizes of its files."""
+    # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
+    try:
+        sizes = {name: entry["bytes"] for name, entry in read_json(folder / MANIFEST)["files"].items()}
+    except (StorageError, KeyError, TypeError, AttributeError):
+        return False
+    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, LEDGER}
+
+
+def tokenise(source: TextSource, recipe: Recipe, folder: Path, reading: ReadingConfig, *, show_progress: bool) -> None:
+    """Write a source's tokens, offsets, bytes and ledger to a folder that is whole or absent.
+
+    Args:
+        source: what is read.
+        recipe: how it is tokenised.
+        folder: named after its content: what is unfinished beside it is taken to be of the same.
+        reading: limits, and the number of workers.
+        show_progress: on a bar.
+
+    Raises:
+        CorpusError: the source cannot be read, or holds no text.
+        RunError: a worker failed.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    progress = folder.with_name(f".{folder.name}.progress.json")
+    with sole_user(unfinished):
+        if is_tokenised(folder):  # another process made it while this one waited
+            unfinished.rmdir()
+            return
+        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
+        reader = CorpusReader(source, reading.max_document_bytes)
+        ledger = Ledger(files=len(reader.files))
+        with _Shards(unfinished, progress, recipe.dtype) as shards:
+            texts = (document.text for document in ledger.kept_of(reader))
+            next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
+            encoded = encode_all(texts, recipe, reading.num_workers or usable_cores())
+            for part in _with_progress(encoded, source.name, reader, shards, show_progress):
+                shards.append(part)
+            ledger.num_tokens = shards.num_tokens
+        try:
+            check_bad_fraction(source.name, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+        except CorpusError:
+            shutil.rmtree(unfinished)
+            progress.unlink()
+            raise
+        write_json(unfinished / LEDGER, ledger.to_json())
+        publish_folder(unfinished, folder)
+        progress.unlink()
+
+
+class _Shards:
+    """The files of an unfinished folder, cut to what is certain and then appended to.
+
+    Args:
+        folder: where they are.
+        progress: the file that says how much is certain.
+        dtype: of the ids.
+    """
+
+    def __init__(self, folder: Path, progress: Path, dtype: str) -> None:
+        self._folder, self._progress = folder, progress
+        self._dtype = np.dtype(dtype)
+        self.num_documents, self.num_tokens = self._certain()
+        self._recorded_tokens = self.num_tokens
+        self._files: dict[str, IO[bytes]] = {}
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            TOKENS: self.num_tokens * self._dtype.itemsize,
+            OFFSETS: (self.num_documents + 1) * 8,
+            NUM_BYTES: self.num_documents * 8,
+        }
+
+    def _certain(self) -> tuple[int, int]:
+        try:
+            recorded = read_json(self._progress)
+            self.num_documents, self.num_tokens = int(recorded["documents"]), int(recorded["tokens"])
+            held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes().items())
+        except (StorageError, KeyError, TypeError, ValueError, FileNotFoundError):
+            return 0, 0
+        return (self.num_documents, self.num_tokens) if held else (0, 0)
+
+    def __enter__(self) -> _Shards:
+        for name, size in self._sizes().items():
+            path = self._folder / name
+            path.touch()
+            file = path.open("r+b")
+            self._files[name] = file
+            if name == OFFSETS and not self.num_documents:
+                file.write(np.zeros(1, np.int64).tobytes())
+            file.truncate(size)
+            file.seek(size)
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None or not issubclass(failed, OSError):  # of a full disk nothing more is asked
+                self._record()
+        finally:
+            for file in self._files.values():
+                file.close()
+
+    def append(self, part: Encoded) -> None:
+        """Write some documents; after enough of them, make what is written certain."""
+        self._files[TOKENS].write(part.ids.tobytes())
+        self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
+        self._files[NUM_BYTES].write(part.num_bytes.tobytes())
+        self.num_documents += len(part.lengths)
+        self.num_tokens += len(part.ids)
+        if self.num_tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
+            self._record()
+
+    def _record(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        write_json(self._progress, {"documents": self.num_documents, "tokens": self.num_tokens})
+        self._recorded_tokens = self.num_tokens
+
+
+def _with_progress(
+    encoded: Iterator[Encoded], name: str, reader: CorpusReader, shards: _Shards, show: bool
+) -> Iterator[Encoded]:
+    """Pass the parts on, with a bar over the bytes of the source's files, which give throughput and time left."""
+    bar: Any = tqdm(
+        total=reader.total_bytes or None,
+        desc=f"tokenising {name}",
+        unit="B",
+        unit_scale=True,
+        disable=not show,
+        leave=False,
+    )
+    first_tokens = shards.num_tokens
+    with bar:
+        for part in encoded:
+            yield part
+            bar.update(reader.position_bytes - bar.n)
+            rate = (shards.num_tokens - first_tokens) / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{shards.num_tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)

@@ -1,0 +1,31 @@
+"""One process at a time in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and hold it; another process that wants it waits.
+
+    The system lets go when a process ends, however it ends. Where the other renamed or removed the folder, whoever
+    waited gets a new one.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another removed it in between
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.is_dir() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+                yield
+                return
+        finally:
+            os.close(descriptor)

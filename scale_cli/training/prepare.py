@@ -1,0 +1,52 @@
+"""The verb `scale prepare`: tokenise every corpus of a config ahead of training."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import Interrupted
+from scale_cli.upscale.base import load_tokenizer
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What is tokenised now, for the terminal."""
+
+    corpora: dict[str, TokenisedCorpus]
+
+    def lines(self) -> list[str]:
+        """Return what every source holds, what was dropped of it, and where it lies."""
+        return [line for name, corpus in self.corpora.items() for line in _lines(name, corpus)]
+
+
+def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
+    kept, losses = corpus.ledger.kept, corpus.ledger.described_losses()
+    return [
+        f"corpus         {name}: {kept.documents:,} documents, {kept.num_bytes:,} bytes, "
+        f"{corpus.ledger.num_tokens:,} tokens",
+        *([f"dropped        {losses}"] if losses else []),
+        f"written        {corpus.folder}",
+    ]
+
+
+def prepare(config: RunConfig) -> PrepareSummary:
+    """Tokenise all training and held-out corpora that the cache does not hold.
+
+    Raises:
+        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
+        Interrupted: SIGINT came; what is done stays.
+    """
+    tokenizer = load_tokenizer(config.model)
+    try:
+        training = open_training_corpora(config, tokenizer, show_progress=True)
+        held_out = open_held_out_corpora(config, tokenizer, show_progress=True)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped by SIGINT; the same command goes on from here", signal.SIGINT) from None
+    # A held-out source may be named like one that is trained on.
+    names = [f"{source.name} (trained on)" for source in config.corpus.sources]
+    names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]
+    return PrepareSummary(dict(zip(names, [*training, *held_out], strict=True)))

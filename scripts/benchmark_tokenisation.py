@@ -1,0 +1,122 @@
+"""How fast `scale prepare` tokenises, against `datasets.map(batched=True)` with the same tokenizer and processes.
+
+    python scripts/benchmark_tokenisation.py TOKENIZER FILE... [--num-workers 2] [--rounds 5]
+
+Both start from the same documents, on disk as Arrow (datasets) and as .jsonl (scale), and run in turn, so that whatever
+else the machine does falls on both. datasets is timed in `map` alone; scale from opening its file to the finished
+folder, with reading, ledger, hashing and syncing. The processor seconds are of all processes. Prints one JSON line
+a round, and the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What takes long to import is imported where it is used: the workers import this file too.
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one run took."""
+
+    elapsed_s: float
+    processor_s: float
+
+
+def timed(work: Callable[[], Any]) -> tuple[Timed, Any]:
+    """Run something, and return what it took and what it returned."""
+    started_s, processor_s = time.perf_counter(), _processor_s()
+    result = work()
+    return Timed(time.perf_counter() - started_s, _processor_s() - processor_s), result
+
+
+def _processor_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def write_corpus(files: list[str], folder: Path) -> Any:
+    """Write the documents of some corpus files as corpus.jsonl, and return them as a dataset on disk."""
+    import datasets
+
+    from scale_cli.config.schema import ReadingConfig, TextSource
+    from scale_cli.data.documents import CorpusReader, Document
+
+    texts: list[str] = []
+    for index, name in enumerate(files):
+        source = TextSource(name=f"source-{index}", path=name, language="en")
+        reader = CorpusReader(source, ReadingConfig().max_document_bytes)
+        texts += [record.text for record in reader if isinstance(record, Document)]
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "arrow")
+    return datasets.load_from_disk(folder / "arrow")
+
+
+def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
+    """Tokenise with datasets."""
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
+        encoded = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return {"input_ids": encoded["input_ids"]}
+
+    options = {"batched": True, "remove_columns": ["text"], "load_from_cache_file": False}
+    return dataset.map(encode, num_proc=num_workers, **options)
+
+
+def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
+    """Tokenise with scale into an empty cache; return the number of tokens, boundaries left out."""
+    from scale_cli.config.schema import ReadingConfig, TextSource
+    from scale_cli.data.tokens import tokenised
+
+    source = TextSource(name="corpus", path=str(folder / "corpus.jsonl"), language="en")
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        reading = ReadingConfig(num_workers=num_workers)
+        corpus = tokenised(source, tokenizer, Path(cache), show_progress=False, reading=reading)
+        boundaries = sum(boundary is not None for boundary in (corpus.boundaries.bos, corpus.boundaries.eos))
+        return corpus.ledger.num_tokens - boundaries * len(corpus)
+
+
+def main() -> None:
+    """Run the rounds."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    datasets.disable_progress_bars()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism, theirs as ours
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    rounds = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        dataset = write_corpus(arguments.files, folder)
+        for _ in range(arguments.rounds):
+            theirs, mapped = timed(lambda: map_dataset(dataset, tokenizer, arguments.num_workers))
+            ours, num_tokens = timed(lambda: prepare(folder, tokenizer, arguments.num_workers))
+            assert num_tokens == sum(len(ids) for batch in mapped.iter(1000) for ids in batch["input_ids"])
+            rounds.append((theirs, ours))
+            print(json.dumps({"datasets": vars(theirs), "scale": vars(ours), "num_tokens": num_tokens}), flush=True)
+    for what in ("elapsed_s", "processor_s"):
+        theirs_s, ours_s = (statistics.median(getattr(run, what) for run in runs) for runs in zip(*rounds, strict=True))
+        print(
+            f"{what}: datasets.map {theirs_s:.2f}, scale {ours_s:.2f}; scale is {theirs_s / ours_s:.2f} times as fast"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data.documents import Document, Dropped, Reason, Record
+from scale_cli.data.ledger import Ledger, check_bad_fraction
+from scale_cli.data.tokens import tokenised
+from scale_cli.errors import CorpusError
+
+DROPPED = st.builds(
+    Dropped, st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]), st.just("f:1"), st.integers(0, 99)
+)
+DAMAGED = st.builds(Dropped, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "b"]), st.just(0))
+RECORDS = st.lists(st.builds(Document, st.just("x"), st.integers(1, 99)) | DROPPED | DAMAGED, max_size=30)
+
+
+@settings(deadline=None)
+@given(RECORDS)
+def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> None:
+    ledger = Ledger(files=40)
+    assert list(ledger.kept_of(records)) == [record for record in records if isinstance(record, Document)]
+    counts = [ledger.kept, *ledger.dropped.values()]
+    assert ledger.read.documents == sum(count.documents for count in counts)
+    assert ledger.read.num_bytes == sum(count.num_bytes for count in counts) == sum(r.num_bytes for r in records)
+    assert ledger.read.documents + ledger.num_damaged_files == len(records)
+    assert all(len(count.places) == min(count.documents, 3) for count in ledger.dropped.values())
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+
+
+@pytest.mark.parametrize(
+    ("num_good", "num_bad", "files", "num_damaged", "max_bad_fraction", "allowed"),
+    [
+        (999, 1, 1, 0, 0.001, True),
+        (998, 1, 1, 0, 0.001, False),
+        (5, 0, 1, 0, 0.0, True),
+        (5, 1, 1, 0, 0.0, False),
+        (5, 5, 1, 0, 1.0, True),
+        (5000, 0, 1, 1, 0.001, False),
+        (5000, 0, 1000, 1, 0.001, True),
+        (5000, 0, 999, 1, 0.001, False),
+        (5000, 0, 1, 1, 1.0, True),
+    ],
+)
+def test_records_and_files_are_each_held_to_the_limit(
+    num_good: int, num_bad: int, files: int, num_damaged: int, max_bad_fraction: float, allowed: bool
+) -> None:
+    ledger = Ledger(files=files, num_tokens=2)
+    records: list[Record] = [Document("a", 1)] * num_good
+    records += [Dropped(Reason.NOT_JSON, "f:1", 1)] * num_bad
+    records += [Dropped(Reason.DAMAGED_FILE, "g (cut)", 0)] * num_damaged
+    assert len(list(ledger.kept_of(records))) == num_good
+    if allowed:
+        check_bad_fraction("news", ledger, max_bad_fraction)
+        return
+    with pytest.raises(CorpusError, match=r"news: .*corpus\.max_bad_fraction") as caught:
+        check_bad_fraction("news", ledger, max_bad_fraction)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "not JSON: f:1" in message if num_bad else "damaged file: g (cut)" in message
+
+
+def test_the_message_names_every_reason_with_the_first_places() -> None:
+    records = [Dropped(Reason.NOT_JSON, f"f:{line}", 1) for line in range(1, 6)] + [Dropped(Reason.NUL, "f:9", 1)]
+    ledger = Ledger(files=1, num_tokens=2)
+    assert not list(ledger.kept_of(records))
+    assert ledger.described_losses() == "5 not JSON: f:1, f:2, f:3, ...; 1 NUL character: f:9"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    return loaded
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lines=st.lists(
+        st.sampled_from([b'{"text": "a cat"}', '{"text": "고양이"}'.encode(), b"{", b"", b'{"text": 1}', b"\xff"]),
+        min_size=1,
+        max_size=9,
+    ),
+    max_documents=st.none() | st.integers(1, 9),
+)
+def test_the_ledger_of_a_tokenised_source_adds_up(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: list[bytes],
+    max_documents: int | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("ledger")
+    (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    path, read = str(folder / "corpus.jsonl"), lines[:max_documents]
+    source = TextSource(name="source", path=path, language="ko", max_documents=max_documents)
+    reading = ReadingConfig(max_bad_fraction=1.0)
+    texts = [json.loads(line)["text"] for line in read if line.startswith(b'{"text": "')]
+    if not texts:
+        with pytest.raises(CorpusError, match="source: no document with text"):
+            tokenised(source, tokenizer, folder / "cache", show_progress=False, reading=reading)
+        return
+    corpus = tokenised(source, tokenizer, folder / "cache", show_progress=False, reading=reading)
+    ledger = corpus.ledger
+    assert ledger.read.documents == len(read)
+    assert ledger.kept.documents == len(texts) == len(corpus)
+    assert ledger.kept.num_bytes == corpus.num_bytes.sum() == sum(len(text.encode()) for text in texts)
+    bad = {"not JSON": b"{", "empty": b"", "text of the wrong type": b'{"text": 1}', "not UTF-8": b"\xff"}
+    assert {r: c.documents for r, c in ledger.dropped.items()} == {
+        r: read.count(b) for r, b in bad.items() if b in read
+    }
+    assert ledger.num_tokens == len(corpus.ids) == corpus.offsets[-1]

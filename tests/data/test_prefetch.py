@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.data.batches import Batches, PackedWindows, StepBatches
+from scale_cli.data.prefetch import BatchesAhead, Prefetched
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 5))
+def test_the_items_are_those_of_the_iterable_in_order(items: list[int], num_ahead: int) -> None:
+    with Prefetched(items, num_ahead) as ahead:
+        assert list(ahead) == items
+        assert list(ahead) == []
+    assert not threads()
+
+
+class Wrong(Exception):
+    pass
+
+
+def failing_after(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise Wrong
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_an_error_is_raised_in_its_place(count: int) -> None:
+    with Prefetched(failing_after(count), 2) as ahead:
+        assert [next(ahead) for _ in range(count)] == list(range(count))
+        for _ in range(2):
+            with pytest.raises(Wrong):
+                next(ahead)
+    assert not threads()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_it_stops_however_the_body_ends(taken: int) -> None:
+    made: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            made.append(len(made))
+            yield made[-1]
+
+    with pytest.raises(Wrong), Prefetched(endless(), 3) as ahead:
+        for _ in range(taken):
+            next(ahead)
+        raise Wrong
+    assert not threads()
+    assert len(made) <= taken + 3 + 2
+
+
+def test_no_more_is_made_ahead_than_allowed() -> None:
+    made = 0
+
+    def counted() -> Iterator[int]:
+        nonlocal made
+        for item in range(100):
+            made += 1
+            yield item
+
+    with Prefetched(counted(), 4) as ahead:
+        for taken, _ in enumerate(ahead, start=1):
+            assert made <= taken + 4 + 1
+
+
+def some_batches(num_steps: int) -> Batches:
+    windows = [PackedWindows(np.arange(5000, dtype=np.uint16), 32), PackedWindows(np.arange(700, dtype=np.uint16), 32)]
+    options = {"seed": 3, "num_steps": num_steps, "global_batch_size": 8, "micro_batch_size": 2}
+    return Batches(windows, [2.0, 1.0], **options)
+
+
+@pytest.mark.parametrize(("first", "rank", "num_processes"), [(0, 0, 1), (7, 0, 1), (0, 1, 2), (19, 1, 4), (20, 0, 1)])
+def test_the_batches_of_the_steps_are_exactly_those_of_each_step(first: int, rank: int, num_processes: int) -> None:
+    batches = some_batches(20)
+    with Prefetched(batches.from_step(first, rank, num_processes), 3) as ahead:
+        steps: list[StepBatches] = list(ahead)
+    assert [step.step for step in steps] == list(range(first, 20))
+    for found in steps:
+        expected = list(batches.micro_batches(found.step, rank, num_processes))
+        assert found.num_target_tokens == batches.num_target_tokens(found.step)
+        assert len(found.micro_batches) == len(expected)
+        for micro_batch, same in zip(found.micro_batches, expected, strict=True):
+            assert torch.equal(micro_batch.input_ids, same.input_ids)
+            assert torch.equal(micro_batch.targets, same.targets)
+
+
+def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
+    batches = some_batches(20)
+    with BatchesAhead(batches, 5, 1, 2) as ahead:
+        for step in range(5, 20):
+            assert ahead.num_target_tokens(step) == batches.num_target_tokens(step)
+            found, expected = ahead.micro_batches(step, 1, 2), list(batches.micro_batches(step, 1, 2))
+            for micro_batch, same in zip(found, expected, strict=True):
+                assert torch.equal(micro_batch.input_ids, same.input_ids)
+    assert not threads()
+
+
+def test_a_step_waits_for_less_than_a_hundredth_of_its_time() -> None:
+    """Steps of 50 ms, as short as any that is worth training for, on batches of 16 x 1,024 tokens."""
+    windows = [PackedWindows(np.zeros(2_000_000, dtype=np.uint16), 1024)]
+    batches = Batches(windows, [1.0], seed=0, num_steps=20, global_batch_size=16, micro_batch_size=8)
+    waited_s = []
+    with BatchesAhead(batches, 0, 0, 1) as ahead:
+        for step in range(20):
+            started_s = time.perf_counter()
+            ahead.micro_batches(step)
+            waited_s.append(time.perf_counter() - started_s)
+            time.sleep(0.05)
+    assert sorted(waited_s)[len(waited_s) // 2] < 0.01 * 0.05

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data import encoding, tokenise
+from scale_cli.data.encoding import Encoder, Recipe, encode_all
+from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.errors import RunError
+from scale_cli.storage.atomic import verify_folder
+
+TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    return loaded
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is 10 documents, and progress is recorded about every 30."""
+    monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
+    monkeypatch.setattr(tokenise, "_TOKENS_A_SHARD", 1000)
+
+
+def write_corpus(folder: Path) -> TextSource:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    return TextSource(name="source", path=str(path), language="ko")
+
+
+def make(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1) -> TokenisedCorpus:
+    reading = ReadingConfig(num_workers=num_workers)
+    return tokenised(source, tokenizer, cache, show_progress=False, reading=reading)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    verify_folder(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_bytes_are_the_same_whatever_the_number_of_workers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int
+) -> None:
+    source = write_corpus(tmp_path)
+    alone = make(source, tokenizer, tmp_path / "alone")
+    together = make(source, tokenizer, tmp_path / "together", num_workers)
+    assert together.folder.name == alone.folder.name
+    assert contents(together.folder) == contents(alone.folder)
+    assert [folder.name for folder in (tmp_path / "together").iterdir()] == [together.folder.name]
+    assert not multiprocessing.active_children()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.usefixtures("small_parts")
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(survived=st.lists(st.integers(0, 39), max_size=3), torn=st.binary(max_size=20), data=st.data())
+def test_a_run_goes_on_from_what_was_certain_however_it_was_killed(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    survived: list[int],
+    torn: bytes,
+    data: st.DataObject,
+) -> None:
+    """Killed after some chunks, any number of times, with bytes half written after what was recorded."""
+    folder = tmp_path_factory.mktemp("killed")
+    source = write_corpus(folder)
+    whole = contents(make(source, tokenizer, folder / "whole").folder)
+    encode, record = Encoder.encode, tokenise._Shards._record
+    certain = 0
+    for num_chunks in survived:
+        calls = iter(range(num_chunks))
+        with pytest.MonkeyPatch.context() as patch:
+
+            def dying(self: Encoder, texts: list[str], calls: Iterator[int] = calls) -> encoding.Encoded:
+                if next(calls, None) is None:
+                    patch.setattr(tokenise._Shards, "_record", lambda _: None)  # a kill leaves no time for it
+                    raise Killed
+                return encode(self, texts)
+
+            patch.setattr(Encoder, "encode", dying)
+            with suppress(Killed):  # or it has enough time
+                make(source, tokenizer, folder / "cache")
+        assert tokenise._Shards._record is record
+        for place in (folder / "cache").glob(".*.unfinished"):
+            name = data.draw(st.sampled_from(sorted(file.name for file in place.iterdir())))
+            with (place / name).open("ab") as file:
+                file.write(torn)
+        for progress in (folder / "cache").glob(".*.progress.json"):
+            now = json.loads(progress.read_text())["documents"]
+            assert certain <= now
+            certain = now
+    read: list[int] = []
+
+    def counting(self: Encoder, texts: list[str]) -> encoding.Encoded:
+        read.append(len(texts))
+        return encode(self, texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "encode", counting)
+        corpus = make(source, tokenizer, folder / "cache")
+    assert contents(corpus.folder) == whole
+    assert sum(read) in (len(TEXTS) - certain, 0)
+    assert [entry.name for entry in (folder / "cache").iterdir()] == [corpus.folder.name]
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "progress"])
+@pytest.mark.usefixtures("small_parts")
+def test_unfinished_work_that_is_damaged_is_begun_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    source = write_corpus(tmp_path)
+    whole = contents(make(source, tokenizer, tmp_path / "whole").folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenise, "publish_folder", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            make(source, tokenizer, tmp_path / "cache")
+    [unfinished] = (tmp_path / "cache").glob(".*.unfinished")
+    [progress] = (tmp_path / "cache").glob(".*.progress.json")
+    if damage == "missing":
+        (unfinished / "tokens.bin").unlink()
+    elif damage == "short":
+        os.truncate(unfinished / "offsets.bin", 80)
+    else:
+        progress.write_text("{")
+    assert contents(make(source, tokenizer, tmp_path / "cache").folder) == whole
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # workers import this file too
+    from scale_cli.config.schema import ReadingConfig, TextSource
+    from scale_cli.data import encoding, tokenise
+
+    path, tokenizer, folder = sys.argv[1:]
+    tokenise._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 10_000, 10_000
+    source = TextSource(name="source", path=path, language="en")
+    recipe = encoding.Recipe(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
+    tokenise.tokenise(source, recipe, Path(folder), ReadingConfig(num_workers=2), show_progress=False)
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(child) for child in listed.stdout.split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition: Any) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path, shared_data: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    stories = shared_data / "en-tinystories/tinystories_val.txt"
+    tokenizer = shared_data / "ckpt-stories260K/hf/tokenizer.json"
+    command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer)]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True)
+    killed = subprocess.Popen([*command, str(tmp_path / "killed")])
+    progress = tmp_path / ".killed.progress.json"
+    wait_until(progress.exists)
+    children = children_of(killed.pid)
+    assert len(children) >= 2
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_until(lambda: all(gone(child) for child in children))
+    assert not (tmp_path / "killed").exists()
+    certain = json.loads(progress.read_text())
+    assert certain["tokens"] > 0
+    subprocess.run([*command, str(tmp_path / "killed")], check=True)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not progress.exists()
+
+
+def recipe(tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    return Recipe(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_fails_in_a_worker_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = [*TEXTS[:25], "\ud800", *TEXTS]
+    with pytest.raises(RunError, match="tokenising failed: ") as caught:
+        list(encode_all(iter(texts), recipe(tokenizer), 2))
+    assert "\n" not in str(caught.value)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_worker_that_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoded = encode_all(iter(TEXTS * 20), recipe(tokenizer), 2)
+    next(encoded)
+    for child in multiprocessing.active_children():
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=re.escape("corpus.num_workers")):
+        list(encoded)
+
+
+def test_texts_are_read_a_few_chunks_ahead_at_the_most(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
+    read = 0
+
+    def reading() -> Iterator[str]:
+        nonlocal read
+        for text in TEXTS:
+            read += 1
+            yield text
+
+    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), recipe(tokenizer), 2))]
+    assert len(ahead) == 40
+    assert max(ahead) <= 80
+    assert max(ahead[8:]) <= 10 * (2 * 2 + 1)
+
+
+def test_two_that_want_the_same_corpus_make_it_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = write_corpus(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: make(source, tokenizer, tmp_path / "cache"), range(4)))
+    assert len({corpus.folder for corpus in made}) == 1
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
+    assert len({corpus.ids.tobytes() for corpus in made}) == 1
+
+
+PEAKS = """
+import re
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data import tokenise
+from scale_cli.data.encoding import Recipe
+
+tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+for path in sys.argv[1:]:
+    recipe = Recipe(tokenizer.to_str(), (), (0,), "uint16")
+    source = TextSource(name="source", path=path, language="en")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
+    tokenise.tokenise(source, recipe, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
+    print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "parquet", "parquet.gz"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, form: str) -> None:
+    """Not with its text, and not with its number of documents: ten times both."""
+    paths = []
+    for num_documents in (10_000, 100_000):
+        texts = [f"word {i} " + "word " * 60 for i in range(num_documents)]
+        path = tmp_path / f"{num_documents}.{form}"
+        if form == "txt":
+            path.write_text("\n\n".join(texts))
+        elif form == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        else:
+            sink = io.BytesIO()
+            table = pa.table({"text": texts})
+            pa.parquet.write_table(table, sink, row_group_size=num_documents, use_dictionary=False, compression="none")
+            path.write_bytes(gzip.compress(sink.getvalue(), 1) if form.endswith("gz") else sink.getvalue())
+        paths.append(str(path))
+    (tmp_path / "script.py").write_text(PEAKS)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *paths], capture_output=True, check=True)
+    small_kib, large_kib = map(int, done.stdout.split())
+    assert (large_kib - small_kib) * 1024 < 10e6  # of 27 MB more of text; allocators keep some

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.data import tokens
+from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
+from scale_cli.errors import CorpusError, Interrupted
+from scale_cli.training.prepare import prepare
+from scale_cli.upscale.base import load_tokenizer
+
+
+def write_config(folder: Path, base: Path, lines: list[str]) -> RunConfig:
+    (folder / "news.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "tales.txt").write_text("Once upon a time.\n\nThe end.\n", encoding="utf-8")
+    config = {
+        "output_dir": str(folder / "run"),
+        "model": {"base": str(base)},
+        "corpus": {"sources": [{"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}]},
+        "train": {"max_steps": 1},
+        "evaluation": {
+            "perplexity": [
+                {"name": "tales", "path": str(folder / "tales.txt"), "language": "en", "role": "retention"},
+            ]
+        },
+    }
+    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    return load_config(folder / "config.yaml")
+
+
+GOOD = ['{"text": "A cat sat."}'] * 3
+
+
+@pytest.fixture
+def base(shared_data: Path) -> Path:
+    return shared_data / "ckpt-stories260K" / "hf"
+
+
+def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path, base, GOOD)
+    summary = prepare(config)
+    lines = summary.lines()
+    assert any("news (trained on): 3 documents, 30 bytes" in line for line in lines)
+    assert any("tales (held out): 2 documents" in line for line in lines)
+    monkeypatch.setattr(tokens, "tokenise", None)
+    tokenizer = load_tokenizer(config.model)
+    opened = [
+        *open_training_corpora(config, tokenizer, show_progress=False),
+        *open_held_out_corpora(config, tokenizer, show_progress=False),
+    ]
+    assert [corpus.folder for corpus in opened] == [corpus.folder for corpus in summary.corpora.values()]
+    assert prepare(config).lines() == lines
+
+
+def test_what_was_dropped_is_said(tmp_path: Path, base: Path) -> None:
+    config = write_config(tmp_path, base, [*GOOD, "{"])
+    with pytest.raises(CorpusError, match=r"news: 25\.000% .*1 not JSON: .*news\.jsonl:4"):
+        prepare(config)
+    lenient = config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})})
+    [dropped] = [line for line in prepare(lenient).lines() if line.startswith("dropped")]
+    assert dropped.endswith(f"1 not JSON: {tmp_path / 'news.jsonl'}:4")
+
+
+def test_an_interrupt_is_an_exit_code_and_no_traceback(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokens, "tokenise", interrupted)
+    with pytest.raises(Interrupted) as caught:
+        prepare(write_config(tmp_path, base, GOOD))
+    assert caught.value.exit_code == 130
