@@ -226,6 +226,9 @@ class TrainConfig(Section):
     max_steps: int = Field(ge=1)
     global_batch_size: int = Field(default=32, ge=1, description="sequences an optimiser step")
     micro_batch_size: int = Field(default=8, ge=1, description="sequences a process holds at once")
+    sharding: Literal["none", "expansion", "all"] = Field(
+        default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
+    )
     lr: float = Field(default=1.0e-3, gt=0.0, description="where it is left out: the paper's for the variant")
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
