@@ -6,12 +6,12 @@ JSON header. Nothing else is written: the `.metadata` pickle of the default stor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,7 +50,7 @@ def has_shards(folder: Path) -> bool:
     return (folder / _SHARDS).is_dir()
 
 
-def save_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write this process's parts of some tensors; every process has to call this, with the same names.
 
     Raises:
@@ -71,13 +71,11 @@ def load_shards(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer
     """
     moments = empty_optimiser_tensors(model)
     where = folder / _SHARDS if has_shards(folder) else folder
+    reader = HuggingFaceStorageReader(path=str(where))
     try:
-        # In one process there may be no group, and then nobody to agree with.
-        load(
-            {**trainable_parameters(model), **moments},
-            storage_reader=HuggingFaceStorageReader(path=str(where)),
-            no_dist=not dist.is_initialized(),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process has no group: no matter
+            load({**trainable_parameters(model), **moments}, storage_reader=reader)
     except (CheckpointException, RuntimeError, ValueError) as error:
         raise StorageError(f"{where}: does not fit this model ({_first_reason(error)})") from None
     load_optimiser_tensors(optimiser, model, moments)

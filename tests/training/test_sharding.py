@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig, TrainConfig
 from scale_cli.errors import StorageError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
@@ -37,7 +39,8 @@ from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
 
 SHARDINGS = ("none", "expansion", "all")
-BASELINES = ("full", "freeze", "lora", "llama-pro")
+SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
+EVALUATED_BASELINES = ("freeze", "lora")
 _SAVED_STEP, _LAST_STEP = 2, 4
 _LENGTH = (f"train.max_steps={_LAST_STEP}", f"train.save_every_steps={_SAVED_STEP}")
 
@@ -97,29 +100,24 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     evaluated = f"train.eval_every_steps={_LAST_STEP}"
     train(add("one", evaluated), None, print)
-    for variant in BASELINES:
-        evaluated_too = [evaluated] if variant == "lora" else []
+    for variant in SHARDED_BASELINES:
+        evaluated_too = [evaluated] if variant in EVALUATED_BASELINES else []
         train(add(f"{variant}-one", f"method.variant={variant}", *evaluated_too), None, print)
     for sharding in SHARDINGS:
         add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", evaluated)
         add(f"{sharding}-four", "train.micro_batch_size=1", f"train.sharding={sharding}")
-    for variant in BASELINES:
-        settings = [f"method.variant={variant}", "train.micro_batch_size=2"]
-        add(f"{variant}-expansion", *settings, "train.sharding=expansion")
-        add(f"{variant}-all", *settings, "train.sharding=all", *([evaluated] if variant == "lora" else []))
-    two = [config for name, config in configs.items() if name.endswith(("-two", "-expansion", "-all"))]
-    train_in_processes(two, 2, folder)
-    for sharding in ("expansion", "all"):
-        whole = configs[f"{sharding}-two"]
-        for name, number in (("one", 1), ("four", 4)):
-            resumed = f"{sharding}-two-then-{name}"
-            micro_batch_size = {1: 4, 4: 1}[number]
-            configs[resumed] = cut_after_saved_step(
-                whole, resumed, sharding=sharding, micro_batch_size=micro_batch_size
+    for variant, sharding in SHARDED_BASELINES.items():
+        settings = [f"method.variant={variant}", "train.micro_batch_size=2", f"train.sharding={sharding}"]
+        add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
+    configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
+    train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
+    for sharding in SHARDINGS:
+        for number, micro_batch_size in (("one", 4), ("four", 1)):
+            name = f"{sharding}-two-then-{number}"
+            configs[name] = cut_after_saved_step(
+                configs[f"{sharding}-two"], name, sharding=sharding, micro_batch_size=micro_batch_size
             )
-    configs["one-then-four"] = cut_after_saved_step(configs["one"], "one-then-four", sharding="all", micro_batch_size=1)
-    for name in ("expansion-two-then-one", "all-two-then-one"):
-        train(configs[name], "auto", print)
+        train(configs[f"{sharding}-two-then-one"], "auto", print)
     train_in_processes([config for name, config in configs.items() if name.endswith("four")], 4, folder)
     return Runs(configs)
 
@@ -130,13 +128,12 @@ def test_several_processes_give_the_losses_of_one(runs: Runs, sharding: str, pro
     assert runs.losses(f"{sharding}-{processes}") == pytest.approx(runs.losses("one"), rel=1e-5)
 
 
-@pytest.mark.parametrize("sharding", ["expansion", "all"])
-@pytest.mark.parametrize("variant", BASELINES)
-def test_a_sharded_baseline_gives_the_losses_of_one_process(runs: Runs, variant: str, sharding: str) -> None:
-    assert runs.losses(f"{variant}-{sharding}") == pytest.approx(runs.losses(f"{variant}-one"), rel=1e-5)
+@pytest.mark.parametrize("variant", SHARDED_BASELINES)
+def test_a_sharded_baseline_gives_the_losses_of_one_process(runs: Runs, variant: str) -> None:
+    assert runs.losses(f"{variant}-two") == pytest.approx(runs.losses(f"{variant}-one"), rel=1e-5)
 
 
-@pytest.mark.parametrize("sharding", ["expansion", "all"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("processes", ["one", "four"])
 def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, sharding: str, processes: str) -> None:
     resumed = runs.records(f"{sharding}-two-then-{processes}")
@@ -146,17 +143,17 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, sha
 
 
 def test_a_checkpoint_of_one_process_goes_on_sharded(runs: Runs) -> None:
-    assert runs.losses("one-then-four") == pytest.approx(runs.losses("one"), rel=1e-5)
-    assert (runs.folder("one-then-four").checkpoint(_LAST_STEP) / "shards").is_dir()
+    assert runs.losses("one-then-two") == pytest.approx(runs.losses("one"), rel=1e-5)
+    assert (runs.folder("one-then-two").checkpoint(_LAST_STEP) / "shards").is_dir()
 
 
-@pytest.mark.parametrize("name", ["expansion-two", "all-two", "lora-all", "full-expansion", "all-four"])
+@pytest.mark.parametrize("name", ["expansion-two", "all-two", "lora-two", "one-then-two", "all-four"])
 def test_a_sharded_checkpoint_is_whole_and_holds_no_pickle(runs: Runs, name: str) -> None:
     folder = runs.folder(name).checkpoint(_LAST_STEP)
     verify_folder(folder)
     files = [file for file in folder.rglob("*") if file.is_file()]
     shards = [file for file in files if file.suffix == ".safetensors"]
-    assert len(shards) == {"two": 2, "all": 2, "expansion": 2, "four": 4}[name.partition("-")[2]]
+    assert len(shards) == {"two": 2, "four": 4}[name.rpartition("-")[2]]
     for file in files:
         if file.suffix == ".json":
             json.loads(file.read_text(encoding="utf-8"))
@@ -166,7 +163,7 @@ def test_a_sharded_checkpoint_is_whole_and_holds_no_pickle(runs: Runs, name: str
             assert file.name == "scale.yaml"
 
 
-@pytest.mark.parametrize("name", ["expansion-two", "all-two", "full-all"])
+@pytest.mark.parametrize("name", ["expansion-two", "all-two", "full-two"])
 def test_a_process_writes_its_part_only(runs: Runs, name: str) -> None:
     shards = sorted((runs.folder(name).checkpoint(_LAST_STEP) / "shards").iterdir())
     sizes = [sum(tensor.numel() for tensor in load_tensors(shard).values()) for shard in shards]
@@ -195,16 +192,17 @@ def test_periodic_evaluation_finds_the_base_bit_for_bit_whatever_is_sharded(runs
         assert found[corpus] == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_sharded_baseline_is_evaluated_beside_a_sharded_base(runs: Runs) -> None:
-    (expected,), (found,) = runs.evaluations("lora-one"), runs.evaluations("lora-all")
+@pytest.mark.parametrize("variant", EVALUATED_BASELINES)
+def test_a_sharded_baseline_is_evaluated_beside_its_base(runs: Runs, variant: str) -> None:
+    (expected,), (found,) = runs.evaluations(f"{variant}-one"), runs.evaluations(f"{variant}-two")
     assert found["tiny"]["base"] == expected["tiny"]["base"]
     assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
+def accelerator(tmp_path: Path) -> Iterator[Accelerator]:
     """A group of one process: enough for a model to be sharded in all but number."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield Accelerator(cpu=True)
     dist.destroy_process_group()
 
@@ -214,7 +212,7 @@ def start(variant: str) -> MethodModel:
     return start_model(tiny_llama(), method, seed=0).train()
 
 
-@pytest.mark.parametrize("variant", ["preserve", "adapt", *BASELINES])
+@pytest.mark.parametrize("variant", ["preserve", "adapt", *SHARDED_BASELINES])
 @pytest.mark.parametrize("keep_frozen_whole", [True, False])
 def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     accelerator: Accelerator, variant: str, keep_frozen_whole: bool
@@ -233,8 +231,29 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
 
 
+@pytest.mark.parametrize("variant", ["preserve", "adapt", *SHARDED_BASELINES])
+def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
+    accelerator: Accelerator, variant: str
+) -> None:
+    model = start(variant)
+    exchanged: list[int] = []
+
+    def count(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        exchanged.append(bucket.buffer().numel())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
+
+
 def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> None:
     model = start("adapt")
+    assert isinstance(model, ScaleForCausalLM)
     shard_model(model, accelerator, keep_frozen_whole=False)
     before = hash_parts(model.base)
     with torch.no_grad():
