@@ -169,9 +169,9 @@ def _open_run(
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None and read_json(start / CORPORA) != contents:
         raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")
-    model, sharded = load_model(run_folder.upscaled, config.model, config.seed), _is_to_be_sharded(config, accelerator)
+    model = load_model(run_folder.upscaled, config.model, config.seed)
     check_context(config, model.config)
-    if sharded:
+    if sharded := sizes.sharding != "none" and accelerator.num_processes > 1:
         shard_model(model, accelerator, keep_frozen_whole=sizes.sharding == "expansion")
     else:
         model.to(accelerator.device)
@@ -192,11 +192,6 @@ def _open_run(
         position=position,
         metrics=MetricsLog(run_folder.metrics, position.step) if main else None,
     )
-
-
-def _is_to_be_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
-    """Return whether there is anything to split, and anyone to split it with."""
-    return config.train.sharding != "none" and accelerator.num_processes > 1
 
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded | None:

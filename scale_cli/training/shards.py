@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import new_folder, partial_folder
 from scale_cli.training.optimiser import empty_optimiser_tensors, load_optimiser_tensors, trainable_parameters
-
-_SHARDS = "shards"
+from scale_cli.upscale.folder import SHARDS
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
 
 def has_shards(folder: Path) -> bool:
     """Return whether a checkpoint is a sharded model's."""
-    return (folder / _SHARDS).is_dir()
+    return (folder / SHARDS).is_dir()
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -56,7 +55,7 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         StorageError: a process could not write.
     """
-    writer = HuggingFaceStorageWriter(path=str(folder / _SHARDS), save_distributed=True)
+    writer = HuggingFaceStorageWriter(path=str(folder / SHARDS), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
@@ -70,7 +69,7 @@ def load_shards(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer
         StorageError: a tensor is missing or of another shape.
     """
     moments = empty_optimiser_tensors(model)
-    where = folder / _SHARDS if has_shards(folder) else folder
+    where = folder / SHARDS if has_shards(folder) else folder
     reader = HuggingFaceStorageReader(path=str(where))
     try:
         with warnings.catch_warnings():

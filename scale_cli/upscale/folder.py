@@ -3,7 +3,8 @@
 - config.json: the model's configuration; of a widened model, sizes of the expansion and the base's own
 - method.json: the method section of the config
 - base.json: which base it belongs to: name, revision, SHA-256 of every tensor
-- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none)
+- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none); in a sharded
+  checkpoint `shards/` in its place, which only training reads
 - manifest.json: size and SHA-256 of every file
 """
 
@@ -23,6 +24,7 @@ from scale_cli.upscale.base import BaseRecord, check_same_base, load_base
 from scale_cli.upscale.baselines import prepare_baseline
 
 TRAINED = "trained.safetensors"
+SHARDS = "shards"
 BASE_RECORD = "base.json"
 _METHOD = "method.json"
 
@@ -81,8 +83,11 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
     """Load a base, check that it is the recorded one, and put a folder's parameters on it.
 
     Raises:
+        RunFolderError: it is a sharded checkpoint.
         BaseModelError: the base is not the one that the folder belongs to.
     """
+    if (folder / SHARDS).is_dir():
+        raise RunFolderError(f"{folder}: a sharded checkpoint, for `scale train --resume` alone; use the run's final/")
     loaded = load_base(base)
     check_same_base(loaded, read_record(folder), where=f"model.base {base.base}")
     method = MethodConfig.model_validate(read_json(folder / _METHOD))

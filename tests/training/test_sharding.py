@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig, TrainConfig
-from scale_cli.errors import StorageError
+from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
@@ -32,13 +32,15 @@ from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.run import train
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
 from scale_cli.training.shards import load_shards, save_shards
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.run import upscale
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
 
 SHARDINGS = ("none", "expansion", "all")
+# LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
+_RANK = "method.lora.rank=1"
 SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
 EVALUATED_BASELINES = ("freeze", "lora")
 _SAVED_STEP, _LAST_STEP = 2, 4
@@ -102,22 +104,23 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train(add("one", evaluated), None, print)
     for variant in SHARDED_BASELINES:
         evaluated_too = [evaluated] if variant in EVALUATED_BASELINES else []
-        train(add(f"{variant}-one", f"method.variant={variant}", *evaluated_too), None, print)
+        train(add(f"{variant}-one", f"method.variant={variant}", _RANK, *evaluated_too), None, print)
     for sharding in SHARDINGS:
         add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", evaluated)
         add(f"{sharding}-four", "train.micro_batch_size=1", f"train.sharding={sharding}")
     for variant, sharding in SHARDED_BASELINES.items():
-        settings = [f"method.variant={variant}", "train.micro_batch_size=2", f"train.sharding={sharding}"]
+        settings = [f"method.variant={variant}", _RANK, "train.micro_batch_size=2", f"train.sharding={sharding}"]
         add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
     train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
-    for sharding in SHARDINGS:
+    for first in (*SHARDINGS, "lora"):
+        sharding = SHARDED_BASELINES.get(first, first)
         for number, micro_batch_size in (("one", 4), ("four", 1)):
-            name = f"{sharding}-two-then-{number}"
+            name = f"{first}-two-then-{number}"
             configs[name] = cut_after_saved_step(
-                configs[f"{sharding}-two"], name, sharding=sharding, micro_batch_size=micro_batch_size
+                configs[f"{first}-two"], name, sharding=sharding, micro_batch_size=micro_batch_size
             )
-        train(configs[f"{sharding}-two-then-one"], "auto", print)
+        train(configs[f"{first}-two-then-one"], "auto", print)
     train_in_processes([config for name, config in configs.items() if name.endswith("four")], 4, folder)
     return Runs(configs)
 
@@ -133,13 +136,17 @@ def test_a_sharded_baseline_gives_the_losses_of_one_process(runs: Runs, variant:
     assert runs.losses(f"{variant}-two") == pytest.approx(runs.losses(f"{variant}-one"), rel=1e-5)
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("first", [*SHARDINGS, "lora"])
 @pytest.mark.parametrize("processes", ["one", "four"])
-def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, sharding: str, processes: str) -> None:
-    resumed = runs.records(f"{sharding}-two-then-{processes}")
-    assert [record["step"] for record in resumed if "loss" in record] == list(range(1, _LAST_STEP + 1))
-    losses = runs.losses(f"{sharding}-two-then-{processes}")
-    assert losses == pytest.approx(runs.losses(f"{sharding}-two"), rel=1e-5)
+def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, first: str, processes: str) -> None:
+    resumed = f"{first}-two-then-{processes}"
+    assert [record["step"] for record in runs.records(resumed) if "loss" in record] == list(range(1, _LAST_STEP + 1))
+    assert runs.losses(resumed) == pytest.approx(runs.losses(f"{first}-two"), rel=1e-5)
+
+
+def test_no_other_verb_takes_a_sharded_checkpoint_for_a_trained_model(runs: Runs) -> None:
+    with pytest.raises(RunFolderError, match="sharded checkpoint"):
+        load_model(runs.folder("lora-two").checkpoint(_LAST_STEP), runs.configs["lora-two"].model)
 
 
 def test_a_checkpoint_of_one_process_goes_on_sharded(runs: Runs) -> None:
