@@ -106,6 +106,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "adam_beta2": 0.95,
             "adam_epsilon": 1e-8,
             "max_grad_norm": 1.0,
+            "sharding": "none",
             "mixed_precision": "no",
             "log_every_steps": 10,
             "save_every_steps": 500,
