@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check format lint types layers clean
+.PHONY: install demo bench test check format lint types layers clean
 
 install: $(STAMP)
 
@@ -15,6 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
 	$(BIN)/python scripts/demo.py
+
+bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 10 minutes on one core
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/benchmark.py
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

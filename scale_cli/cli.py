@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -35,7 +37,18 @@ MaxForgetting = Annotated[
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
+Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, or one folder of it.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+Flops = Annotated[
+    float | None,
+    typer.Option(metavar="FLOP/S", min=1.0, help="What a device sustains; else the one at hand is measured."),
+]
+Utilisation = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", min=0.01, max=1.0, help="Of the device's FLOP/s: 1 of stated, 0.4 of measured ones."),
+]
+Processes = Annotated[int, typer.Option(metavar="N", min=1, help="That share a step, each on a device of its own.")]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the plan here.")]
 Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
 
 
@@ -44,6 +57,26 @@ class Summary(Protocol):
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    flops: Flops = None,
+    utilisation: Utilisation = None,
+    num_processes: Processes = 1,
+    output: PlanFile = None,
+) -> None:
+    """Tell what a run and every other method will cost; needs only the base's config.json."""
+    checked = _load(config, overrides)
+    from scale_cli.planning import render, run
+
+    made = run.plan(checked, flops, utilisation, num_processes)
+    if output is not None:
+        run.write_plan(made, output)
+    for line in render.plan_lines(made):
+        _say(line)
 
 
 @app.command()
@@ -105,6 +138,17 @@ def compare(runs: Runs, output: Output) -> None:
 
 
 @app.command()
+def verify(path: Checked) -> None:
+    """Check a folder of ours, or all folders of a run: hashes, preservation, ledgers, exports."""
+    _quieten_libraries()
+    from scale_cli import verify as verification
+
+    checked = verification.verify(path)
+    _show(checked)
+    checked.require()
+
+
+@app.command()
 def biography(config: Config, overrides: Overrides = None) -> None:
     """Teach synthetic people to every method, one task after another, and draw what each forgets."""
     from scale_cli.config.biography import BiographyConfig
@@ -162,6 +206,8 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Run the command line; user errors end in one message and their exit code, without a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         app()
     except Interrupted as stopped:
@@ -172,6 +218,14 @@ def main() -> None:
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """End at once, outside the training loop, which has its own way: what is half-written is never taken for whole."""
+    typer.echo(
+        f"stopped by {signal.Signals(number).name}; the same command starts what was not finished again", err=True
+    )
+    raise SystemExit(128 + number)
 
 
 def _fail(error: ScaleError) -> None:

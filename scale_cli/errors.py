@@ -7,13 +7,15 @@ ScaleError                          exit 1
 │   ├── CorpusError                          a corpus: missing, unreadable, not UTF-8 (names file:line)
 │   └── RunFolderError                       an output folder: already used, incomplete, not ours
 ├── RunError                        exit 1   it went wrong on the way
-│   ├── TrainingError                        a loss or gradient that is not finite (names the step)
+│   ├── TrainingError                        training cannot go on (names the step)
+│   │   └── NonFiniteError                   a loss or gradient that is not finite
 │   └── StorageError                         a folder of ours that is damaged, a disk that is full
 ├── CheckFailed                     exit 3   a promise did not hold
 │   ├── PreservationError                    base logits or base tensors changed
 │   ├── ExportParityError                    an export does not compute what the trained model computes
+│   ├── VerificationError                    a folder is not what it was when it was written
 │   └── ForgettingError                      more was forgotten than --max-forgetting allows
-└── Interrupted                     exit 128 + signal, after a checkpoint was written
+└── Interrupted                     exit 128 + signal after a checkpoint was written, 0 when train.max_hours are over
 """
 
 from __future__ import annotations
@@ -55,6 +57,10 @@ class TrainingError(RunError):
     """A loss or a gradient is not finite."""
 
 
+class NonFiniteError(TrainingError):
+    """One step's loss or gradient is not finite; nothing was updated."""
+
+
 class StorageError(RunError):
     """A folder of ours is damaged, or cannot be written."""
 
@@ -73,13 +79,17 @@ class ExportParityError(CheckFailed):
     """An export does not compute what the trained model computes."""
 
 
+class VerificationError(CheckFailed):
+    """A folder of ours is not what it was when it was written."""
+
+
 class ForgettingError(CheckFailed):
     """More was forgotten than `--max-forgetting` allows."""
 
 
 class Interrupted(ScaleError):
-    """A signal stopped the run after a checkpoint was written."""
+    """A signal or the time budget stopped the run after a checkpoint was written."""
 
-    def __init__(self, message: str, signal_number: int) -> None:
+    def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + signal_number
+        self.exit_code = exit_code

@@ -17,7 +17,7 @@ import yaml
 
 from scale_cli.cli import main
 
-VERBS = ("upscale", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
+VERBS = ("plan", "upscale", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "pyarrow", "scipy", "matplotlib"}
 
 

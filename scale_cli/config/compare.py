@@ -13,6 +13,7 @@ _FREE = {
     "corpus.cache_dir",
     "train.micro_batch_size",
     "train.sharding",
+    "train.max_hours",
     "train.log_every_steps",
     "train.save_every_steps",
     "train.keep_checkpoints",

@@ -239,6 +239,13 @@ class TrainConfig(Section):
     adam_epsilon: float = Field(default=1.0e-8, gt=0.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     mixed_precision: Literal["no", "bf16"] = "no"
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="a loss or gradient that is not finite: stop, or leave the step out"
+    )
+    max_skipped_steps: int = Field(default=10, ge=0, description="steps that `skip` may leave out in the whole run")
+    max_hours: float | None = Field(
+        default=None, gt=0.0, description="of one invocation: when they are over, a checkpoint is written and it ends"
+    )
     log_every_steps: int = Field(default=10, ge=1)
     save_every_steps: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

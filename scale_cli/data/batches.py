@@ -123,10 +123,13 @@ class Batches:
     def _samples(self, step: int) -> range:
         return range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
 
+    def windows_of(self, step: int) -> list[tuple[int, int]]:
+        """Return (source, window) for every sequence of a step's global batch."""
+        return [self._locate(sample) for sample in self._samples(step)]
+
     def num_target_tokens(self, step: int) -> int:
         """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
-        located = (self._locate(sample) for sample in self._samples(step))
-        return sum(self.sources[source].num_targets(window) for source, window in located)
+        return sum(self.sources[source].num_targets(window) for source, window in self.windows_of(step))
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

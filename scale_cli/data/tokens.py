@@ -117,10 +117,30 @@ def tokenised(
     Raises:
         CorpusError: the source cannot be read, or holds no text.
     """
-    folder = cache_dir / f"{source.name}-{_content_key(source, tokenizer)[:16]}"
+    folder = _cache_folder(source, tokenizer, cache_dir)
     if not _is_whole(folder):
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
         _tokenise(source, tokenizer, folder, show_progress)
+    return _opened(folder, tokenizer)
+
+
+def already_tokenised(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path
+) -> TokenisedCorpus | None:
+    """Open a source's tokenised form where the cache holds it; None where it does not.
+
+    Raises:
+        CorpusError: the source cannot be read.
+    """
+    folder = _cache_folder(source, tokenizer, cache_dir)
+    return _opened(folder, tokenizer) if _is_whole(folder) else None
+
+
+def _cache_folder(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> Path:
+    return cache_dir / f"{source.name}-{_content_key(source, tokenizer)[:16]}"
+
+
+def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
     offsets = np.load(folder / "offsets.npy")
     ids = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
     ledger = Ledger(**read_json(folder / "ledger.json"))

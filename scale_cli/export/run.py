@@ -14,7 +14,7 @@ from scale_cli.config.compare import EXPORT_SECTIONS, TRAIN_SECTIONS, difference
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.configuration_scale import ScaleConfig
@@ -84,22 +84,45 @@ def export(config: RunConfig) -> ExportSummary:
     set_router(model, config.method.router)
     prompts = _prompts(config, tokenizer)
     folder = run.export(settings.format)
-    loaded: MethodModel
     with new_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
         if settings.format == "llama":
             plain_model(model, settings.dtype, prompts).save_pretrained(partial)
-            loaded = AutoModelForCausalLM.from_pretrained(partial, dtype="auto")
         elif settings.format == "transformers":
             _write_self_contained(model, partial, settings.dtype)
-            loaded = ScaleForCausalLM.from_pretrained(partial, dtype="auto")
         else:
             write_trained(partial, model, config.method, read_record(run.final))
-            loaded = load_onto_base(partial, config.model)
+        loaded = _load_export(partial, config)
         parity = _check(loaded, model, prompts, config)
         write_json(partial / "parity.json", {**asdict(parity), "trained_sha256": trained_sha256(run.final)})
     return ExportSummary(folder, settings.format, config.method.variant, parity)
+
+
+def _load_export(folder: Path, config: RunConfig) -> MethodModel:
+    if config.export.format == "llama":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if config.export.format == "transformers":
+        return ScaleForCausalLM.from_pretrained(folder, dtype="auto")
+    return load_onto_base(folder, config.model)
+
+
+def check_written_export(config: RunConfig, folder: Path) -> None:
+    """Compare an export that is there with the trained model that is beside it.
+
+    Args:
+        config: of the export; `output_dir` is the run's folder.
+        folder: of the export.
+
+    Raises:
+        ExportParityError: it computes something else, or belongs to another training.
+    """
+    run = RunFolder(config.output_dir)
+    if read_json(folder / "parity.json").get("trained_sha256") != trained_sha256(run.final):
+        raise ExportParityError(f"{folder}: was made from another training than {run.final}")
+    model = load_model(run.final, config.model)
+    set_router(model, config.method.router)
+    _check(_load_export(folder, config), model, _prompts(config, load_tokenizer(config.model)), config)
 
 
 def check_format(config: RunConfig) -> None:

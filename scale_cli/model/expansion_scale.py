@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
+from .fused_scale import add_product, gated, product_dtype, rotate, two_stream_norm
 
 
 class ExpansionLinear(nn.Module):
@@ -44,14 +45,14 @@ class ExpansionLinear(nn.Module):
 
     def forward(self, x: Tensor, u: Tensor) -> Tensor:
         """Return y' = W21 x + W22 u: two products, so that none computes a gradient for a frozen x."""
-        read = F.linear(x.to(self.weight_21.dtype), self.weight_21)
-        return read + F.linear(u.to(self.weight_22.dtype), self.weight_22, self.bias_2)
+        read = F.linear(x.flatten(0, -2).to(product_dtype(self.weight_21)), self.weight_21, self.bias_2)
+        return add_product(read, u.flatten(0, -2), self.weight_22).unflatten(0, x.shape[:-1])
 
-    def collaborate(self, y: Tensor, u: Tensor) -> Tensor:
-        """Return y + W12 u, or y itself where W12 does not exist."""
+    def collaborate(self, base_linear: nn.Linear, x: Tensor, u: Tensor) -> Tensor:
+        """Return y = W x + W12 u, or W x alone where W12 does not exist."""
         if self.weight_12 is None:
-            return y
-        return y + F.linear(u.to(self.weight_12.dtype), self.weight_12).to(y.dtype)
+            return base_linear(x)
+        return add_product(base_linear(x.flatten(0, -2)), u.flatten(0, -2), self.weight_12).unflatten(0, x.shape[:-1])
 
 
 class ExpansionNorm(nn.Module):
@@ -60,15 +61,13 @@ class ExpansionNorm(nn.Module):
     x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama (README, "Export").
     """
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.variance_epsilon = eps
 
-    def forward(self, x_BTD: Tensor, u_BTE: Tensor) -> Tensor:
-        """Return u^ (B, T, E), computed in float32."""
-        inverse_rms_BT1 = torch.rsqrt(x_BTD.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight * (u_BTE.float() * inverse_rms_BT1)).to(u_BTE.dtype)
+    def forward(self, base_norm: Any, x_BTD: Tensor, u_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x^ by the base's own norm, and u^; statistics in float32."""
+        return two_stream_norm(base_norm, x_BTD, u_BTE, self.weight)
 
 
 @dataclass
@@ -89,7 +88,7 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     """
     shape = (*q.shape[:-1], -1, attention.head_dim)
     q_BNTA, k_BNTA, v_BNTA = (states.view(shape).transpose(1, 2) for states in (q, k, v))
-    q_BNTA, k_BNTA = apply_rotary_pos_emb(q_BNTA, k_BNTA, *context.position_embeddings)
+    q_BNTA, k_BNTA = rotate(q_BNTA, k_BNTA, *context.position_embeddings)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
     implementation = attention.config._attn_implementation
@@ -112,12 +111,12 @@ class ExpansionLayer(nn.Module):
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
         self.layer_index = layer_index
-        self.input_layernorm = ExpansionNorm(hidden_size, base_layer.input_layernorm.variance_epsilon)
+        self.input_layernorm = ExpansionNorm(hidden_size)
         self.q_proj = ExpansionLinear(attention.q_proj, hidden_size, query_size, collaborates=in_attention)
         self.k_proj = ExpansionLinear(attention.k_proj, hidden_size, key_value_size, collaborates=in_attention)
         self.v_proj = ExpansionLinear(attention.v_proj, hidden_size, key_value_size, collaborates=in_attention)
         self.o_proj = ExpansionLinear(attention.o_proj, query_size, hidden_size, collaborates=in_attention)
-        self.post_attention_layernorm = ExpansionNorm(hidden_size, base_layer.post_attention_layernorm.variance_epsilon)
+        self.post_attention_layernorm = ExpansionNorm(hidden_size)
         self.gate_proj = ExpansionLinear(mlp.gate_proj, hidden_size, intermediate_size, collaborates=in_mlp)
         self.up_proj = ExpansionLinear(mlp.up_proj, hidden_size, intermediate_size, collaborates=in_mlp)
         self.down_proj = ExpansionLinear(mlp.down_proj, intermediate_size, hidden_size, collaborates=in_mlp)
@@ -137,9 +136,9 @@ class ExpansionLayer(nn.Module):
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int
     ) -> tuple[Tensor, Tensor]:
         attention = base_layer.self_attn
-        x, u = base_layer.input_layernorm(x_BTD), self.input_layernorm(x_BTD, u_BTE)
+        x, u = self.input_layernorm(base_layer.input_layernorm, x_BTD, u_BTE)
         q, k, v = (
-            widened.collaborate(frozen(x), u)
+            widened.collaborate(frozen, x, u)
             for frozen, widened in (
                 (attention.q_proj, self.q_proj),
                 (attention.k_proj, self.k_proj),
@@ -149,17 +148,16 @@ class ExpansionLayer(nn.Module):
         base_heads = attend(attention, q, k, v, context, base_slot)
         added_slot = context.num_layers + self.layer_index
         added_heads = attend(attention, self.q_proj(x, u), self.k_proj(x, u), self.v_proj(x, u), context, added_slot)
-        x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj(base_heads), added_heads)
+        x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads)
         return x_BTD, u_BTE + self.o_proj(base_heads, added_heads)
 
     def _mlp(self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor) -> tuple[Tensor, Tensor]:
         mlp = base_layer.mlp
-        x, u = base_layer.post_attention_layernorm(x_BTD), self.post_attention_layernorm(x_BTD, u_BTE)
-        gate = self.gate_proj.collaborate(mlp.gate_proj(x), u)
-        up = self.up_proj.collaborate(mlp.up_proj(x), u)
-        base_channels = mlp.act_fn(gate) * up
-        added_channels = mlp.act_fn(self.gate_proj(x, u)) * self.up_proj(x, u)
-        x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj(base_channels), added_channels)
+        x, u = self.post_attention_layernorm(base_layer.post_attention_layernorm, x_BTD, u_BTE)
+        gate = self.gate_proj.collaborate(mlp.gate_proj, x, u)
+        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, x, u))
+        added_channels = gated(mlp.act_fn, self.gate_proj(x, u), self.up_proj(x, u))
+        x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels)
         return x_BTD, u_BTE + self.down_proj(base_channels, added_channels)
 
 
@@ -173,5 +171,5 @@ class Expansion(nn.Module):
         self.layers = nn.ModuleList(
             ExpansionLayer(base_layer, config, index) for index, base_layer in enumerate(decoder.layers)
         )
-        self.norm = ExpansionNorm(config.expansion_hidden_size, decoder.norm.variance_epsilon)
+        self.norm = ExpansionNorm(config.expansion_hidden_size)
         self.lm_head = nn.Linear(config.expansion_hidden_size, decoder.embed_tokens.num_embeddings, bias=False)

@@ -1,4 +1,4 @@
-"""Cross-entropy of the adaptation head in chunks: the (tokens x vocabulary) logits never exist whole.
+"""Cross-entropy of a vocabulary head in chunks: the (tokens x vocabulary) logits never exist whole.
 
 Shapes: N tokens, D base channels, E expansion channels, V vocabulary.
 """
@@ -9,61 +9,90 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .fused_scale import product_dtype
 
 IGNORED = -100
 
-# Logits of one chunk, in elements: about what a CPU's caches hold, and enough rows to fill a GPU (256 MiB in float32).
+# Logits of one chunk, in elements: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+# However large the vocabulary, a product over fewer rows would spend its time on reading the head.
+_FEWEST_ROWS = 128
+
+
+def rows_at_once(device_type: str, vocab_size: int) -> int:
+    """Return how many tokens' logits one chunk holds."""
+    return max(_FEWEST_ROWS, _LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of -log p(target), with the gradients computed chunk by chunk on the way forward.
+    """Sum of -log p(target) under the logits sum_k H_k x_k, with the gradients computed on the way forward.
 
-    Only H', u and (where a layer collaborates) x get gradients; H is frozen and gets none.
+    Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, u_NE: Tensor, base_head_VD: Tensor, head_VE: Tensor, targets_N: Tensor
-    ) -> Tensor:
-        device = x_ND.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head_VE.dtype
-        base_head, head = base_head_VD.to(dtype), head_VE.to(dtype)
-        x_wanted, u_wanted, _, head_wanted, _ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x_ND) if x_wanted else None
-        grad_u = torch.empty_like(u_NE) if u_wanted else None
-        grad_head = torch.zeros_like(head_VE, dtype=torch.float32) if head_wanted else None
-        loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        num_rows = max(1, _LOGITS_AT_ONCE.get(device, 2**26) // len(head))
+    def forward(ctx: Any, targets_N: Tensor, *streams_and_heads: Tensor) -> Tensor:
+        streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
+        device = targets_N.device.type
+        dtype = product_dtype(heads[-1])
+        wanted = ctx.needs_input_grad[1:]
+        of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
+        of_heads = [
+            torch.zeros_like(head, dtype=torch.float32) if want else None
+            for head, want in zip(heads, wanted[1::2], strict=True)
+        ]
+        lowered = [head.to(dtype) for head in heads]
+        loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
+        num_rows = rows_at_once(device, len(lowered[0]))
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
-            x, u, targets = x_ND[rows].to(dtype), u_NE[rows].to(dtype), targets_N[rows]
-            logits_NV = (x @ base_head.T).float().add_(u @ head.T)
-            counted = targets != IGNORED
-            places = targets.where(counted, 0).unsqueeze(1)
-            log_sums = torch.logsumexp(logits_NV, dim=1)
-            said = logits_NV.gather(1, places).squeeze(1) - log_sums
-            loss -= torch.where(counted, said, 0.0).sum()
-            if not (x_wanted or u_wanted or head_wanted):
-                continue
-            # d loss / d logits = softmax - one-hot, and nothing where there is no target; in place, in one chunk.
-            grad_NV = logits_NV.sub_(log_sums.unsqueeze(1)).exp_()
-            grad_NV.scatter_add_(1, places, torch.full_like(places, -1, dtype=grad_NV.dtype))
-            grad_NV = grad_NV.mul_(counted.unsqueeze(1)).to(dtype)
-            if grad_x is not None:
-                grad_x[rows] = grad_NV @ base_head
-            if grad_u is not None:
-                grad_u[rows] = grad_NV @ head
-            if grad_head is not None:
-                grad_head += grad_NV.T @ u
-        ctx.save_for_backward(grad_x, grad_u, None if grad_head is None else grad_head.to(head_VE.dtype))
+            read, targets = [stream[rows].to(dtype) for stream in streams], targets_N[rows]
+            logits_NV = read[0] @ lowered[0].T
+            for stream, head in zip(read[1:], lowered[1:], strict=True):
+                logits_NV.addmm_(stream, head.T)
+            said, grad_NV = _said_and_gradient(logits_NV.float(), targets)
+            loss -= said
+            grad_NV = grad_NV.to(dtype)
+            for of_stream, head in zip(of_streams, lowered, strict=True):
+                if of_stream is not None:
+                    of_stream[rows] = grad_NV @ head
+            for of_head, stream in zip(of_heads, read, strict=True):
+                if of_head is not None:
+                    _add_product(of_head, grad_NV.T, stream)
+        ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
+        ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
-        grad_x, grad_u, grad_head = (None if grad is None else grad * scale for grad in ctx.saved_tensors)
-        return grad_x, grad_u, None, grad_head, None
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: nobody else holds them, and autograd refuses a second backward over them.
+        return None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+
+
+def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed log p(target), and d loss / d logits: softmax - one-hot, 0 where there is no target.
+
+    The logits are overwritten: one chunk's worth of memory, and one exponential.
+    """
+    counted_N1 = (targets_N != IGNORED).unsqueeze(1)
+    places_N1 = targets_N.unsqueeze(1).where(counted_N1, 0)
+    logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True))
+    said_N1 = logits_NV.gather(1, places_N1)
+    sums_N1 = logits_NV.exp_().sum(dim=1, keepdim=True)
+    said = torch.where(counted_N1, said_N1 - sums_N1.log(), 0.0).sum()
+    grad_NV = logits_NV.mul_(counted_N1 / sums_N1)
+    return said, grad_NV.scatter_add_(1, places_N1, -counted_N1.to(grad_NV.dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a float32 sum, in the product itself where the precisions agree."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def adaptation_cross_entropy(
@@ -79,5 +108,10 @@ def adaptation_cross_entropy(
         targets_BT: the token after each position, or IGNORED.
     """
     return _ChunkedCrossEntropy.apply(
-        x_BTD.flatten(0, 1), u_BTE.flatten(0, 1), base_head_VD.detach(), head_VE, targets_BT.flatten()
+        targets_BT.flatten(), x_BTD.flatten(0, 1), base_head_VD.detach(), u_BTE.flatten(0, 1), head_VE
     )
+
+
+def plain_cross_entropy(x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
+    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), x_BTD.flatten(0, 1), head_VD)

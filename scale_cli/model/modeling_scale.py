@@ -206,8 +206,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
             # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
             base_slot = 2 * context.num_layers + index if preserved else index
             x_BTD, u_BTE = added(base_layer, x_BTD, u_BTE, context, base_slot)
-        adapted_BTD = decoder.norm(x_BTD)
-        expansion_BTE = self.expansion.norm(x_BTD, u_BTE)
+        adapted_BTD, expansion_BTE = self.expansion.norm(decoder.norm, x_BTD, u_BTE)
         if not preserved:
             return FinalStates(adapted_BTD, expansion_BTE, None)
         return FinalStates(adapted_BTD, expansion_BTE, adapted_BTD if p_BTD is x_BTD else decoder.norm(p_BTD))

@@ -52,15 +52,21 @@ class Position:
         step: optimiser steps done.
         num_tokens: target tokens trained on.
         elapsed_s: seconds of training, over all resumes.
+        skipped_steps: of the steps done, those left out because their loss or gradient was not finite.
     """
 
     step: int = 0
     num_tokens: int = 0
     elapsed_s: float = 0.0
+    skipped_steps: int = 0
 
     def advanced(self, num_tokens: int, elapsed_s: float) -> Position:
         """Return the position one step on."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, elapsed_s=elapsed_s)
+
+    def skipped(self, elapsed_s: float) -> Position:
+        """Return the position one step on, that step left out."""
+        return replace(self.advanced(0, elapsed_s), skipped_steps=self.skipped_steps + 1)
 
 
 @dataclass(frozen=True)
@@ -159,8 +165,8 @@ def read_position(folder: Path) -> Position:
     """Read how far the run in a checkpoint or in `final/` had come."""
     try:
         position = read_json(folder / _POSITION)
-        return Position(position["step"], position["num_tokens"], position["elapsed_s"])
-    except (KeyError, TypeError):
+        return Position(**position)
+    except TypeError:
         raise StorageError(f"{folder / _POSITION}: damaged, not a position") from None
 
 

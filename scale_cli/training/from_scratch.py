@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from tqdm import trange
 from transformers import (
     LlamaConfig,
@@ -23,6 +22,8 @@ from scale_cli.data.batches import Batches
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.objective import for_training
 
 END_OF_TEXT = "<|end_of_text|>"
 
@@ -68,7 +69,7 @@ def train_base(
     return model.eval()
 
 
-def training_steps(model: nn.Module, batches: Batches, train: TrainConfig, description: str) -> Iterator[int]:
+def training_steps(model: MethodModel, batches: Batches, train: TrainConfig, description: str) -> Iterator[int]:
     """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
 
     Between two steps the model may be used in evaluation mode.
@@ -80,7 +81,7 @@ def training_steps(model: nn.Module, batches: Batches, train: TrainConfig, descr
         description: of the progress bar.
     """
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
-    wrapped = accelerator.prepare(model.to(accelerator.device))
+    wrapped = accelerator.prepare(for_training(model.to(accelerator.device)))
     optimiser = build_optimiser(model, train)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:

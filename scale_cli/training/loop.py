@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +15,19 @@ from tqdm import tqdm
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.errors import Interrupted
+from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import Origin, Position, save_checkpoint
+from scale_cli.training.interruption import describe_stop, stop_requests
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.sharding import gathered_roots
+from scale_cli.training.spikes import SpikeWatch
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.folder import MethodModel
+
+_WINDOWS_NAMED = 8
 
 
 @dataclass
@@ -47,6 +48,7 @@ class TrainingRun:
         metrics: the log; None except on the main process.
         stepped_tokens: target tokens of the steps that this process took part in.
         stepping_s: seconds inside those steps, without evaluations and checkpoints.
+        spikes: warns of losses far above the usual.
     """
 
     config: RunConfig
@@ -62,6 +64,7 @@ class TrainingRun:
     metrics: MetricsLog | None
     stepped_tokens: int = 0
     stepping_s: float = 0.0
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
 
     @property
     def folder(self) -> RunFolder:
@@ -73,28 +76,72 @@ def run_loop(run: TrainingRun) -> None:
     """Train from the run's position to its last step.
 
     Raises:
-        TrainingError: a loss or gradient is not finite.
-        Interrupted: SIGTERM or SIGINT came; a checkpoint was written.
+        TrainingError: losses or gradients are not finite, more often than the config allows.
+        Interrupted: SIGTERM or SIGINT came, or the time is over; a checkpoint was written.
     """
     train = run.config.train
     before_s, started_s = run.position.elapsed_s, time.monotonic()
     run.wrapped.train()
-    with _progress_bar(run) as bar, _caught_signals() as caught:
+    with _progress_bar(run) as bar, stop_requests(train.max_hours) as stop:
         while run.position.step < train.max_steps:
-            step = run.position.step
-            step_started_s = time.monotonic()
-            result = train_step(run.accelerator, run.wrapped, run.optimiser, run.batches, step, train)
-            run.stepping_s += time.monotonic() - step_started_s
-            run.stepped_tokens += result.num_tokens
-            run.position = run.position.advanced(result.num_tokens, before_s + time.monotonic() - started_s)
-            _log(run, result, bar)
+            result = _step(run)
+            elapsed_s = before_s + time.monotonic() - started_s
+            if result is None:
+                run.position = run.position.skipped(elapsed_s)
+            else:
+                run.position = run.position.advanced(result.num_tokens, elapsed_s)
+                _log(run, result, bar)
+            bar.update(1)
             if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
                 _evaluate(run)
-            stopping = _agreed_signal(run.accelerator, caught)
-            if stopping or run.position.step % train.save_every_steps == 0 or run.position.step == train.max_steps:
+            asked = stop.agreed(run.accelerator)
+            if asked or run.position.step % train.save_every_steps == 0 or run.position.step == train.max_steps:
                 _save(run)
-            if stopping and run.position.step < train.max_steps:
-                raise Interrupted(_stopped_message(run, stopping), stopping)
+            if asked and run.position.step < train.max_steps:
+                raise _interrupted(run, asked)
+
+
+def _step(run: TrainingRun) -> StepResult | None:
+    """Take one step, or return None where it was left out for not being finite."""
+    train, step = run.config.train, run.position.step
+    started_s = time.monotonic()
+    try:
+        result = train_step(run.accelerator, run.wrapped, run.optimiser, run.batches, step, train)
+    except NonFiniteError as error:
+        told = f"{error}; its batch: {_sources(run, step)}"
+        if train.on_nonfinite == "stop":
+            raise TrainingError(
+                f"{told}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
+            ) from None
+        if run.position.skipped_steps >= train.max_skipped_steps:
+            raise TrainingError(f"{told}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
+        _warn(run, f"{told}; left out")
+        if run.metrics is not None:
+            run.metrics.append({"step": step + 1, "skipped": str(error)})
+        return None
+    run.stepping_s += time.monotonic() - started_s
+    run.stepped_tokens += result.num_tokens
+    if (usual := run.spikes.usual_loss_of_spike(result.loss)) is not None:
+        told = f"step {step + 1}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: {_sources(run, step)}"
+        _warn(run, told)
+    return result
+
+
+def _sources(run: TrainingRun, step: int) -> str:
+    """Return how many sequences of a step came from each source, and which ones."""
+    windows = defaultdict(list)
+    for source, window in run.batches.windows_of(step):
+        windows[run.config.corpus.sources[source].name].append(window)
+    named = []
+    for name, indices in windows.items():
+        shown = ", ".join(str(index) for index in indices[:_WINDOWS_NAMED])
+        named.append(f"{len(indices)} of {name} (windows {shown}{', ...' if len(indices) > _WINDOWS_NAMED else ''})")
+    return ", ".join(named)
+
+
+def _warn(run: TrainingRun, line: str) -> None:
+    if run.accelerator.is_main_process:
+        tqdm.write(f"warning: {line}")
 
 
 def _progress_bar(run: TrainingRun) -> Any:
@@ -108,11 +155,10 @@ def _progress_bar(run: TrainingRun) -> Any:
 
 
 def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
-    """Advance the bar; every `log_every_steps`, and at the last step, write a record of that step alone.
+    """Show the loss; every `log_every_steps`, and at the last step, write a record of that step alone.
 
     An average over the steps since the last record would differ after a resume.
     """
-    bar.update(1)
     elapsed_s = max(run.position.elapsed_s, 1e-9)
     tokens_per_s = run.position.num_tokens / elapsed_s
     bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
@@ -140,7 +186,7 @@ def _evaluate(run: TrainingRun) -> None:
     """
     if run.observed is not None:
         run.model.eval()
-        with gathered_roots(run.observed):
+        with gathered_roots(run.wrapped, run.observed):
             losses = _held_out_losses(run, run.observed)
         run.model.train()
         if run.metrics is not None:
@@ -178,35 +224,10 @@ def _save(run: TrainingRun) -> None:
     save_checkpoint(run.origin, run.accelerator, run.model, run.optimiser, run.position)
 
 
-@contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of dying of them; a second SIGINT stops at once."""
-    caught: list[int] = []
-
-    def catch(number: int, _frame: FrameType | None) -> None:
-        if signal.SIGINT in caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    previous = {number: signal.signal(number, catch) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _agreed_signal(accelerator: Accelerator, caught: list[int]) -> int:
-    """Return the signal any process has caught, or 0; all processes get the same answer."""
-    mine = caught[0] if caught else 0
-    if accelerator.num_processes == 1:
-        return mine
-    signals = accelerator.gather(torch.tensor([mine], device=accelerator.device))
-    return int(signals.max().item())
-
-
-def _stopped_message(run: TrainingRun, number: int) -> str:
-    return (
-        f"stopped by {signal.Signals(number).name} after step {run.position.step}; checkpoint "
-        f"{run.folder.checkpoint(run.position.step)}\ncontinue with: scale train CONFIG --resume auto"
+def _interrupted(run: TrainingRun, asked: int) -> Interrupted:
+    words, exit_code = describe_stop(asked)
+    return Interrupted(
+        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}\n"
+        "continue with: scale train CONFIG --resume auto",
+        exit_code,
     )

@@ -11,26 +11,42 @@ from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import write_text
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read every whole record of a log; there is none where there is no log.
+
+    Raises:
+        StorageError: naming the line that is not a record of ours.
+    """
+    records = []
+    for number, line in enumerate(_whole_lines(path), 1):
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            raise StorageError(f"{path}:{number}: damaged, not a record of ours; remove the line") from None
+        records.append(record)
+    return records
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    # A line without its newline was cut off in the middle of a write.
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return whole.splitlines()
+
+
 class MetricsLog:
     """Appends records to a file; a resumed run first drops what came after its checkpoint."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        kept = [line for number, line in enumerate(self._lines(), 1) if self._step(line, number) <= resumed_step]
+        kept = [
+            line
+            for line, record in zip(_whole_lines(path), read_records(path), strict=True)
+            if int(record["step"]) <= resumed_step
+        ]
         write_text(path, "".join(f"{line}\n" for line in kept))
-
-    def _step(self, line: str, number: int) -> int:
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            raise StorageError(f"{self._path}:{number}: damaged, not a record of ours; remove the line") from None
-
-    def _lines(self) -> list[str]:
-        if not self._path.exists():
-            return []
-        # A line without its newline was cut off in the middle of a write.
-        whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
-        return whole.splitlines()
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record; it is on its way to the disk before the next step starts."""

@@ -13,7 +13,7 @@ from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differenc
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import RunFolderError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
@@ -38,7 +38,8 @@ from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, 
 from scale_cli.upscale.base import check_tokenizer, load_base, load_tokenizer
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_model, read_record
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.sizes import check_context
+from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.sizes import check_context, check_processes
 
 # One process tokenises, evaluates and saves while the others wait.
 _PATIENCE = timedelta(hours=24)
@@ -147,11 +148,7 @@ def _open_run(
     config: RunConfig, accelerator: Accelerator, start: Path | None, say: Callable[[str], None]
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
-    if sizes.global_batch_size % (sizes.micro_batch_size * accelerator.num_processes):
-        raise ConfigError(
-            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{sizes.micro_batch_size} x {accelerator.num_processes} processes"
-        )
+    check_processes(config, accelerator.num_processes)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
@@ -171,20 +168,20 @@ def _open_run(
         raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")
     model = load_model(run_folder.upscaled, config.model, config.seed)
     check_context(config, model.config)
-    if sharded := sizes.sharding != "none" and accelerator.num_processes > 1:
-        shard_model(model, accelerator, keep_frozen_whole=sizes.sharding == "expansion")
+    if sizes.sharding != "none" and accelerator.num_processes > 1:
+        # Accelerate would wrap a sharded model once more.
+        wrapped = shard_model(model, accelerator, keep_frozen_whole=sizes.sharding == "expansion")
     else:
-        model.to(accelerator.device)
+        wrapped = accelerator.prepare(for_training(model.to(accelerator.device)))
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
-    base_parts = hash_parts(model.base) if sharded and isinstance(model, ScaleForCausalLM) else {}
+    base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
-        # Accelerate would wrap a sharded model once more.
-        wrapped=model if sharded else accelerator.prepare(model),
+        wrapped=wrapped,
         origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts),
         optimiser=optimiser,
         batches=build_batches(config, corpora),

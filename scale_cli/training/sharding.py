@@ -35,16 +35,24 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.objective import ChunkedLossModel, for_training
 
 
-def shard_model(model: MethodModel, accelerator: Accelerator, *, keep_frozen_whole: bool) -> None:
-    """Shard a model in place over all processes, and put what this process holds of it on its device.
+def shard_model(model: MethodModel, accelerator: Accelerator, *, keep_frozen_whole: bool) -> nn.Module:
+    """Shard a model in place over all processes, put what this process holds on its device, and return what to train.
 
     Args:
         model: whole, on the CPU: one layer at a time goes to the device before it is split.
         accelerator: processes and devices.
         keep_frozen_whole: replicate what does not train.
     """
+    root = for_training(model)
+    _shard(model, root, accelerator, keep_frozen_whole=keep_frozen_whole)
+    return root
+
+
+def _shard(model: MethodModel, root: nn.Module, accelerator: Accelerator, *, keep_frozen_whole: bool) -> None:
+    """Make a unit of every layer of a model, and one of the rest, which is gathered when `root` is called."""
     device = accelerator.device
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     whole = set(frozen) if keep_frozen_whole else set()
@@ -60,7 +68,7 @@ def shard_model(model: MethodModel, accelerator: Accelerator, *, keep_frozen_who
                 shard(layer, ignored_params=whole)
     # The base layers of a widened model lie in units of their own, but not below the modules that these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    shard(model, ignored_params=whole | sharded)
+    shard(root, ignored_params=whole | sharded)
 
 
 def _shard_widened_layers(model: ScaleForCausalLM, shard: Any) -> None:
@@ -82,8 +90,8 @@ def _plain_model(model: PreTrainedModel | PeftModel) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether `shard_model` has been here."""
-    return isinstance(model, FSDPModule)
+    """Return whether a process holds parts of a model only."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -119,13 +127,13 @@ def changed_parts(module: nn.Module, before: dict[str, str]) -> list[str]:
 
 
 @contextmanager
-def gathered_roots(observed: Any) -> Iterator[None]:
-    """Hold the root units of the sharded models in a module whole, where their parts are used without a call of them.
+def gathered_roots(*modules: Any) -> Iterator[None]:
+    """Hold the root units in some modules whole, where parts of sharded models are used without a call of the models.
 
     Where nothing is sharded this does nothing.
     """
-    models = [module for module in observed.modules() if isinstance(module, PreTrainedModel | PeftModel)]
-    roots = [model for model in models if isinstance(model, FSDPModule)]
+    inside = dict.fromkeys(inner for module in modules for inner in module.modules())
+    roots = [module for module in inside if isinstance(module, FSDPModule) and _is_root(module)]
     for root in roots:
         root.unshard()
     try:
@@ -135,10 +143,14 @@ def gathered_roots(observed: Any) -> Iterator[None]:
             root.reshard()
 
 
+def _is_root(unit: object) -> bool:
+    return isinstance(unit, PreTrainedModel | PeftModel | ChunkedLossModel)
+
+
 @torch.no_grad()
 def shard_for_evaluation(base: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
     """Shard a frozen model of which only parts will be called."""
-    shard_model(base, accelerator, keep_frozen_whole=False)
+    _shard(base, base, accelerator, keep_frozen_whole=False)
     # FSDP2 takes the first module it sees called for the root, so that has to be the model, once.
     base(torch.zeros(1, 1, dtype=torch.long, device=accelerator.device), use_cache=False)
     return base

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch
-from scale_cli.errors import TrainingError
+from scale_cli.errors import NonFiniteError
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import whole_tensor
@@ -56,7 +56,7 @@ def train_step(
         train: learning rate, clipping, precision.
 
     Raises:
-        TrainingError: the loss or the gradient is not finite; the weights are left as they were.
+        NonFiniteError: the loss or the gradient is not finite; the weights are left as they were.
     """
     num_tokens = batches.num_target_tokens(step)
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
@@ -75,10 +75,7 @@ def train_step(
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
     if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
         optimiser.zero_grad(set_to_none=True)
-        raise TrainingError(
-            f"step {step + 1}: loss {loss.item()}, gradient norm {grad_norm.item()}: not finite; "
-            "nothing was updated. Lower train.lr, or raise train.warmup_steps"
-        )
+        raise NonFiniteError(f"step {step + 1}: loss {loss.item()}, gradient norm {grad_norm.item()}: not finite")
     for group in optimiser.param_groups:
         group["lr"] = learning_rate(step, train)
     optimiser.step()

@@ -108,6 +108,18 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     return base.requires_grad_(False).eval()
 
 
+def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
+    """Return a base model of shapes and dtypes alone, on the meta device, frozen as a loaded one is.
+
+    Args:
+        config: from `load_base_config`.
+        dtype: as `model.dtype`.
+    """
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return base.requires_grad_(False).eval()
+
+
 def load_base_config(model: ModelConfig) -> Any:
     """Load the base model's configuration, or say why it cannot be widened.
 

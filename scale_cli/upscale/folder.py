@@ -47,8 +47,15 @@ def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record
 
 
 def read_record(folder: Path) -> BaseRecord:
-    """Read which base a method folder belongs to."""
-    return BaseRecord.from_json(read_json(folder / BASE_RECORD))
+    """Read which base a method folder belongs to.
+
+    Raises:
+        StorageError: the record is missing or damaged.
+    """
+    try:
+        return BaseRecord.from_json(read_json(folder / BASE_RECORD))
+    except (KeyError, TypeError):
+        raise StorageError(f"{folder / BASE_RECORD}: damaged, or written by an older version") from None
 
 
 def trained_sha256(folder: Path) -> str:

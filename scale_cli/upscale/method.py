@@ -21,11 +21,21 @@ def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
     Raises:
         ConfigError: the method asks for layers or modules that the base does not have.
     """
+    model = build_model(base, method, seed)
+    if isinstance(model, ScaleForCausalLM):
+        initialise_expansion(model, method.expansion.init, seed)
+    return model
+
+
+def build_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
+    """Return a method's model with the blocks of an expansion not filled yet; on the meta device nothing ever is.
+
+    Raises:
+        ConfigError: the method asks for layers or modules that the base does not have.
+    """
     if not method.widens:
         return prepare_baseline(base, method, seed)
-    model = ScaleForCausalLM(plan_expansion(base.config, method), base)
-    initialise_expansion(model, method.expansion.init, seed)
-    return model
+    return ScaleForCausalLM(plan_expansion(base.config, method), base)
 
 
 def set_router(model: MethodModel, router: RouterConfig) -> None:

@@ -63,6 +63,20 @@ def check_context(config: RunConfig, model_config: Any) -> None:
             raise ConfigError(f"{key}: {length}, but the base has {model_config.max_position_embeddings} positions")
 
 
+def check_processes(config: RunConfig, num_processes: int) -> None:
+    """Refuse a batch that does not divide among the processes.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    sizes = config.train
+    if sizes.global_batch_size % (sizes.micro_batch_size * num_processes):
+        raise ConfigError(
+            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{sizes.micro_batch_size} x {num_processes} processes"
+        )
+
+
 def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
     """Return the indices of the layers in which W12 exists, in order.
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scale_cli.model import head_loss
-from scale_cli.model.head_loss import IGNORED, adaptation_cross_entropy
+from scale_cli.model.head_loss import IGNORED, adaptation_cross_entropy, plain_cross_entropy
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -22,6 +22,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("logits_at_once", [1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch, logits_at_once: int) -> None:
     monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", logits_at_once)
+    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
     x, u, base_head, head, targets = inputs(torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (x, u, head)]
     whole = F.cross_entropy((x @ base_head.T + u @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -59,3 +60,27 @@ def test_ignored_targets_give_no_loss_and_no_gradient() -> None:
     loss.backward()
     assert loss.item() == 0.0
     assert u.grad is not None and not u.grad.any()
+
+
+@pytest.mark.parametrize("head_trains", [True, False])
+def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(
+    monkeypatch: pytest.MonkeyPatch, head_trains: bool
+) -> None:
+    monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", 64 * 5)
+    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
+    x, _, head, _, targets = inputs(torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in ((x, head) if head_trains else (x,))]
+    whole = F.cross_entropy((x @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.autograd.grad(whole, leaves)
+    chunked = plain_cross_entropy(x, head, targets)
+    torch.testing.assert_close(chunked, whole.float())
+    for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_is_refused_rather_than_wrong() -> None:
+    x, u, base_head, head, targets = inputs(torch.float32)
+    loss = adaptation_cross_entropy(x, u.requires_grad_(), base_head, head, targets)
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (2 * loss).backward()

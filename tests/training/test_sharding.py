@@ -34,6 +34,7 @@ from scale_cli.training.sharding import changed_parts, hash_parts, local_part, s
 from scale_cli.training.shards import load_shards, save_shards
 from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import upscale
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
@@ -227,9 +228,9 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     model = start(variant)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trains = set(trainable_parameters(model))
-    shard_model(model, accelerator, keep_frozen_whole=keep_frozen_whole)
+    trained = shard_model(model, accelerator, keep_frozen_whole=keep_frozen_whole)
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
     parameters = dict(model.named_parameters())
     sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     assert sharded == (trains if keep_frozen_whole else set(parameters))
@@ -251,10 +252,10 @@ def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_not
         future.set_result(bucket.buffer())
         return future
 
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(for_training(model))
     wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
     assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
 
 

@@ -1,0 +1,190 @@
+"""The methods that are measured: what each trains, and one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from scale_cli.benchmark.clock import Clock
+from scale_cli.benchmark.shapes import Shape
+from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.data.batches import Batches
+from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.training.step import train_step
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+
+SEED = 0
+RATIOS = (0.125, 0.25)
+
+
+@dataclass
+class Contestant:
+    """A method on a shape.
+
+    Args:
+        name: in tables.
+        method: the config's method section; None for what is not ours.
+        model: what trains.
+        step: takes one optimiser step on the batch of an index and returns its loss.
+        clock: marked by `step`.
+    """
+
+    name: str
+    method: MethodConfig | None
+    model: Any
+    step: Callable[[int], float]
+    clock: Clock
+
+
+def contestants(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], Contestant]]:
+    """Return every method by name, each to be built when it is wanted."""
+
+    def ours(name: str, **method: Any) -> Callable[[], Contestant]:
+        settings = MethodConfig.model_validate(method)
+        return lambda: _ours(name, settings, shape, batches)
+
+    made = {
+        "full": ours("full", variant="full"),
+        "hf full": lambda: _hf_trainer(shape, batches, folder),
+        "lora": ours("lora", variant="lora"),
+        "hf lora": lambda: _hf_lora(shape, batches),
+        "llama-pro": ours("llama-pro", variant="llama-pro"),
+    }
+    for ratio in RATIOS:
+        expansion = {"ratio": ratio}
+        for variant in ("preserve", "adapt"):
+            name = f"{variant} r={ratio:g}"
+            made[name] = ours(name, variant=variant, expansion=expansion)
+        name, top = f"route top:{shape.top_layers} r={ratio:g}", {"layers": f"top:{shape.top_layers}"}
+        made[name] = ours(name, variant="route", expansion=expansion, collaboration=top)
+    return made
+
+
+def _mark_forward(model: nn.Module, clock: Clock) -> None:
+    model.register_forward_pre_hook(lambda *_: clock.mark("data"))
+    model.register_forward_hook(lambda *_: clock.mark("forward"))
+
+
+def _ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Contestant:
+    """A method as `scale train` runs it."""
+    model: Any = start_model(shape.base(SEED), method, SEED)
+    model.to(shape.device).train()
+    train, clock = shape.train(), Clock(shape.device)
+    optimiser = build_optimiser(model, train)
+    accelerator = Accelerator(cpu=shape.device == "cpu", mixed_precision="no")
+    plain_backward = accelerator.backward
+
+    def backward(loss: Tensor) -> None:
+        plain_backward(loss)
+        clock.mark("backward")
+
+    accelerator.backward = backward
+    wrapped = accelerator.prepare(for_training(model))
+    _mark_forward(wrapped, clock)
+
+    def step(index: int) -> float:
+        clock.start()
+        loss = train_step(accelerator, wrapped, optimiser, batches, index, train).loss
+        clock.mark("optimiser")
+        return loss
+
+    return Contestant(name, method, model, step, clock)
+
+
+def _hf_lora(shape: Shape, batches: Batches) -> Contestant:
+    """Transformers and PEFT in the plainest loop, with the model's own loss: LoRA of rank 16 on every projection."""
+    lora = MethodConfig(variant="lora").lora
+    settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+    model, train, clock = get_peft_model(shape.base(SEED), settings), shape.train(), Clock(shape.device)
+    model.train()
+    parameters = list(trainable_parameters(model).values())
+    optimiser = torch.optim.AdamW(parameters, lr=train.lr, fused=True)
+    _mark_forward(model, clock)
+
+    def step(index: int) -> float:
+        clock.start()
+        (batch,) = batches.micro_batches(index)
+        inputs, targets = batch.input_ids.to(shape.device), batch.targets.to(shape.device)
+        with torch.autocast(shape.device, torch.bfloat16, enabled=shape.mixed_precision == "bf16"):
+            loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        clock.mark("backward")
+        torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        told: float = loss.item()
+        clock.mark("optimiser")
+        return told
+
+    return Contestant("hf lora", None, model, step, clock)
+
+
+class _Windows(Dataset[dict[str, Tensor]]):
+    """The run's sequences in the run's order, as transformers' Trainer takes them."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        step, row = divmod(sample, self._batches.global_batch_size)
+        (batch,) = self._batches.micro_batches(step)
+        return {"input_ids": batch.input_ids[row], "labels": batch.targets[row], "shift_labels": batch.targets[row]}
+
+
+def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> Contestant:
+    """Full fine-tuning by transformers' Trainer: its data loader, training step, clipping and optimiser."""
+    train: TrainConfig = shape.train()
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=shape.batch_size,
+        max_steps=train.max_steps,
+        learning_rate=train.lr,
+        lr_scheduler_type="constant",
+        weight_decay=train.weight_decay,
+        use_cpu=shape.device == "cpu",
+        bf16=shape.mixed_precision == "bf16",
+        remove_unused_columns=False,
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    model = shape.base(SEED).float().requires_grad_(True).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=_Windows(batches))
+    trainer.create_optimizer_and_scheduler(train.max_steps)
+    clock, loader = Clock(shape.device), _endless(trainer)
+    optimiser: Any = trainer.optimizer
+    scheduler: Any = trainer.lr_scheduler
+    _mark_forward(model, clock)
+
+    def step(_index: int) -> float:
+        clock.start()
+        (inputs,), num_items = trainer.get_batch_samples(loader, 1, trainer.args.device)
+        loss = trainer.training_step(model, inputs, num_items)
+        clock.mark("backward")
+        trainer._clip_grad_norm(model)
+        optimiser.step()
+        scheduler.step()
+        model.zero_grad()
+        told: float = loss.item()
+        clock.mark("optimiser")
+        return told
+
+    return Contestant("hf full", None, model, step, clock)
+
+
+def _endless(trainer: Trainer) -> Iterator[Any]:
+    while True:
+        yield from trainer.get_train_dataloader()

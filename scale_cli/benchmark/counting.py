@@ -1,0 +1,122 @@
+"""What can be counted without a clock: floating-point operations, activations saved for backward, peak memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+
+def _addmm_flops(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad_out, query, key, value)
+
+
+# The counter knows no product that is summed in place, and of attention kernels those of GPUs; by the same rules.
+_NOT_KNOWN = {
+    torch.ops.aten.addmm_: _addmm_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """Return the operations of the matrix products and the attention of one training step."""
+    with FlopCounterMode(display=False, custom_mapping=_NOT_KNOWN) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def saved_activation_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
+    """Return the bytes that the decoder keeps for its backward pass: distinct storages, no parameters, no head.
+
+    Args:
+        model: widened, plain, or plain with PEFT's adapters.
+        input_ids: (B, T).
+        mixed_precision: no or bf16.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # alive until counted: a freed address may come again
+        return tensor
+
+    with (
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast(input_ids.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"),
+    ):
+        states = run_decoder(model, input_ids)
+    del states
+    return sum(saved.values())
+
+
+def run_decoder(model: Any, input_ids: Tensor) -> Any:
+    """Run a model in training mode up to what its vocabulary head reads."""
+    model.train()
+    if isinstance(model, ScaleForCausalLM):
+        return model.final_states(input_ids, preserved=False)
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return plain.get_decoder()(input_ids, use_cache=False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows what is allocated inside it, on any device and on fake tensors too: the most bytes alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in tree_flatten((args, kwargs))[0]:
+            if isinstance(given, Tensor):
+                self._known.add(given.untyped_storage())
+        result = func(*args, **(kwargs or {}))
+        for made in tree_flatten(result)[0]:
+            if isinstance(made, Tensor) and made.untyped_storage() not in self._known:
+                self._follow(made.untyped_storage())
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        self._known.add(storage)
+        num_bytes = storage.nbytes()
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, num_bytes)
+
+    def _free(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the most bytes that a step held at once beyond what was there before it."""
+    with LiveBytes() as bytes_of:
+        step()
+    return bytes_of.peak
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters, each storage once."""
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())

@@ -1,0 +1,108 @@
+"""Rounds: every contestant takes a turn in every round, so that a noisy machine is noisy for all alike.
+
+A step is timed by the wall clock on a GPU, and by the CPU time of this process on a CPU, which other people's work on a
+shared machine does not enter. What a step waits for is in the wall clock alone: `Measured.phases_s`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from scale_cli.benchmark.clock import PHASES
+from scale_cli.benchmark.contestants import Contestant
+from scale_cli.benchmark.counting import count_flops, peak_bytes, saved_activation_bytes
+from scale_cli.benchmark.ideal import ideal_flops
+from scale_cli.benchmark.shapes import Shape
+from scale_cli.data.batches import Batches
+from scale_cli.model.configuration_scale import ScaleConfig
+
+
+@dataclass
+class Measured:
+    """What one contestant did.
+
+    Args:
+        name: the contestant's.
+        trainable_parameters: how many an optimiser moves.
+        flops: counted in one step.
+        ideal_flops: what the mathematics asks for; None where no ideal is given.
+        saved_bytes: activations the decoder keeps for backward.
+        peak_bytes: most bytes that a step held at once beyond weights and optimiser state.
+        tokens_per_s: of each round; on a CPU per second of this process's CPU time.
+        phases_s: seconds of each phase, of each round, by the wall clock.
+        loss: of the last step.
+    """
+
+    name: str
+    trainable_parameters: int
+    flops: int
+    ideal_flops: int | None
+    saved_bytes: int
+    peak_bytes: int
+    tokens_per_s: list[float] = field(default_factory=list)
+    phases_s: list[dict[str, float]] = field(default_factory=list)
+    loss: float = float("nan")
+
+    def quartiles(self) -> tuple[float, float, float]:
+        """Return lower quartile, median and upper quartile of tokens/s."""
+        low, middle, high = np.percentile(self.tokens_per_s, [25, 50, 75])
+        return float(low), float(middle), float(high)
+
+    def shares(self) -> dict[str, float]:
+        """Return each phase's share of the time of all rounds."""
+        totals = {phase: sum(round_s[phase] for round_s in self.phases_s) for phase in PHASES}
+        return {phase: seconds / sum(totals.values()) for phase, seconds in totals.items()}
+
+
+def measure_counts(contestant: Contestant, shape: Shape, batches: Batches) -> Measured:
+    """Take a contestant's first steps (they also warm it up) and count what no clock is needed for."""
+    contestant.step(0)
+    flops = count_flops(lambda: contestant.step(1))
+    peak = peak_bytes(lambda: contestant.step(2))
+    (batch,) = batches.micro_batches(3)
+    model: Any = contestant.model
+    config = model.config
+    return Measured(
+        name=contestant.name,
+        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        flops=flops,
+        ideal_flops=ideal_flops(shape, config) if isinstance(config, ScaleConfig) else None,
+        saved_bytes=saved_activation_bytes(model, batch.input_ids.to(shape.device), shape.mixed_precision),
+        peak_bytes=peak,
+    )
+
+
+def take_rounds(
+    contestants: list[Contestant], results: list[Measured], shape: Shape, num_rounds: int, say: Callable[[str], None]
+) -> None:
+    """Time one step of everyone in every round; the order is turned by one place each round."""
+    pairs = list(zip(contestants, results, strict=True))
+    for index in range(num_rounds):
+        gc.collect()
+        gc.disable()
+        for contestant, result in pairs[index % len(pairs) :] + pairs[: index % len(pairs)]:
+            elapsed_s = _timed(contestant, result, 4 + index, shape)
+            result.tokens_per_s.append(shape.num_tokens / elapsed_s)
+        gc.enable()
+        say(f"round {index + 1} of {num_rounds}")
+
+
+def _timed(contestant: Contestant, result: Measured, index: int, shape: Shape) -> float:
+    on_gpu = shape.device == "cuda"
+    now_s = time.perf_counter if on_gpu else time.process_time
+    if on_gpu:
+        torch.cuda.synchronize()
+    started_s = now_s()
+    result.loss = contestant.step(index)
+    if on_gpu:
+        torch.cuda.synchronize()
+    elapsed_s = now_s() - started_s
+    result.phases_s.append(contestant.clock.phases_s())
+    return elapsed_s

@@ -1,0 +1,43 @@
+"""The whole benchmark: build, count, time in rounds, report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from scale_cli.benchmark.bars import all_bars
+from scale_cli.benchmark.contestants import SEED, contestants
+from scale_cli.benchmark.head_memory import head_peak_bytes
+from scale_cli.benchmark.measuring import Measured, measure_counts, take_rounds
+from scale_cli.benchmark.report import bar_table, table, to_json
+from scale_cli.benchmark.shapes import Shape
+from scale_cli.storage.atomic import write_json
+
+
+def run_benchmark(
+    shape: Shape, names: list[str], num_rounds: int, output: Path, say: Callable[[str], None]
+) -> dict[str, Measured]:
+    """Measure methods on a shape, print the tables and write OUTPUT/SHAPE.json.
+
+    Args:
+        shape: what they are measured on.
+        names: of methods, as `contestants` has them; all where empty.
+        num_rounds: each is one timed step of every method.
+        output: folder of the JSON.
+        say: prints.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        batches = shape.batches(Path(scratch), SEED)
+        makers = contestants(shape, batches, Path(scratch))
+        chosen, results = [], {}
+        for name in names or makers:
+            say(f"preparing {name}")
+            chosen.append(makers[name]())
+            results[name] = measure_counts(chosen[-1], shape, batches)
+        take_rounds(chosen, list(results.values()), shape, num_rounds, say)
+        bars = all_bars(shape, results, head_peak_bytes(shape.device))
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / f"{shape.name}.json", to_json(shape, results, bars))
+    say("\n" + table(shape, results) + "\n\n" + bar_table(bars) + f"\n\nwritten {output / shape.name}.json")
+    return results

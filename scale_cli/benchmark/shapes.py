@@ -1,0 +1,114 @@
+"""The shapes that are measured, by name: a random Llama, a batch, a precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.config.schema import Dtype, TrainConfig
+from scale_cli.data.batches import Batches, PackedWindows
+
+# More steps than any run takes: batches are drawn, not stored.
+_NUM_STEPS = 10_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, a batch and a precision.
+
+    Args:
+        name: what it is asked for by.
+        sizes: of the Llama, transformers' names.
+        batch_size: sequences a step, all at once.
+        sequence_length: tokens a sequence.
+        dtype: of the frozen base.
+        mixed_precision: autocast of the step.
+        device: cpu or cuda.
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    batch_size: int
+    sequence_length: int
+    dtype: Dtype = "float32"
+    mixed_precision: Literal["no", "bf16"] = "no"
+    device: str = "cpu"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a step."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def top_layers(self) -> int:
+        """How many layers the top quarter is: whole ones only, and at least one."""
+        return max(1, int(self.sizes["num_hidden_layers"]) // 4)
+
+    def train(self) -> TrainConfig:
+        """Return the settings of a step."""
+        return TrainConfig(
+            max_steps=_NUM_STEPS,
+            global_batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+            lr=1e-4,
+            schedule="constant",
+            mixed_precision=self.mixed_precision,
+        )
+
+    def base(self, seed: int) -> LlamaForCausalLM:
+        """Return the random base, frozen, on its device, in its dtype."""
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(LlamaConfig(**self.sizes))
+        return model.to(self.device, getattr(torch, self.dtype)).requires_grad_(False).eval()
+
+    def batches(self, folder: Path, seed: int) -> Batches:
+        """Return batches of random tokens, read from a file as a corpus is."""
+        path = folder / f"{self.name}.npy"
+        num_ids = 512 * self.num_tokens + 1
+        ids = np.random.default_rng(seed).integers(0, self.sizes["vocab_size"], num_ids, dtype=np.uint32)
+        np.save(path, ids)
+        return Batches(
+            [PackedWindows(np.load(path, mmap_mode="r"), self.sequence_length)],
+            [1.0],
+            seed=seed,
+            num_steps=_NUM_STEPS,
+            global_batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+        )
+
+
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, key_value_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", _llama(2, 64, 128, 8, 8, 256), batch_size=2, sequence_length=32),
+        Shape("cpu", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
+        Shape(  # Llama-3.2-1B
+            "gpu",
+            {**_llama(16, 2048, 8192, 32, 8, 128_256), "tie_word_embeddings": True, "rope_theta": 500_000.0},
+            batch_size=4,
+            sequence_length=2048,
+            dtype="bfloat16",
+            mixed_precision="bf16",
+            device="cuda",
+        ),
+    )
+}

@@ -1,0 +1,139 @@
+"""What one forward and backward pass of a real model computes and keeps, counted without computing or keeping it.
+
+Products are counted on the meta device, where tensors have shapes and no numbers. What is saved for the backward pass
+depends on autocast, which the meta device does not know, so that is counted on fake CPU tensors: PyTorch's own
+dispatch, autocast and fused attention included, without storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.objective import for_training
+
+# Two window lengths: what grows between them is of the tokens, what does not is of the model.
+_SHORT, _LONG = 16, 32
+
+# The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed;
+# under a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
+_UNMASKED = "sdpa_without_mask"
+AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+
+
+# What FLOPs each operation has: torch's own registry, and a product that is summed in place, which it leaves out.
+_FLOPS_OF = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+
+class _ProductCounter(TorchDispatchMode):
+    """Sums up FLOPs by torch's own registry, as FlopCounterMode does, which also follows modules and takes longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (flops_of := _FLOPS_OF.get(func._overloadpacket)) is not None:
+            self.flops += flops_of(*args, **kwargs, out_val=result)
+        return result
+
+
+def count_flops_per_token(model: MethodModel, sequence_length: int) -> float:
+    """Return the FLOPs of the products of one training window, forward and backward, per token.
+
+    Attention is counted over every key, causal or not: two products forward, four backward.
+
+    Args:
+        model: on the meta device.
+        sequence_length: T.
+    """
+    with torch.device("meta"), _ProductCounter() as counter:
+        _loss(model, sequence_length).backward()
+    model.zero_grad(set_to_none=True)
+    return counter.flops / sequence_length
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What autograd keeps from the forward pass for the backward pass, parameters themselves left out.
+
+    Args:
+        copies_bytes: what does not grow with the batch: weights in the precision of autocast, mostly.
+        bytes_per_token: of the decoder.
+        head_bytes_per_token: of the vocabulary's width.
+    """
+
+    copies_bytes: int
+    bytes_per_token: int
+    head_bytes_per_token: int
+
+
+def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensors:
+    """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
+
+    Args:
+        model: on the meta device; it is left on fake tensors.
+        mixed_precision: as `train.mixed_precision`.
+    """
+    fake = FakeTensorMode()
+    with fake:
+        _put_on_fake_cpu(model)
+        short, long = (_saved_bytes(model, mixed_precision, length) for length in (_SHORT, _LONG))
+    per_token, head_per_token = ((more - less) // (_LONG - _SHORT) for less, more in zip(short, long, strict=True))
+    return SavedTensors(sum(short) - _SHORT * (per_token + head_per_token), per_token, head_per_token)
+
+
+def _loss(model: MethodModel, sequence_length: int) -> Tensor:
+    ids = torch.zeros(1, sequence_length, dtype=torch.long)
+    model.train()
+    model.set_attn_implementation(_UNMASKED)
+    output = for_training(model)(
+        input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False
+    )
+    loss: Tensor = output.loss
+    return loss
+
+
+def _saved_bytes(model: MethodModel, mixed_precision: str, sequence_length: int) -> tuple[int, int]:
+    """Return the bytes that a window's forward keeps: all that is not of the vocabulary's width, and what is."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            # The storage is held with its address, which another one could get otherwise.
+            kept[storage._cdata] = (storage, tensor.shape[-1:] == (model.config.vocab_size,))
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        _loss(model, sequence_length)
+    wide = sum(storage.nbytes() for storage, is_wide in kept.values() if is_wide)
+    return sum(storage.nbytes() for storage, _ in kept.values()) - wide, wide
+
+
+def _put_on_fake_cpu(model: nn.Module) -> None:
+    """Replace every tensor of a model by a fake one (`Module.to` cannot); tied ones stay tied."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in replaced:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, replaced[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))

@@ -1,0 +1,112 @@
+"""What one process holds in training, by kind, and what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from scale_cli.config.schema import TrainConfig
+from scale_cli.model.head_loss import rows_at_once
+from scale_cli.planning.counting import SavedTensors
+from scale_cli.upscale.folder import MethodModel
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters there are (a tied one counts once), and their bytes.
+
+    Args:
+        num_frozen: that no optimiser moves.
+        num_trainable: that one does.
+        frozen_bytes: in the dtype they are held in.
+        trainable_bytes: of the float32 master copy.
+    """
+
+    num_frozen: int
+    num_trainable: int
+    frozen_bytes: int
+    trainable_bytes: int
+
+    @classmethod
+    def of(cls, model: MethodModel) -> Parameters:
+        """Count them in a model whose trainability is decided."""
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        numbers = (sum(parameter.numel() for parameter in some) for some in (frozen, trainable))
+        sizes = (sum(parameter.nbytes for parameter in some) for some in (frozen, trainable))
+        return cls(*numbers, *sizes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What trains, and AdamW's two moments of it; the base is never written."""
+        return 3 * self.trainable_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one process holds at its fullest: between the last forward and the first backward product of a step.
+
+    Args:
+        frozen: weights that do not train.
+        trainable: float32 master weights.
+        gradients: float32; with several processes DistributedDataParallel's buckets, as large again, beside them.
+        moments: AdamW's two.
+        saved: what a micro-batch keeps for the backward pass, weights in autocast's precision included.
+        head: logits at once, and what becomes of them.
+    """
+
+    frozen: int
+    trainable: int
+    gradients: int
+    moments: int
+    saved: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of them; allocators, libraries and data come on top."""
+        return sum(asdict(self).values())
+
+
+def training_memory(
+    parameters: Parameters,
+    saved: SavedTensors,
+    train: TrainConfig,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    num_processes: int,
+    device_type: str,
+) -> Memory:
+    """Return what one process holds.
+
+    Logits that are kept whole exist three times in float32 when the backward pass begins: their log-softmax, its
+    gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, and
+    as the gradient that goes into the next ones.
+
+    Args:
+        parameters: of the model.
+        saved: by its forward pass.
+        train: batch sizes and precision.
+        sequence_length: tokens a window.
+        vocab_size: V.
+        num_processes: that share a step.
+        device_type: decides the size of a chunk of logits.
+    """
+    num_tokens = train.micro_batch_size * sequence_length
+    product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+    if saved.head_bytes_per_token:
+        head = num_tokens * vocab_size * 3 * torch.float32.itemsize
+    else:
+        num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
+        lowered = 0 if product_dtype == torch.float32 else 2 * product_dtype.itemsize
+        head = num_rows * vocab_size * (torch.float32.itemsize + lowered)
+    return Memory(
+        frozen=parameters.frozen_bytes,
+        trainable=parameters.trainable_bytes,
+        gradients=parameters.trainable_bytes * (2 if num_processes > 1 else 1),
+        moments=2 * parameters.trainable_bytes,
+        saved=saved.copies_bytes + num_tokens * saved.bytes_per_token,
+        head=head,
+    )

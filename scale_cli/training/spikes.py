@@ -1,0 +1,29 @@
+"""Loss spikes: a loss far above what the steps before it were."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+_WINDOW_STEPS = 64
+_FEWEST_STEPS = 16
+# A normal loss lies within 1.48 MAD of the median two times in three; this far out is one step in millions.
+_TIMES_MAD = 8.0
+
+
+class SpikeWatch:
+    """Compares each loss with the median of the steps before it; nothing in a run depends on it."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW_STEPS)
+
+    def usual_loss_of_spike(self, loss: float) -> float | None:
+        """Return the median loss so far where this one is a spike, None where it is not."""
+        usual = None
+        if len(self._losses) >= _FEWEST_STEPS:
+            median = statistics.median(self._losses)
+            spread = statistics.median(abs(earlier - median) for earlier in self._losses)
+            if loss > median + max(_TIMES_MAD * spread, 0.1 * median):
+                usual = median
+        self._losses.append(loss)
+        return usual

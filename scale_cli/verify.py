@@ -1,0 +1,187 @@
+"""The verb `scale verify`: whether a folder of ours is what it was when it was written, offline.
+
+What is checked, by kind of folder:
+
+| folder                            | checked                                                                        |
+|-----------------------------------|--------------------------------------------------------------------------------|
+| any                               | size and SHA-256 of every file, and that no file has come in                   |
+| upscaled, checkpoint, final       | the base's hashes; the base logits of a widened model, bit for bit             |
+| final                             | the log: no step twice, none missing, the same number of tokens                |
+| export                            | logits against the trained model, where `final/` is still beside it            |
+| tokens                            | that documents, bytes and tokens add up to the ledger                          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.errors import BaseModelError, RunFolderError, ScaleError, VerificationError
+from scale_cli.export.run import check_written_export
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.checkpoint import read_position
+from scale_cli.training.metrics import read_records
+from scale_cli.upscale.base import load_base, load_tokenizer
+from scale_cli.upscale.folder import BASE_RECORD, load_model
+from scale_cli.upscale.preservation import check_preservation, plain_logits, sample_ids
+
+
+@dataclass
+class FolderCheck:
+    """What was found in one folder.
+
+    Args:
+        folder: which one.
+        held: what was checked and found good.
+        failed: what was found wrong.
+        unchecked: what could not be checked here, and why.
+    """
+
+    folder: Path
+    held: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return one line, and one more for everything that is wrong or could not be checked."""
+        mark = "BAD " if self.failed else "good"
+        return [
+            f"{mark}  {self.folder}: {', '.join(self.held) or 'nothing could be checked'}",
+            *(f"      wrong: {line}" for line in self.failed),
+            *(f"      not checked: {line}" for line in self.unchecked),
+        ]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found in all folders, for the terminal."""
+
+    checks: list[FolderCheck]
+
+    def lines(self) -> list[str]:
+        """Return the lines of every folder."""
+        return [line for check in self.checks for line in check.lines()]
+
+    def require(self) -> None:
+        """Refuse what is not as it was written.
+
+        Raises:
+            VerificationError: naming the folders.
+        """
+        bad = [str(check.folder) for check in self.checks if check.failed]
+        if bad:
+            raise VerificationError(f"not what was written: {', '.join(bad)}")
+
+
+def verify(path: Path) -> Verification:
+    """Check one folder of ours, or every one in the folder of a run.
+
+    Raises:
+        RunFolderError: there is no folder of ours at `path`.
+    """
+    folders = [path] if (path / MANIFEST).is_file() else sorted(_folders_of_ours(path))
+    if not folders:
+        raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")
+    return Verification([_check(folder) for folder in folders])
+
+
+def _folders_of_ours(root: Path) -> Iterator[Path]:
+    for manifest in root.rglob(MANIFEST):
+        if not any(part.startswith(".") for part in manifest.relative_to(root).parts):  # half-written ones
+            yield manifest.parent
+
+
+def _check(folder: Path) -> FolderCheck:
+    check = FolderCheck(folder)
+    if not _hold(check, "hashes", lambda: _check_files(folder)):
+        return check  # nothing more can be said of what is damaged
+    if (folder / "ledger.json").is_file():
+        _hold(check, "ledger", lambda: _check_tokens(folder))
+    if (folder / BASE_RECORD).is_file() and (folder / "scale.yaml").is_file():
+        _check_method(check, load_config(folder / "scale.yaml").model)
+    if (folder / "position.json").is_file() and folder.name == "final":
+        _hold(check, "log", lambda: _check_log(folder))
+    if (folder / "parity.json").is_file():
+        _check_export(check)
+    return check
+
+
+def _hold(check: FolderCheck, name: str, prove: Callable[[], None]) -> bool:
+    """Run one proof and write down how it ended."""
+    try:
+        prove()
+    except BaseModelError as error:
+        if "differs" not in str(error):  # not at hand, rather than another one
+            check.unchecked.append(f"{name}: {error}")
+            return False
+        check.failed.append(f"{name}: {error}")
+    except ScaleError as error:
+        check.failed.append(f"{name}: {error}")
+    else:
+        check.held.append(name)
+        return True
+    return False
+
+
+def _check_files(folder: Path) -> None:
+    verify_folder(folder)
+    listed = read_json(folder / MANIFEST)["files"].keys() | {MANIFEST}
+    present = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
+    if extra := sorted(present - listed):
+        raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
+
+
+def _check_tokens(folder: Path) -> None:
+    ledger = read_json(folder / "ledger.json")
+    offsets, num_bytes = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("offsets", "num_bytes"))
+    sums = {"num_tokens": int(offsets[-1]), "num_bytes": int(num_bytes.sum())}
+    for name, counted in sums.items():
+        if ledger[name] != counted:
+            raise VerificationError(f"{folder}: ledger.json says {ledger[name]:,} {name}, there are {counted:,}")
+    if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
+        raise VerificationError(f"{folder}: offsets.npy and num_bytes.npy do not fit each other")
+
+
+def _check_method(check: FolderCheck, base: ModelConfig) -> None:
+    def prove_base() -> None:
+        model = load_model(check.folder, base)  # holds the base to its hashes
+        if isinstance(model, ScaleForCausalLM):
+            tokenizer = load_tokenizer(base)
+            check_preservation(model, tokenizer, plain_logits(load_base(base), sample_ids(tokenizer)))
+
+    _hold(check, "base and its preservation", prove_base)
+
+
+def _check_log(folder: Path) -> None:
+    position, config = read_position(folder), load_config(folder / "scale.yaml")
+    metrics = RunFolder(folder.parent).metrics
+    records = [record for record in read_records(metrics) if "evaluation_nats_per_token" not in record]
+    steps = [record["step"] for record in records]
+    every = config.train.log_every_steps
+    skipped = {record["step"] for record in records if "skipped" in record}
+    logged = {step for step in range(1, position.step + 1) if step % every == 0 or step == config.train.max_steps}
+    if sorted(steps) != steps or len(set(steps)) != len(steps):
+        raise VerificationError(f"{metrics}: a step is there twice, or out of order")
+    if missing := sorted(logged - set(steps)):
+        raise VerificationError(f"{metrics}: step {missing[0]} is missing")
+    if len(skipped) != position.skipped_steps:
+        raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {position.skipped_steps}")
+    if records and "num_tokens" in records[-1] and records[-1]["num_tokens"] != position.num_tokens:
+        raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {position.num_tokens:,}")
+
+
+def _check_export(check: FolderCheck) -> None:
+    config = load_config(check.folder / "scale.yaml")
+    run = RunFolder(check.folder.parent.parent)
+    if not (run.final / MANIFEST).is_file():
+        check.unchecked.append("parity: the trained model is not beside it")
+        return
+    here: RunConfig = config.model_copy(update={"output_dir": run.root})
+    _hold(check, "parity", lambda: check_written_export(here, check.folder))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, Variant
+from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
+from scale_cli.upscale.base import base_without_weights
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import build_model, start_model
+from scale_cli.upscale.objective import for_training
+from tests.widening import tiny_llama
+
+VARIANTS = get_args(Variant)
+METHODS = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
+TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
+methods = pytest.mark.parametrize("method", [*METHODS, TOP], ids=[*VARIANTS, "route, top layer"])
+
+
+def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
+    with torch.device("meta"):
+        return build_model(base_without_weights(base.config, str(base.dtype).removeprefix("torch.")), method, seed=0)
+
+
+def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
+    ids = torch.randint(0, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "shift_labels": ids, "num_items_in_batch": length, "use_cache": False}
+
+
+@methods
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
+    method: MethodConfig, dtype: torch.dtype
+) -> None:
+    def described(model: MethodModel) -> list[tuple[Any, ...]]:
+        return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+
+    base: PreTrainedModel = tiny_llama()
+    base.to(dtype=dtype)  # type: ignore[call-arg]
+    planned = without_weights(base, method)
+    assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
+    assert described(planned) == described(start_model(base, method, seed=0))
+
+
+@methods
+def test_products_without_numbers_are_counted_as_those_of_the_real_model(method: MethodConfig) -> None:
+    base, length = tiny_llama(), 24
+    counted = count_flops_per_token(without_weights(base, method), length)
+    real = start_model(base, method, seed=0).train()
+    real.set_attn_implementation("eager")
+    summed_in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=summed_in_place) as counter:
+        for_training(real)(**window(61, length)).loss.backward()
+    assert counted == counter.get_total_flops() / length
+
+
+@methods
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_what_is_said_to_be_saved_is_what_autograd_saves(method: MethodConfig, mixed_precision: str) -> None:
+    base, length = tiny_llama(), 120
+    planned = count_saved_tensors(without_weights(base, method), mixed_precision)
+    real = start_model(base, method, seed=0).train()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        for_training(real)(**window(61, length))
+    num_bytes = sum(storage.nbytes() for storage in saved.values())
+    per_token = planned.bytes_per_token + planned.head_bytes_per_token
+    assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes, rel=1e-3)

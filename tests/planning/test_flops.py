@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.planning.flops import ideal_flops_per_token
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from tests.widening import tiny_llama
+
+SEQUENCE_LENGTH = 24
+LLAMA_3_2_1B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
+METHODS: list[dict[str, Any]] = [
+    {"variant": "full"},
+    {"variant": "freeze", "freeze": {"num_layers": 0}},
+    {"variant": "freeze", "freeze": {"num_layers": 2}},
+    {"variant": "freeze", "freeze": {"num_layers": 3}},
+    {"variant": "lora"},
+    {"variant": "lora", "lora": {"rank": 5, "targets": ["q_proj"]}},
+    {"variant": "lora", "lora": {"rank": 3, "targets": ["1.self_attn.v_proj", "2.mlp.down_proj"]}},
+    {"variant": "lora", "lora": {"rank": 3, "targets": ["embed_tokens"]}},
+    {"variant": "lora", "lora": {"rank": 3, "targets": ["lm_head"]}},
+    {"variant": "llama-pro"},
+    {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
+    {"variant": "preserve"},
+    {"variant": "preserve", "expansion": {"ratio": 1.0}},
+    {"variant": "adapt"},
+    {"variant": "adapt", "collaboration": {"layers": [1]}},
+    {"variant": "adapt", "collaboration": {"layers": "top:2", "modules": ["attention"]}},
+    {"variant": "adapt", "collaboration": {"layers": [0, 2], "modules": ["mlp"]}},
+    {"variant": "route"},
+    {"variant": "route", "collaboration": {"layers": "top:1"}},
+]
+
+# The counter does not know a product that is summed in place.
+SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+
+
+def counted(model: Any, num_tokens: int) -> dict[str, float]:
+    """FLOPs per token of one real forward and backward, by torch's operator; eager attention, so all are products."""
+    model.set_attn_implementation("eager")
+    model.train()
+    ids = torch.randint(0, 61, (2, num_tokens // 2))
+    counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
+    with counter:
+        for_training(model)(
+            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False
+        ).loss.backward()
+    return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("settings", METHODS, ids=str)
+def test_the_formula_is_what_a_real_model_computes(settings: dict[str, Any], tied: bool) -> None:
+    base = tiny_llama(tie_word_embeddings=tied)
+    method = MethodConfig.model_validate(settings)
+    ideal = ideal_flops_per_token(base.config, method, SEQUENCE_LENGTH)
+    by_operator = counted(start_model(base, method, seed=0), 2 * SEQUENCE_LENGTH)
+    products = by_operator.pop("aten.mm") + by_operator.pop("aten.addmm_", 0.0)
+    assert products == ideal.linear + ideal.head
+    # Eager attention multiplies with every key and masks afterwards; the formula counts the keys a token sees.
+    assert sum(by_operator.values()) == ideal.attention * SEQUENCE_LENGTH / ((SEQUENCE_LENGTH + 1) / 2)
+
+
+def test_full_fine_tuning_of_llama_3_2_1b_at_8192_tokens_is_9_03_gflop_a_token() -> None:
+    flops = ideal_flops_per_token(LLAMA_3_2_1B, MethodConfig(variant="full"), 8192)
+    num_weights = 1_235_746_816  # of its linear maps and its (tied) head; norms are no products
+    assert flops.linear + flops.head == 6 * num_weights
+    assert flops.attention == 6 * 16 * 2048 * 8193
+    assert round(flops.total / 1e9, 2) == 9.03
+
+
+@pytest.mark.parametrize("ratio", [0.125, 0.25, 0.5, 1.0])
+def test_decoder_maps_cost_what_the_design_says_in_units_of_a_forward_pass(ratio: float) -> None:
+    def linear(variant: str) -> float:
+        method = MethodConfig.model_validate({"variant": variant, "expansion": {"ratio": ratio}})
+        return ideal_flops_per_token(LLAMA_3_2_1B, method, 8192).linear
+
+    forward = linear("full") / 3
+    assert linear("preserve") == pytest.approx(forward * (1 + 2 * ratio + 3 * ratio**2), rel=1e-12)
+    # The first layer's queries, keys and values need no gradient of the base stream below them.
+    assert linear("adapt") == pytest.approx(forward * (2 + 6 * ratio + 3 * ratio**2), rel=0.01)
+    assert linear("lora") == pytest.approx(forward * 2, rel=0.05)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.planning.counting import count_saved_tensors
+from scale_cli.planning.memory import Memory, Parameters, training_memory
+from scale_cli.storage.atomic import save_tensors
+from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from tests.planning.test_counting import METHODS, VARIANTS, window, without_weights
+from tests.widening import tiny_llama
+
+VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
+methods = pytest.mark.parametrize("method", METHODS, ids=VARIANTS)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that live at once, of all that is allocated while it is on."""
+
+    def __init__(self, model: MethodModel) -> None:
+        super().__init__()
+        self.known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._born(tensor.untyped_storage())
+        return result
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if address in self.known:
+            return
+        self.known.add(address)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._died, address, num_bytes)
+
+    def _died(self, address: int, num_bytes: int) -> None:
+        self.known.discard(address)
+        self.live -= num_bytes
+
+
+def planned_memory(method: MethodConfig, mixed_precision: Any, num_processes: int = 1) -> Memory:
+    model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method)
+    parameters = Parameters.of(model)
+    return training_memory(
+        parameters,
+        count_saved_tensors(model, mixed_precision),
+        TrainConfig(max_steps=1, global_batch_size=8, micro_batch_size=4, mixed_precision=mixed_precision),
+        sequence_length=LENGTH,
+        vocab_size=VOCAB_SIZE,
+        num_processes=num_processes,
+        device_type="cpu",
+    )
+
+
+@methods
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
+    method: MethodConfig, mixed_precision: str
+) -> None:
+    planned = planned_memory(method, mixed_precision)
+    model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
+    with LiveBytes(model) as live:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
+            loss = for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss
+        loss.backward()
+    assert planned.saved + planned.head == pytest.approx(live.peak, rel=0.1)
+
+
+@methods
+def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig) -> None:
+    planned = planned_memory(method, "no")
+    model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
+    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
+    for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    optimiser.step()
+    trained = trainable_parameters(model).values()
+    moments = [tensor for name, tensor in optimiser_tensors(optimiser, model).items() if not name.startswith("step.")]
+    assert planned.trainable == sum(parameter.nbytes for parameter in trained)
+    assert planned.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+    assert planned.moments == sum(tensor.nbytes for tensor in moments)
+    assert planned.frozen == sum(parameter.nbytes for parameter in model.parameters()) - planned.trainable
+
+
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any) -> None:
+    method = MethodConfig(variant="preserve")
+    model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
+    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
+    for_training(model)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    optimiser.step()
+    save_tensors(tmp_path / "a.safetensors", dict(trainable_parameters(model)))
+    save_tensors(tmp_path / "b.safetensors", optimiser_tensors(optimiser, model))
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    headers = 200 * 4 * len(trainable_parameters(model))  # names and shapes: what a tiny model's files are full of
+    assert 0 <= written - Parameters.of(model).checkpoint_bytes <= headers
+
+
+def test_several_processes_hold_their_gradients_twice_and_nothing_else_more() -> None:
+    alone, together = (planned_memory(METHODS[0], "no", num_processes) for num_processes in (1, 2))
+    assert together.gradients == 2 * alone.gradients
+    assert together.total - together.gradients == alone.total - alone.gradients

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from transformers import AutoTokenizer, LlamaConfig
+
+from scale_cli.cli import main
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
+from scale_cli.data.tokens import tokenised
+from scale_cli.planning.flops import ideal_flops_per_token
+from scale_cli.planning.render import plan_lines
+from scale_cli.planning.run import Plan, methods_beside, plan, tokenised_corpora
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.method import start_model
+from tests.planning.test_flops import LLAMA_3_2_1B
+
+
+def tree(folder: Path, base: Path, **method: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "run"),
+        "model": {"base": str(base), "dtype": "bfloat16"},
+        "method": method,
+        "corpus": {
+            "sequence_length": 64,
+            "sources": [{"name": "news", "path": str(folder / "news.txt"), "language": "en"}],
+        },
+        "train": {"max_steps": 10, "global_batch_size": 4, "micro_batch_size": 2, "mixed_precision": "bf16"},
+    }
+
+
+def write_base(folder: Path, config: LlamaConfig = LLAMA_3_2_1B) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Llama-3.2-1B by its config.json alone, 8,192 tokens a window as in the paper."""
+    folder = tmp_path_factory.mktemp("plan")
+    config = tree(folder, write_base(folder / "base"), variant="route", expansion={"ratio": 0.125})
+    config["corpus"]["sequence_length"] = 8192
+    return plan(RunConfig.model_validate(config), flops=4e14, utilisation=None, num_processes=2)
+
+
+def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
+    planned = {method.variant: method for method in llama_1b.methods}
+    assert planned.keys() == set(get_args(Variant)) and not llama_1b.refused
+    full = planned["full"]
+    assert (full.parameters.num_frozen, full.parameters.num_trainable) == (0, 1_235_814_400)
+    assert round(full.ideal_flops.total / 1e9, 2) == 9.03
+    assert planned["route"].parameters.num_frozen == 1_235_814_400
+    assert planned["route"].memory.frozen == 2 * 1_235_814_400
+    assert [method.variant for method in llama_1b.methods if method.chosen] == ["route"]
+
+
+def test_counted_products_are_the_ideal_ones_and_those_with_the_keys_a_token_does_not_see(llama_1b: Plan) -> None:
+    for method in llama_1b.methods:
+        unseen = method.ideal_flops.attention * (8192 / (8193 / 2) - 1)
+        assert method.counted_flops_per_token == pytest.approx(method.ideal_flops.total + unseen, rel=1e-12)
+
+
+def test_the_time_is_the_runs_flops_over_what_its_processes_sustain(llama_1b: Plan) -> None:
+    assert llama_1b.num_tokens == 10 * 4 * 8192
+    for method in llama_1b.methods:
+        ideal = ideal_flops_per_token(
+            llama_1b.base_config,
+            MethodConfig(variant=method.variant, expansion=llama_1b.config.method.expansion),  # type: ignore[arg-type]
+            8192,
+        )
+        assert method.time_s == pytest.approx(llama_1b.num_tokens * ideal.total / (2 * 4e14))
+
+
+def test_the_plan_fits_a_terminal_of_100_columns(llama_1b: Plan) -> None:
+    lines = plan_lines(llama_1b)
+    assert max(len(line) for line in lines) <= 100
+    marked = [line for line in lines if line.startswith("> ") and "route" in line]
+    assert len(marked) == 2, "one row of work, one of memory"
+    for variant in get_args(Variant):
+        assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
+
+
+def test_what_is_planned_is_what_the_verbs_make(shared_data: Path, tmp_path: Path) -> None:
+    base = shared_data / "ckpt-stories260K" / "hf"
+    config = RunConfig.model_validate(tree(tmp_path, base, variant="adapt"))
+    for method in plan(config, 1e12, None, 1).methods:
+        made = start_model(
+            load_base(ModelConfig(base=str(base), dtype="bfloat16")),
+            MethodConfig.model_validate({"variant": method.variant}),
+            seed=0,
+        )
+        numbers = [sum(p.numel() for p in made.parameters() if p.requires_grad is trains) for trains in (False, True)]
+        assert [method.parameters.num_frozen, method.parameters.num_trainable] == numbers
+
+
+def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
+    for variant in get_args(Variant):
+        layers = "none" if variant == "preserve" else "top:1"
+        method = MethodConfig.model_validate(
+            {"variant": variant, "collaboration": {"layers": layers}, "lora": {"rank": 3}}
+        )
+        beside = methods_beside(method)
+        assert {other.variant for other in beside} == set(get_args(Variant)) - {variant}
+        assert {other.lora.rank for other in beside} == {3}
+
+
+def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path, tmp_path: Path) -> None:
+    base = shared_data / "ckpt-stories260K" / "hf"
+    config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
+    (tmp_path / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
+    assert tokenised_corpora(config) == [None]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    corpus = tokenised(config.corpus.sources[0], tokenizer, tmp_path / "run" / "tokens", show_progress=False)
+    (told,) = tokenised_corpora(config)
+    assert told is not None and told.num_tokens == len(corpus.ids)
+    assert told.num_epochs == 10 * 4 * 64 / len(corpus.ids)
+    (tmp_path / "news.txt").write_text("Another text.", encoding="utf-8")
+    assert tokenised_corpora(config) == [None]
+
+
+def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
+    config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
+    made = plan(config, 1e12, None, 1)
+    assert made.refused.keys() == {"freeze"}
+    assert any("freeze" in line and "2 layers" in line for line in plan_lines(made))
+
+
+# The command line
+
+
+def scale_plan(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["scale", "plan", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(str(caught.value.code or 0))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path, base, variant="preserve")), encoding="utf-8")
+    return path
+
+
+def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = small.parent / "plan.json"
+    assert scale_plan(monkeypatch, small, "--flops", "4.0e14", "--output", written) == 0
+    shown = capsys.readouterr().out
+    assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
+    methods = json.loads(written.read_text(encoding="utf-8"))["methods"]
+    assert methods[0]["variant"] == "preserve" and methods[0]["memory_bytes"] == sum(methods[0]["memory"].values())
+    assert not (small.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train.max_stpes=3"], ["train.max_stpes", "did you mean max_steps?"]),
+        (["model.base=./absent"], ["model.base", "./absent"]),
+        (["method.variant=freeze", "method.freeze.num_layers=9"], ["method.freeze.num_layers", "4 layers"]),
+        (["method.variant=lora", "method.lora.targets=[no_such_proj]"], ["method.lora.targets"]),
+        (["corpus.sequence_length=100000"], ["corpus.sequence_length"]),
+        (["--num-processes", "3"], ["train.global_batch_size", "3 processes"]),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_that_names_it(
+    small: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: list[str],
+) -> None:
+    assert scale_plan(monkeypatch, small, *arguments, "--flops", "1e12") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    message, *more = captured.err.splitlines()
+    assert not more and message.startswith("error: ")
+    assert all(part in message for part in named)
+
+
+def test_a_family_that_is_not_supported_is_named(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small.parent / "base" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    assert scale_plan(monkeypatch, small) == 2
+    assert "gpt2" in capsys.readouterr().err

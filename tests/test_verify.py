@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import RunFolderError, VerificationError
+from scale_cli.export.run import export
+from scale_cli.storage.atomic import new_folder, save_tensors
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from scale_cli.verify import FolderCheck, verify
+from tests.export.conftest import configured
+from tests.widening import load_widened
+
+
+@pytest.fixture(scope="module")
+def finished(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A widened run with an export."""
+    folder = tmp_path_factory.mktemp("verified")
+    base = folder / "base"
+    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", base)
+    config = configured(shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}})
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"base": str(base)}),
+            "corpus": config.corpus.model_copy(update={"cache_dir": None}),
+        }
+    )
+    upscale(config)
+    train(config, None, print)
+    export(config)
+    return config
+
+
+@pytest.fixture
+def run(finished: RunConfig, tmp_path: Path) -> Path:
+    """A copy of that run, to be damaged."""
+    shutil.copytree(finished.output_dir, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def found(path: Path) -> dict[str, FolderCheck]:
+    return {check.folder.name: check for check in verify(path).checks}
+
+
+def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
+    checks = found(run)
+    assert not [line for check in checks.values() for line in (*check.failed, *check.unchecked)]
+    assert checks["final"].held == ["hashes", "base and its preservation", "log"]
+    assert checks["llama"].held == ["hashes", "parity"]
+    assert checks["upscaled"].held == ["hashes", "base and its preservation"]
+    assert "ledger" in next(check for name, check in checks.items() if name.startswith("petitions")).held
+    verify(run).require()
+
+
+def test_one_flipped_bit_in_any_file_is_found_and_the_folder_named(run: Path) -> None:
+    files = [file for file in run.rglob("*") if file.is_file() and file.name not in ("manifest.json", "metrics.jsonl")]
+    assert len(files) > 20
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(VerificationError) as caught:
+            verify(file.parent).require()
+        assert str(file.parent) in str(caught.value)
+        file.write_bytes(content)
+
+
+def test_a_file_that_came_in_later_is_found(run: Path) -> None:
+    (run / "final" / "surprise.py").write_text("print('hello')")
+    assert "surprise.py: is not among the files that were written" in found(run / "final")["final"].failed[0]
+
+
+def write_again(folder: Path, change: Callable[[Path], None]) -> None:
+    """Change a folder and give it a manifest that fits, as one who means to deceive would."""
+    with new_folder(folder) as partial:
+        for file in folder.iterdir():
+            if file.name != "manifest.json":
+                shutil.copy(file, partial / file.name)
+        change(partial)
+
+
+def test_a_log_with_a_step_missing_or_twice_is_found(run: Path) -> None:
+    log = run / "metrics.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    for changed in (lines[1:], [lines[0], *lines]):
+        log.write_text("".join(changed), encoding="utf-8")
+        assert "log" not in found(run / "final")["final"].held
+    first = json.loads(lines[-1])
+    log.write_text("".join([*lines[:-1], json.dumps({**first, "num_tokens": 1}) + "\n"]), encoding="utf-8")
+    assert "tokens" in found(run / "final")["final"].failed[0]
+
+
+def test_a_ledger_that_does_not_add_up_is_found(run: Path) -> None:
+    folder = next((run / "tokens").glob("petitions-*"))
+
+    def drop_a_document(partial: Path) -> None:
+        np.save(partial / "num_bytes.npy", np.load(folder / "num_bytes.npy")[:-1])
+
+    write_again(folder, drop_a_document)
+    assert "num_bytes" in found(folder)[folder.name].failed[0]
+
+
+def test_an_export_of_another_model_is_found_by_its_logits(run: Path, finished: RunConfig) -> None:
+    def swap(partial: Path) -> None:
+        shutil.copy(Path(finished.model.base) / "model.safetensors", partial / "model.safetensors")
+        shutil.copy(Path(finished.model.base) / "config.json", partial / "config.json")
+
+    write_again(run / "export" / "llama", swap)
+    assert "logits differ" in found(run / "export" / "llama")["llama"].failed[0]
+
+
+def test_another_base_is_found_and_a_base_not_at_hand_is_no_failure(run: Path, finished: RunConfig) -> None:
+    base = Path(finished.model.base)
+    moved = base.rename(base.with_name("moved"))
+    try:
+        check = found(run / "final")["final"]
+        assert not check.failed
+        assert "base and its preservation" in check.unchecked[0]
+        shutil.copytree(moved, base)
+        model = load_widened(run / "final", finished.model)
+        tensors = {name: tensor.clone() for name, tensor in model.base.state_dict().items() if name != "lm_head.weight"}
+        tensors["model.norm.weight"][0] += 1e-3
+        save_tensors(base / "model.safetensors", tensors)
+        assert "model.norm.weight differs" in found(run / "final")["final"].failed[0]
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+        moved.rename(base)
+
+
+def test_a_folder_that_is_not_ours_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no folder of ours"):
+        verify(tmp_path)

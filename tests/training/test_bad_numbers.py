@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
+from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training import loop
+from scale_cli.training.run import train
+from scale_cli.training.spikes import SpikeWatch
+from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale.run import upscale
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def said_nothing(line: str) -> None:
+    """Swallow what a verb would print."""
+
+
+def break_gradient_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Poison a gradient in the backward pass of some steps (counted from 1), as an overflow would."""
+
+    def step_with_poison(*args: object, **kwargs: object) -> StepResult:
+        model, step = args[1], args[4]
+        assert isinstance(model, torch.nn.Module)
+        poisoned = [p for p in model.parameters() if p.requires_grad][:1] if step in {s - 1 for s in steps} else []
+        hooks = [p.register_hook(lambda gradient: gradient * torch.nan) for p in poisoned]
+        try:
+            return train_step(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    monkeypatch.setattr(loop, "train_step", step_with_poison)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_names_step_batch_and_sources(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run")
+    upscale(config)
+    break_gradient_at(monkeypatch, 5)
+    with pytest.raises(TrainingError) as stopped:
+        train(config, None, said_nothing)
+    message = str(stopped.value)
+    assert "step 5: " in message
+    assert "nan" in message
+    assert " of petitions (windows " in message
+    assert [folder.name for folder in RunFolder(config.output_dir).checkpoints.iterdir()] == ["step-00000003"]
+    break_gradient_at(monkeypatch)
+    train(config, "auto", said_nothing)  # the last checkpoint holds nothing of it
+    trained = load_tensors(RunFolder(config.output_dir).final / "trained.safetensors")
+    assert all(tensor.isfinite().all() for tensor in trained.values())
+
+
+def test_skipped_steps_leave_no_trace_in_the_weights_and_are_counted_over_resumes(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run", "train.on_nonfinite=skip", "train.max_skipped_steps=2")
+    upscale(config)
+    break_gradient_at(monkeypatch, 2, 5, 8)
+    with pytest.raises(TrainingError, match="max_skipped_steps 2 are used up"):
+        train(config, None, said_nothing)
+    break_gradient_at(monkeypatch, 8)
+    with pytest.raises(TrainingError, match="used up"):
+        train(config, "auto", said_nothing)
+    break_gradient_at(monkeypatch)
+    summary = train(config, "auto", said_nothing)
+    run = RunFolder(config.output_dir)
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert [record["step"] for record in records if "skipped" in record] == [2, 5]
+    assert summary.position.skipped_steps == 2
+    assert all(tensor.isfinite().all() for tensor in load_tensors(run.final / "trained.safetensors").values())
+
+
+def test_time_that_is_over_ends_in_a_checkpoint_and_exit_code_0(make_config: MakeConfig) -> None:
+    config = make_config("run", "train.max_hours=1e-9")
+    upscale(config)
+    for step in (1, 2):
+        with pytest.raises(Interrupted, match=f"train.max_hours are over, after step {step}") as stopped:
+            train(config, "auto", said_nothing)
+        assert stopped.value.exit_code == 0
+        assert RunFolder(config.output_dir).checkpoint(step).is_dir()
+    whole = config.model_copy(update={"train": config.train.model_copy(update={"max_hours": None})})
+    assert train(whole, "auto", said_nothing).position.step == 9  # a budget is no part of what a run computes
+
+
+def test_a_non_finite_error_is_a_training_error() -> None:
+    assert issubclass(NonFiniteError, TrainingError)
+    assert NonFiniteError.exit_code == 1
+
+
+@given(st.lists(st.floats(2.0, 2.1), min_size=20, max_size=80), st.floats(4.0, 1e6))
+def test_a_loss_far_above_the_usual_is_a_spike_and_ordinary_noise_is_not(losses: list[float], spike: float) -> None:
+    watch = SpikeWatch()
+    assert all(watch.usual_loss_of_spike(loss) is None for loss in losses)
+    usual = watch.usual_loss_of_spike(spike)
+    assert usual is not None
+    assert 2.0 <= usual <= 2.1
+
+
+def test_the_first_steps_of_a_run_are_no_spikes() -> None:
+    watch = SpikeWatch()
+    assert [watch.usual_loss_of_spike(loss) for loss in (9.0, 12.0, 30.0, 8.0)] == [None] * 4
