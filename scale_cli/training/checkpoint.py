@@ -6,13 +6,15 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
     position.json          step, tokens seen, seconds trained
     scale.yaml             the resolved config
 
-A sharded model's parameters and moments lie in `shards/` instead, one file a process (`training/shards.py`). Either
+A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
 kind is read by any number of processes, sharded or not.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
     load_tensors,
     new_folder,
+    partial_folder,
     read_json,
     save_tensors,
     verify_folder,
@@ -33,9 +36,14 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.optimiser import load_optimiser_tensors, optimiser_tensors, trainable_parameters
+from scale_cli.storage.shards import has_shards, load_shards, save_shards
+from scale_cli.training.optimiser import (
+    empty_optimiser_tensors,
+    load_optimiser_tensors,
+    optimiser_tensors,
+    trainable_parameters,
+)
 from scale_cli.training.sharding import changed_parts, is_sharded
-from scale_cli.training.shards import folder_of_all, has_shards, load_shards, save_shards
 from scale_cli.upscale.base import BaseRecord, changed_tensors
 from scale_cli.upscale.folder import TRAINED, MethodModel, describe_method, load_trained
 
@@ -103,7 +111,7 @@ def save_checkpoint(
     check_base(origin, accelerator, model, position)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
     if is_sharded(model):
-        with folder_of_all(folder, accelerator) as partial:
+        with _folder_of_all(folder, accelerator) as partial:
             if accelerator.is_main_process:
                 describe_run(partial, origin, model, position)
             save_shards(partial, {**tensors, **moments})
@@ -116,6 +124,20 @@ def save_checkpoint(
         for old in checkpoints(run)[: -origin.config.train.keep_checkpoints]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """Yield one folder to every process, to be filled together: `new_folder` for all of them.
+
+    Args:
+        path: on a file system that every process sees.
+        accelerator: processes.
+    """
+    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
+        accelerator.wait_for_everyone()  # the folder is there
+        yield partial
+        accelerator.wait_for_everyone()  # every file is
 
 
 def check_base(origin: Origin, accelerator: Accelerator, model: MethodModel, position: Position) -> None:
@@ -178,8 +200,10 @@ def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Opt
     """
     verify_folder(folder)
     if is_sharded(model) or has_shards(folder):
-        load_shards(folder, model, optimiser)
+        moments = empty_optimiser_tensors(model)
+        load_shards(folder, {**trainable_parameters(model), **moments})
     else:
         load_trained(model, folder)
-        load_optimiser_tensors(optimiser, model, load_tensors(folder / _OPTIMISER))
+        moments = load_tensors(folder / _OPTIMISER)
+    load_optimiser_tensors(optimiser, model, moments)
     return read_position(folder)

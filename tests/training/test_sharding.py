@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, RunConfig, TrainConfig
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.errors import StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.storage.shards import load_shards, save_shards
+from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.run import train
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
-from scale_cli.training.shards import load_shards, save_shards
 from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
@@ -145,9 +145,13 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, fir
     assert runs.losses(resumed) == pytest.approx(runs.losses(f"{first}-two"), rel=1e-5)
 
 
-def test_no_other_verb_takes_a_sharded_checkpoint_for_a_trained_model(runs: Runs) -> None:
-    with pytest.raises(RunFolderError, match="sharded checkpoint"):
-        load_model(runs.folder("lora-two").checkpoint(_LAST_STEP), runs.configs["lora-two"].model)
+@pytest.mark.parametrize("name", ["all-two", "lora-two", "expansion-four"])
+def test_one_process_loads_a_sharded_checkpoint_as_a_model(runs: Runs, name: str) -> None:
+    expected = load_tensors(runs.folder(name).final / "trained.safetensors")
+    model = load_model(runs.folder(name).checkpoint(_LAST_STEP), runs.configs[name].model)
+    trained = trainable_parameters(model)
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[key], tensor) for key, tensor in expected.items())
 
 
 def test_a_checkpoint_of_one_process_goes_on_sharded(runs: Runs) -> None:
@@ -274,6 +278,5 @@ def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> N
 def test_shards_of_another_model_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     small, large = (start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64))
     save_shards(tmp_path, trainable_parameters(small))
-    optimiser = build_optimiser(large, TrainConfig(max_steps=1))
     with pytest.raises(StorageError, match="does not fit this model"):
-        load_shards(tmp_path, large, optimiser)
+        load_shards(tmp_path, trainable_parameters(large))
