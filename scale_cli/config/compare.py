@@ -7,12 +7,14 @@ from typing import Any
 
 from scale_cli.config.schema import RunConfig
 
-# Cadences and places: they change what is written and when, not what is computed.
+# Cadences and places, and how the work is cut up: they change what is written, when and by whom, not what is computed.
 _FREE = {
     "output_dir",
     "corpus.cache_dir",
     "corpus.max_bad_fraction",
     "corpus.num_workers",
+    "train.micro_batch_size",
+    "train.sharding",
     "train.max_hours",
     "train.log_every_steps",
     "train.save_every_steps",

@@ -243,6 +243,9 @@ class TrainConfig(Section):
     max_steps: int = Field(ge=1)
     global_batch_size: int = Field(default=32, ge=1, description="sequences an optimiser step")
     micro_batch_size: int = Field(default=8, ge=1, description="sequences a process holds at once")
+    sharding: Literal["none", "expansion", "all"] = Field(
+        default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
+    )
     lr: float = Field(default=1.0e-3, gt=0.0, description="where it is left out: the paper's for the variant")
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -280,6 +283,8 @@ class TrainConfig(Section):
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
             )
+        if self.compile and self.sharding != "none":
+            raise ValueError(f"compile: true goes with sharding: none, not with {self.sharding}")
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}")
         return self

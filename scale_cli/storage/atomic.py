@@ -88,6 +88,11 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise StorageError(f"{path}: damaged ({error})") from None
 
 
+def partial_folder(path: Path) -> Path:
+    """Return where `new_folder` fills what will be at `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
@@ -96,7 +101,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
-    beside = path.with_name(f".{path.name}.partial")
+    beside = partial_folder(path)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:

@@ -5,15 +5,21 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
     optimiser.safetensors  the moments of every trainable parameter
     position.json          step, tokens seen, seconds trained
     scale.yaml             the resolved config
+
+A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
+kind is read by any number of processes, sharded or not.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
@@ -22,6 +28,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
     load_tensors,
     new_folder,
+    partial_folder,
     read_json,
     save_tensors,
     verify_folder,
@@ -29,9 +36,16 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.optimiser import load_optimiser_tensors, optimiser_tensors
+from scale_cli.storage.shards import has_shards, load_shards, save_shards
+from scale_cli.training.optimiser import (
+    empty_optimiser_tensors,
+    load_optimiser_tensors,
+    optimiser_tensors,
+    trainable_parameters,
+)
+from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import BaseRecord, changed_tensors
-from scale_cli.upscale.folder import MethodModel, load_trained, write_trained
+from scale_cli.upscale.folder import TRAINED, MethodModel, describe_method, load_trained
 
 _OPTIMISER = "optimiser.safetensors"
 _POSITION = "position.json"
@@ -63,48 +77,92 @@ class Position:
         return replace(self.advanced(0, elapsed_s), skipped_steps=self.skipped_steps + 1)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from: what each of its folders says of it.
+
+    Args:
+        config: the resolved config.
+        record: the base's hashes.
+        contents: what names the content of every training corpus; a resume is held to it.
+        base_parts: hashes of what this process holds of a sharded base; empty where it is not sharded.
+    """
+
+    config: RunConfig
+    record: BaseRecord
+    contents: list[str]
+    base_parts: dict[str, str]
+
+
 def save_checkpoint(
-    run: RunFolder,
-    config: RunConfig,
+    origin: Origin,
+    accelerator: Accelerator,
     model: MethodModel,
-    record: BaseRecord,
     optimiser: torch.optim.Optimizer,
     position: Position,
-    contents: list[str],
-) -> Path:
-    """Write a checkpoint, then delete all but the newest `keep_checkpoints`.
+) -> None:
+    """Write a checkpoint, then delete all but the newest `keep_checkpoints`; every process has to call this.
 
     Raises:
         PreservationError: a tensor of the base is not what it was; nothing is written then.
     """
+    run = RunFolder(origin.config.output_dir)
     folder = run.checkpoint(position.step)
-    with new_folder(folder) as partial:
-        write_position(partial, config, model, record, position, contents)
-        save_tensors(partial / _OPTIMISER, optimiser_tensors(optimiser, model))
-    for old in checkpoints(run)[: -config.train.keep_checkpoints]:
-        shutil.rmtree(old)
-    return folder
+    check_base(origin, accelerator, model, position)
+    tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
+    if is_sharded(model):
+        with _folder_of_all(folder, accelerator) as partial:
+            if accelerator.is_main_process:
+                describe_run(partial, origin, model, position)
+            save_shards(partial, {**tensors, **moments})
+    elif accelerator.is_main_process:
+        with new_folder(folder) as partial:
+            describe_run(partial, origin, model, position)
+            save_tensors(partial / TRAINED, tensors)
+            save_tensors(partial / _OPTIMISER, moments)
+    if accelerator.is_main_process:
+        for old in checkpoints(run)[: -origin.config.train.keep_checkpoints]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
 
 
-def write_position(
-    folder: Path,
-    config: RunConfig,
-    model: MethodModel,
-    record: BaseRecord,
-    position: Position,
-    contents: list[str],
-) -> None:
-    """Write what a checkpoint and `final/` have in common, after checking the base's hashes.
+@contextmanager
+def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """Yield one folder to every process, to be filled together: `new_folder` for all of them.
+
+    Args:
+        path: on a file system that every process sees.
+        accelerator: processes.
+    """
+    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
+        accelerator.wait_for_everyone()  # the folder is there
+        yield partial
+        accelerator.wait_for_everyone()  # every file is
+
+
+def check_base(origin: Origin, accelerator: Accelerator, model: MethodModel, position: Position) -> None:
+    """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process.
 
     Raises:
         PreservationError: a tensor of the base is not what it was.
     """
-    if isinstance(model, ScaleForCausalLM) and (changed := changed_tensors(model.base, record)):
+    if not isinstance(model, ScaleForCausalLM):
+        return
+    changed: list[str] = []
+    if origin.base_parts:
+        changed = changed_parts(model.base, origin.base_parts)
+    elif accelerator.is_main_process:
+        changed = changed_tensors(model.base, origin.record)
+    if changed:
         raise PreservationError(f"step {position.step}: the base has changed: {', '.join(changed[:3])}")
-    write_trained(folder, model, config.method, record)
+
+
+def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Position) -> None:
+    """Write what a checkpoint and `final/` have in common: everything but tensors."""
+    describe_method(folder, model, origin.config.method, origin.record)
     write_json(folder / _POSITION, asdict(position))
-    write_json(folder / CORPORA, contents)
-    write_text(folder / "scale.yaml", dump_config(config))
+    write_json(folder / CORPORA, origin.contents)
+    write_text(folder / "scale.yaml", dump_config(origin.config))
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
@@ -141,6 +199,11 @@ def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Opt
         StorageError: it is damaged.
     """
     verify_folder(folder)
-    load_trained(model, folder)
-    load_optimiser_tensors(optimiser, model, load_tensors(folder / _OPTIMISER))
+    if is_sharded(model) or has_shards(folder):
+        moments = empty_optimiser_tensors(model)
+        load_shards(folder, {**trainable_parameters(model), **moments})
+    else:
+        load_trained(model, folder)
+        moments = load_tensors(folder / _OPTIMISER)
+    load_optimiser_tensors(optimiser, model, moments)
     return read_position(folder)

@@ -20,12 +20,12 @@ from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import Position, save_checkpoint
+from scale_cli.training.checkpoint import Origin, Position, save_checkpoint
 from scale_cli.training.interruption import describe_stop, stop_requests
 from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.sharding import gathered_roots
 from scale_cli.training.spikes import SpikeWatch
 from scale_cli.training.step import StepResult, train_step
-from scale_cli.upscale.base import BaseRecord
 from scale_cli.upscale.folder import MethodModel
 
 _WINDOWS_NAMED = 8
@@ -39,12 +39,11 @@ class TrainingRun:
         config: the resolved config.
         accelerator: processes and devices.
         model: what is trained.
-        observed: the same with its base head, for the periodic evaluation; None where there is none.
-        wrapped: the model as Accelerate runs it (DistributedDataParallel with several processes).
-        record: the base's hashes.
+        observed: the same with its base head, for the periodic evaluation; None where this process has no part in it.
+        wrapped: the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded.
+        origin: what checkpoints say of the run.
         optimiser: over what trains.
         batches: of the whole run.
-        contents: what names the content of every training corpus; a resume is held to it.
         held_out: corpora of the periodic evaluation.
         position: where the run stands.
         metrics: the log; None except on the main process.
@@ -58,11 +57,10 @@ class TrainingRun:
     model: MethodModel
     observed: TwoHeaded | None
     wrapped: nn.Module
-    record: BaseRecord
+    origin: Origin
     optimiser: torch.optim.Optimizer
     batches: Batches
     held_out: list[TokenisedCorpus]
-    contents: list[str]
     position: Position
     metrics: MetricsLog | None
     stepped_tokens: int = 0
@@ -185,38 +183,48 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
 
 
 def _evaluate(run: TrainingRun) -> None:
-    """Score a few documents of every held-out corpus, on the main process; the others wait."""
-    if run.metrics is not None and run.observed is not None:
+    """Score a few documents of every held-out corpus, on the main process; the others wait.
+
+    The parts of a sharded model are only together on all processes, so there all of them score, and the main one tells.
+    """
+    if run.observed is not None:
         run.model.eval()
-        evaluation, losses = run.config.evaluation, {}
-        for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):
-            scored = score_corpus(
-                run.observed,
-                corpus,
-                run.config.method.router,
-                sequence_length=evaluation.sequence_length or run.config.corpus.sequence_length,
-                batch_size=evaluation.batch_size,
-                mixed_precision=evaluation.mixed_precision,
-                max_documents=run.config.train.eval_max_documents,
-                progress=f"evaluating {source.name}",
-            )
-            heads = {
-                "base": scored.base,
-                "adapted": scored.adapted,
-                "routed": getattr(scored, run.config.method.router.rule),
-            }
-            per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
-            losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
-        run.metrics.append({"step": run.position.step, "evaluation_nats_per_token": losses})
+        with gathered_roots(run.wrapped, run.observed):
+            losses = _held_out_losses(run, run.observed)
         run.model.train()
+        if run.metrics is not None:
+            run.metrics.append({"step": run.position.step, "evaluation_nats_per_token": losses})
     run.accelerator.wait_for_everyone()
+
+
+def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[str, float | None]]:
+    """Return nats per token of every head on every held-out corpus; None for an infinite loss."""
+    evaluation, losses = run.config.evaluation, {}
+    for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):
+        scored = score_corpus(
+            observed,
+            corpus,
+            run.config.method.router,
+            sequence_length=evaluation.sequence_length or run.config.corpus.sequence_length,
+            batch_size=evaluation.batch_size,
+            mixed_precision=evaluation.mixed_precision,
+            max_documents=run.config.train.eval_max_documents,
+            progress=f"evaluating {source.name}" if run.accelerator.is_main_process else None,
+        )
+        heads = {
+            "base": scored.base,
+            "adapted": scored.adapted,
+            "routed": getattr(scored, run.config.method.router.rule),
+        }
+        per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
+        losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
+    return losses
 
 
 def _save(run: TrainingRun) -> None:
     if run.metrics is not None:
         run.metrics.sync()
-        save_checkpoint(run.folder, run.config, run.model, run.record, run.optimiser, run.position, run.contents)
-    run.accelerator.wait_for_everyone()
+    save_checkpoint(run.origin, run.accelerator, run.model, run.optimiser, run.position)
 
 
 def _interrupted(run: TrainingRun, asked: int) -> Interrupted:

@@ -45,6 +45,16 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     return tensors
 
 
+def empty_optimiser_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trainable_parameters(model).items():
+        for moment in _MOMENTS:
+            tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
+        tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return tensors
+
+
 def load_optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put saved moments back.
 

@@ -14,23 +14,29 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
 from scale_cli.errors import RunFolderError
-from scale_cli.storage.atomic import new_folder, read_json, verify_folder, write_json
+from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import TwoHeaded
+from scale_cli.storage.atomic import new_folder, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import (
     CORPORA,
+    Origin,
     Position,
+    check_base,
     checkpoints,
+    describe_run,
     load_checkpoint,
     newest_whole_checkpoint,
     read_position,
-    write_position,
 )
 from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
-from scale_cli.upscale.base import check_tokenizer, load_tokenizer
-from scale_cli.upscale.folder import load_model, read_record
+from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
+from scale_cli.upscale.base import check_tokenizer, load_base, load_tokenizer
+from scale_cli.upscale.folder import TRAINED, MethodModel, load_model, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import check_context, check_processes
@@ -80,13 +86,21 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
     start = _starting_point(run_folder, config, resume, say)
     run = _open_run(config, accelerator, start, say)
     run_loop(run)
-    if accelerator.is_main_process:
-        with new_folder(run_folder.final) as partial:
-            write_position(partial, config, run.model, run.record, run.position, run.contents)
-            write_json(partial / "cost.json", measure_cost(run).to_json())
-    accelerator.wait_for_everyone()
+    _write_final(run)
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
+
+
+def _write_final(run: TrainingRun) -> None:
+    """Write `final/`: a method folder of whole tensors, whatever was sharded."""
+    check_base(run.origin, run.accelerator, run.model, run.position)
+    trained = gather_trained(run.model, run.accelerator)
+    if run.accelerator.is_main_process:
+        with new_folder(run.folder.final) as partial:
+            describe_run(partial, run.origin, run.model, run.position)
+            save_tensors(partial / TRAINED, trained)
+            write_json(partial / "cost.json", measure_cost(run).to_json())
+    run.accelerator.wait_for_everyone()
 
 
 def _say_nothing(line: str) -> None:
@@ -152,21 +166,35 @@ def _open_run(
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None and read_json(start / CORPORA) != contents:
         raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")
-    model = load_model(run_folder.upscaled, config.model, config.seed).to(accelerator.device)
+    model = load_model(run_folder.upscaled, config.model, config.seed)
     check_context(config, model.config)
+    if sizes.sharding != "none" and accelerator.num_processes > 1:
+        # Accelerate would wrap a sharded model once more.
+        wrapped = shard_model(model, accelerator, sizes)
+    else:
+        wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
+    base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
-        observed=two_headed(model, config.model) if main and sizes.eval_every_steps else None,
-        wrapped=accelerator.prepare(for_training(model, sizes)),
-        record=read_record(run_folder.upscaled),
+        observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
+        wrapped=wrapped,
+        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts),
         optimiser=optimiser,
         batches=build_batches(config, corpora),
         held_out=held_out,
-        contents=contents,
         position=position,
         metrics=MetricsLog(run_folder.metrics, position.step) if main else None,
     )
+
+
+def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded | None:
+    """Return what this process scores in a periodic evaluation, or None where it only waits for the main one."""
+    if not is_sharded(model):
+        return two_headed(model, config.model) if accelerator.is_main_process else None
+    if isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
+        return two_headed(model, config.model)
+    return BesideBase(shard_for_evaluation(load_base(config.model), accelerator), model)

@@ -14,6 +14,7 @@ from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.schedule import learning_rate
+from scale_cli.training.sharding import whole_tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def train_step(
 
     Args:
         accelerator: processes and devices.
-        model: as Accelerate runs it; its output has a loss.
+        model: as Accelerate runs it, or sharded; its output has a loss.
         optimiser: over what trains.
         batches: of the whole run.
         step: counted from 0.
@@ -62,6 +63,7 @@ def train_step(
     loss = torch.zeros((), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
+        # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
         with nullcontext() if last else accelerator.no_sync(model):
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
                 share = _loss_share(model, micro_batch, accelerator.device, num_tokens)
@@ -70,7 +72,7 @@ def train_step(
         loss += share.detach()
     loss = accelerator.reduce(loss, reduction="sum")
     parameters = list(trainable_parameters(model).values())
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
+    grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
     if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
         optimiser.zero_grad(set_to_none=True)
         raise NonFiniteError(f"step {step + 1}: loss {loss.item()}, gradient norm {grad_norm.item()}: not finite")

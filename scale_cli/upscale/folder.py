@@ -3,7 +3,8 @@
 - config.json: the model's configuration; of a widened model, sizes of the expansion and the base's own
 - method.json: the method section of the config
 - base.json: which base it belongs to: name, revision, SHA-256 of every tensor
-- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none)
+- trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none); in a sharded
+  checkpoint `shards/` in its place (`storage/shards.py`)
 - manifest.json: size and SHA-256 of every file
 """
 
@@ -19,6 +20,7 @@ from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, load_tensors, read_json, save_tensors, verify_folder, write_json
+from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import BaseRecord, check_same_base, load_base
 from scale_cli.upscale.baselines import prepare_baseline
 
@@ -98,7 +100,7 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
         model = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), loaded)
     else:
         model = prepare_baseline(loaded, method, seed)
-    if (folder / TRAINED).exists():
+    if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)
     return model.eval()
 
@@ -109,9 +111,12 @@ def load_trained(model: MethodModel, folder: Path) -> None:
     Raises:
         StorageError: a parameter is missing, unknown, or of another shape.
     """
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if has_shards(folder):
+        load_shards(folder, wanted)
+        return
     tensors = load_tensors(folder / TRAINED)
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if odd := sorted(wanted ^ tensors.keys()):
+    if odd := sorted(wanted.keys() ^ tensors.keys()):
         raise StorageError(f"{folder / TRAINED}: does not fit this model ({odd[0]} is in only one of them)")
     try:
         model.load_state_dict(tensors, strict=False)

@@ -65,6 +65,8 @@ def test_two_configs_differ_unless_every_counted_key_is_equal(one: RunConfig, ot
         {"output_dir": "elsewhere"},
         {"corpus__cache_dir": "cache"},
         {"train__log_every_steps": 1},
+        {"train__micro_batch_size": 4},
+        {"train__sharding": "all"},
         {"train__save_every_steps": 1},
         {"train__keep_checkpoints": 9},
         {"train__eval_every_steps": 5},
@@ -89,7 +91,6 @@ def test_what_changes_no_number_of_a_run_may_change(changes: dict[str, Any]) -> 
         ({"method__collaboration": {"modules": ["mlp"]}}, "method.collaboration.modules"),
         ({"corpus__sequence_length": 4}, "corpus.sequence_length"),
         ({"train__max_steps": 11}, "train.max_steps"),
-        ({"train__micro_batch_size": 4}, "train.micro_batch_size"),
     ],
 )
 def test_what_makes_another_run_is_named(changes: dict[str, Any], key: str) -> None:

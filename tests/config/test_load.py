@@ -110,6 +110,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "adam_beta2": 0.95,
             "adam_epsilon": 1e-8,
             "max_grad_norm": 1.0,
+            "sharding": "none",
             "mixed_precision": "no",
             "compile": False,
             "activation_checkpointing": False,

@@ -37,15 +37,17 @@ evaluation:
 
 
 @pytest.fixture
-def make_config(
-    shared_data: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> Callable[..., RunConfig]:
+def make_config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> MakeConfig:
     """Return a function from an output folder's name and overrides to a config."""
-    cache = tmp_path_factory.getbasetemp() / "tokens"
+    return configs_in(tmp_path, shared_data, tmp_path_factory.getbasetemp() / "tokens")
+
+
+def configs_in(folder: Path, shared_data: Path, cache: Path) -> MakeConfig:
+    """Return a function from an output folder's name and overrides to a config, both written below `folder`."""
 
     def make(name: str, *overrides: str) -> RunConfig:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(_YAML.format(shared=shared_data, output=tmp_path / name, cache=cache), encoding="utf-8")
+        path = folder / f"{name}.yaml"
+        path.write_text(_YAML.format(shared=shared_data, output=folder / name, cache=cache), encoding="utf-8")
         return load_config(path, list(overrides))
 
     return make

@@ -1,0 +1,284 @@
+"""Sharded training, on real processes; `train_all.py` is what each of them runs.
+
+Processes take seconds to start, so a module's worth of runs is made by one group of two and one of four.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import MethodConfig, RunConfig, TrainConfig
+from scale_cli.errors import StorageError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import load_tensors, verify_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.shards import load_shards, save_shards
+from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.training.run import train
+from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
+from scale_cli.upscale.folder import MethodModel, load_model
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.run import upscale
+from tests.training.conftest import configs_in
+from tests.widening import tiny_llama
+
+SHARDINGS = ("none", "expansion", "all")
+# LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
+_RANK = "method.lora.rank=1"
+SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
+EVALUATED_BASELINES = ("freeze", "lora")
+_SAVED_STEP, _LAST_STEP = 2, 4
+_LENGTH = (f"train.max_steps={_LAST_STEP}", f"train.save_every_steps={_SAVED_STEP}")
+
+
+@dataclass
+class Runs:
+    """Finished runs, by name."""
+
+    configs: dict[str, RunConfig]
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.configs[name].output_dir)
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder(name).metrics.read_text(encoding="utf-8").splitlines()]
+
+    def losses(self, name: str) -> list[float]:
+        return [record["loss"] for record in self.records(name) if "loss" in record]
+
+    def evaluations(self, name: str) -> list[Any]:
+        key = "evaluation_nats_per_token"
+        return [record[key] for record in self.records(name) if key in record]
+
+
+def train_in_processes(configs: Iterable[RunConfig], num_processes: int, folder: Path) -> None:
+    paths = []
+    for config in configs:
+        paths.append(folder / f"{config.output_dir.name}-{num_processes}.yaml")
+        paths[-1].write_text(dump_config(config), encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command = [*launch, str(Path(__file__).with_name("train_all.py")), *map(str, paths)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def cut_after_saved_step(whole: RunConfig, name: str, *, sharding: str, micro_batch_size: int) -> RunConfig:
+    """Return a copy of a finished run as it was when it had just saved its first checkpoint."""
+    root = whole.output_dir.with_name(name)
+    shutil.copytree(whole.output_dir, root)
+    shutil.rmtree(RunFolder(root).final)
+    shutil.rmtree(RunFolder(root).checkpoint(_LAST_STEP))
+    settings = whole.train.model_copy(update={"sharding": sharding, "micro_batch_size": micro_batch_size})
+    return whole.model_copy(update={"output_dir": root, "train": settings})
+
+
+@pytest.fixture(scope="module")
+def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("sharding")
+    make = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")
+    configs: dict[str, RunConfig] = {}
+
+    def add(name: str, *overrides: str) -> RunConfig:
+        configs[name] = make(name, *_LENGTH, *overrides)
+        upscale(configs[name])
+        return configs[name]
+
+    evaluated = f"train.eval_every_steps={_LAST_STEP}"
+    train(add("one", evaluated), None, print)
+    for variant in SHARDED_BASELINES:
+        evaluated_too = [evaluated] if variant in EVALUATED_BASELINES else []
+        train(add(f"{variant}-one", f"method.variant={variant}", _RANK, *evaluated_too), None, print)
+    for sharding in SHARDINGS:
+        add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", evaluated)
+        add(f"{sharding}-four", "train.micro_batch_size=1", f"train.sharding={sharding}")
+    for variant, sharding in SHARDED_BASELINES.items():
+        settings = [f"method.variant={variant}", _RANK, "train.micro_batch_size=2", f"train.sharding={sharding}"]
+        add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
+    configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
+    train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
+    for first in (*SHARDINGS, "lora"):
+        sharding = SHARDED_BASELINES.get(first, first)
+        for number, micro_batch_size in (("one", 4), ("four", 1)):
+            name = f"{first}-two-then-{number}"
+            configs[name] = cut_after_saved_step(
+                configs[f"{first}-two"], name, sharding=sharding, micro_batch_size=micro_batch_size
+            )
+        train(configs[f"{first}-two-then-one"], "auto", print)
+    train_in_processes([config for name, config in configs.items() if name.endswith("four")], 4, folder)
+    return Runs(configs)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("processes", ["two", "four"])
+def test_several_processes_give_the_losses_of_one(runs: Runs, sharding: str, processes: str) -> None:
+    assert runs.losses(f"{sharding}-{processes}") == pytest.approx(runs.losses("one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", SHARDED_BASELINES)
+def test_a_sharded_baseline_gives_the_losses_of_one_process(runs: Runs, variant: str) -> None:
+    assert runs.losses(f"{variant}-two") == pytest.approx(runs.losses(f"{variant}-one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("first", [*SHARDINGS, "lora"])
+@pytest.mark.parametrize("processes", ["one", "four"])
+def test_a_checkpoint_of_two_processes_goes_on_in_another_number(runs: Runs, first: str, processes: str) -> None:
+    resumed = f"{first}-two-then-{processes}"
+    assert [record["step"] for record in runs.records(resumed) if "loss" in record] == list(range(1, _LAST_STEP + 1))
+    assert runs.losses(resumed) == pytest.approx(runs.losses(f"{first}-two"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["all-two", "lora-two", "expansion-four"])
+def test_one_process_loads_a_sharded_checkpoint_as_a_model(runs: Runs, name: str) -> None:
+    expected = load_tensors(runs.folder(name).final / "trained.safetensors")
+    model = load_model(runs.folder(name).checkpoint(_LAST_STEP), runs.configs[name].model)
+    trained = trainable_parameters(model)
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_checkpoint_of_one_process_goes_on_sharded(runs: Runs) -> None:
+    assert runs.losses("one-then-two") == pytest.approx(runs.losses("one"), rel=1e-5)
+    assert (runs.folder("one-then-two").checkpoint(_LAST_STEP) / "shards").is_dir()
+
+
+@pytest.mark.parametrize("name", ["expansion-two", "all-two", "lora-two", "one-then-two", "all-four"])
+def test_a_sharded_checkpoint_is_whole_and_holds_no_pickle(runs: Runs, name: str) -> None:
+    folder = runs.folder(name).checkpoint(_LAST_STEP)
+    verify_folder(folder)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    assert len(shards) == {"two": 2, "four": 4}[name.rpartition("-")[2]]
+    for file in files:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            load_tensors(file)
+        else:
+            assert file.name == "scale.yaml"
+
+
+@pytest.mark.parametrize("name", ["expansion-two", "all-two", "full-two"])
+def test_a_process_writes_its_part_only(runs: Runs, name: str) -> None:
+    shards = sorted((runs.folder(name).checkpoint(_LAST_STEP) / "shards").iterdir())
+    sizes = [sum(tensor.numel() for tensor in load_tensors(shard).values()) for shard in shards]
+    trained = load_tensors(runs.folder(name).final / "trained.safetensors")
+    parameters = sum(tensor.numel() for tensor in trained.values())
+    assert sum(sizes) == 3 * parameters + len(trained), "parameters, two moments each, and a step count each"
+    assert max(sizes) < 0.55 * sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["expansion-two", "all-two", "all-four", "all-two-then-four"])
+def test_final_is_an_ordinary_method_folder(runs: Runs, name: str) -> None:
+    whole, sharded = (runs.folder(n).final for n in ("one", name))
+    assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
+    expected, trained = (load_tensors(folder / "trained.safetensors") for folder in (whole, sharded))
+    assert trained.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["none-two", "expansion-two", "all-two"])
+def test_periodic_evaluation_finds_the_base_bit_for_bit_whatever_is_sharded(runs: Runs, name: str) -> None:
+    (expected,), (found,) = runs.evaluations("one"), runs.evaluations(name)
+    assert found.keys() == expected.keys() and expected
+    for corpus, losses in expected.items():
+        assert found[corpus]["base"] == losses["base"]
+        assert found[corpus] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", EVALUATED_BASELINES)
+def test_a_sharded_baseline_is_evaluated_beside_its_base(runs: Runs, variant: str) -> None:
+    (expected,), (found,) = runs.evaluations(f"{variant}-one"), runs.evaluations(f"{variant}-two")
+    assert found["tiny"]["base"] == expected["tiny"]["base"]
+    assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path) -> Iterator[Accelerator]:
+    """A group of one process: enough for a model to be sharded in all but number."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield Accelerator(cpu=True)
+    dist.destroy_process_group()
+
+
+def start(variant: str) -> MethodModel:
+    method = MethodConfig.model_validate({"variant": variant, "freeze": {"num_layers": 1}})
+    return start_model(tiny_llama(), method, seed=0).train()
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt", *SHARDED_BASELINES])
+@pytest.mark.parametrize("keep_frozen_whole", [True, False])
+def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
+    accelerator: Accelerator, variant: str, keep_frozen_whole: bool
+) -> None:
+    model = start(variant)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trains = set(trainable_parameters(model))
+    trained = shard_model(
+        model, accelerator, TrainConfig(max_steps=1, sharding="expansion" if keep_frozen_whole else "all")
+    )
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    parameters = dict(model.named_parameters())
+    sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    assert sharded == (trains if keep_frozen_whole else set(parameters))
+    assert {name for name, parameter in parameters.items() if parameter.grad is not None} == trains
+    assert parameters.keys() == before.keys()
+    assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt", *SHARDED_BASELINES])
+def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
+    accelerator: Accelerator, variant: str
+) -> None:
+    model = start(variant)
+    exchanged: list[int] = []
+
+    def count(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        exchanged.append(bucket.buffer().numel())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped = DistributedDataParallel(for_training(model, TrainConfig(max_steps=1)))
+    wrapped.register_comm_hook(None, lambda _, bucket: count(bucket))
+    ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    wrapped(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=18, use_cache=False).loss.backward()
+    assert sum(exchanged) == sum(parameter.numel() for parameter in trainable_parameters(model).values())
+
+
+def test_a_changed_bit_of_a_sharded_base_is_named(accelerator: Accelerator) -> None:
+    model = start("adapt")
+    assert isinstance(model, ScaleForCausalLM)
+    shard_model(model, accelerator, TrainConfig(max_steps=1, sharding="all"))
+    before = hash_parts(model.base)
+    with torch.no_grad():
+        local_part(model.expansion.norm.weight).add_(1)
+        assert changed_parts(model.base, before) == []
+        local_part(model.base.model.layers[1].mlp.up_proj.weight)[3, 5].mul_(-1)
+    assert changed_parts(model.base, before) == ["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_shards_of_another_model_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    small, large = (start_model(tiny_llama(hidden_size=size), MethodConfig(), seed=0) for size in (32, 64))
+    save_shards(tmp_path, trainable_parameters(small))
+    with pytest.raises(StorageError, match="does not fit this model"):
+        load_shards(tmp_path, trainable_parameters(large))
