@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -298,3 +299,21 @@ def test_a_checkpoint_that_is_none_is_named(upscaled: Path, scale_here: ScaleHer
     done = scale_here("train", upscaled, "--resume", folder)
     assert str(folder) in done.error()
     assert done.exit_code == 2
+
+
+# Signals outside the training loop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+    fifo = tmp_path / "config.yaml"
+    os.mkfifo(fifo)  # the verb waits here for its config
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scale_cli", "upscale", str(fifo)], stderr=subprocess.PIPE, text=True
+    )
+    with fifo.open("w"):  # returns once the verb has begun to read
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert stderr.startswith(f"stopped by {number.name}; ")
+    assert stderr.count("\n") == 1

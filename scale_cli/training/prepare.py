@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.errors import Interrupted
 from scale_cli.upscale.base import load_tokenizer
 
 
@@ -38,14 +36,10 @@ def prepare(config: RunConfig) -> PrepareSummary:
 
     Raises:
         CorpusError: a source cannot be read, holds no text, or too much of it is bad.
-        Interrupted: SIGINT came; what is done stays.
     """
     tokenizer = load_tokenizer(config.model)
-    try:
-        training = open_training_corpora(config, tokenizer, show_progress=True)
-        held_out = open_held_out_corpora(config, tokenizer, show_progress=True)
-    except KeyboardInterrupt:
-        raise Interrupted("stopped by SIGINT; the same command goes on from here", signal.SIGINT) from None
+    training = open_training_corpora(config, tokenizer, show_progress=True)
+    held_out = open_held_out_corpora(config, tokenizer, show_progress=True)
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]

@@ -9,7 +9,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
-from scale_cli.errors import CorpusError, Interrupted
+from scale_cli.errors import CorpusError
 from scale_cli.training.prepare import prepare
 from scale_cli.upscale.base import load_tokenizer
 
@@ -63,15 +63,3 @@ def test_what_was_dropped_is_said(tmp_path: Path, base: Path) -> None:
     lenient = config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})})
     [dropped] = [line for line in prepare(lenient).lines() if line.startswith("dropped")]
     assert dropped.endswith(f"1 not JSON: {tmp_path / 'news.jsonl'}:4")
-
-
-def test_an_interrupt_is_an_exit_code_and_no_traceback(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokens, "tokenise", interrupted)
-    with pytest.raises(Interrupted) as caught:
-        prepare(write_config(tmp_path, base, GOOD))
-    assert caught.value.exit_code == 130
