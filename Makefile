@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
 	$(BIN)/python scripts/demo.py
 
-bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 10 minutes on one core
+bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 15 minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/benchmark.py
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -122,8 +122,3 @@ def peak_bytes(step: Callable[[], object]) -> int:
     with LiveBytes() as bytes_of:
         step()
     return bytes_of.peak
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters, each storage once."""
-    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
