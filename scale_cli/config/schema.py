@@ -228,6 +228,9 @@ class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
     sequence_length: int = Field(default=2048, ge=2)
+    isolate_documents: bool = Field(
+        default=False, description="in a window, positions restart and attention ends at every document's beginning"
+    )
     cache_dir: Path | None = Field(default=None, strict=False, description="tokenised corpora; null: output_dir/tokens")
     sources: list[CorpusSource] = Field(min_length=1)
 

@@ -34,6 +34,9 @@ class Windows(Protocol):
     def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
         """Return how many targets some windows have together."""
 
+    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
+        """Return each input's position, (T,), restarting where attention may not look back; None: counted from 0."""
+
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
 
@@ -68,6 +71,34 @@ class PackedWindows:
         targets[:num_targets] = self.ids[start + 1 : start + num_targets + 1]
         return inputs, targets
 
+    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
+        """Return None: the documents of a window are one text."""
+        del index
+        return None
+
+
+class IsolatedWindows(PackedWindows):
+    """The same windows, in which positions restart at every document, and so attention with them.
+
+    Args:
+        ids: a token stream.
+        sequence_length: T.
+        offsets: (documents + 1,), where each document begins in the stream.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.integer], sequence_length: int, offsets: npt.NDArray[np.integer]) -> None:
+        super().__init__(ids, sequence_length)
+        self.offsets = offsets
+
+    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
+        """Return each input's position, (T,), since its document began, or the window; padding goes on counting."""
+        start = index * self.sequence_length
+        first, last = np.searchsorted(self.offsets, (start, start + self.num_targets(index)))
+        begins = np.zeros(self.sequence_length, dtype=np.int64)
+        restarts = self.offsets[first:last] - start
+        begins[restarts] = restarts
+        return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -76,10 +107,12 @@ class MicroBatch:
     Args:
         input_ids: (micro_batch_size, T).
         targets: (micro_batch_size, T), IGNORED where there is none.
+        position_ids: (micro_batch_size, T), where documents are isolated.
     """
 
     input_ids: Tensor
     targets: Tensor
+    position_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -213,4 +246,7 @@ class Batches:
             located = [self._locate(sample) for sample in samples[first : first + self.micro_batch_size]]
             windows = [self.sources[source].window(window) for source, window in located]
             inputs, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*windows, strict=True))
-            yield MicroBatch(inputs, targets)
+            positions = [self.sources[source].positions(window) for source, window in located]
+            isolated = [row for row in positions if row is not None]
+            assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
+            yield MicroBatch(inputs, targets, torch.from_numpy(np.stack(isolated)) if isolated else None)

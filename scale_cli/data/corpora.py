@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig, TextSource
-from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.storage.layout import RunFolder
 
@@ -51,8 +51,14 @@ def _opened(
 
 def build_batches(config: RunConfig, corpora: list[TokenisedCorpus]) -> Batches:
     """Return the batches of a whole run."""
+    length = config.corpus.sequence_length
+    windows: list[PackedWindows]
+    if config.corpus.isolate_documents:
+        windows = [IsolatedWindows(corpus.ids, length, corpus.offsets) for corpus in corpora]
+    else:
+        windows = [PackedWindows(corpus.ids, length) for corpus in corpora]
     return Batches(
-        [PackedWindows(corpus.ids, config.corpus.sequence_length) for corpus in corpora],
+        windows,
         [source.weight for source in config.corpus.sources],
         seed=config.seed,
         num_steps=config.train.max_steps,

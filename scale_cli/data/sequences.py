@@ -34,3 +34,8 @@ class SequenceWindows:
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
         inputs[:num_targets], targets[:num_targets] = sequence[:-1], sequence[1:]
         return inputs, targets
+
+    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
+        """Return None: a window holds one sequence."""
+        del index
+        return None

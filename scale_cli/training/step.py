@@ -85,10 +85,11 @@ def train_step(
 
 def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:
     """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
-    targets = micro_batch.targets.to(device)
+    targets, position_ids = micro_batch.targets.to(device), micro_batch.position_ids
     # The targets are shifted already; transformers computes a loss only where labels are given too.
     output = model(
         input_ids=micro_batch.input_ids.to(device),
+        position_ids=None if position_ids is None else position_ids.to(device),
         labels=targets,
         shift_labels=targets,
         num_items_in_batch=num_tokens,

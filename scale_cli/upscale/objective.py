@@ -69,12 +69,18 @@ class ChunkedLossModel(nn.Module):
         self.model = model
         self._run = compiled(self._last_states) if compile_decoder else self._last_states
 
-    def _last_states(self, input_ids: Tensor) -> Tensor:
-        states: Tensor = self.model.get_decoder()(input_ids, use_cache=False).last_hidden_state
+    def _last_states(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        decoder = self.model.get_decoder()
+        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return states
 
     def forward(
-        self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: int, **_: Any
+        self,
+        input_ids: Tensor,
+        shift_labels: Tensor,
+        num_items_in_batch: int,
+        position_ids: Tensor | None = None,
+        **_: Any,
     ) -> CausalLMOutputWithPast:
         """Return the loss alone.
 
@@ -82,8 +88,9 @@ class ChunkedLossModel(nn.Module):
             input_ids: (B, T).
             shift_labels: (B, T), the token after each position, -100 where no loss is wanted.
             num_items_in_batch: what the sum is divided by.
+            position_ids: (B, T), restarting where attention may not look back; None: counted from 0.
             **_: what transformers' own models take besides: `labels`, `use_cache`.
         """
         head: nn.Linear = self.model.get_output_embeddings()
-        loss = plain_cross_entropy(self._run(input_ids), head.weight, shift_labels)
+        loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)

@@ -87,6 +87,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
         },
         "corpus": {
             "sequence_length": 2048,
+            "isolate_documents": False,
             "cache_dir": None,
             "max_document_bytes": 10_000_000,
             "max_bad_fraction": 0.001,

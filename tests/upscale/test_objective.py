@@ -12,6 +12,7 @@ from scale_cli.benchmark.counting import peak_bytes
 from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import TrainingError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
@@ -125,3 +126,40 @@ def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit() 
     preserved = compiled(model.final_states)(ids, preserved=True).preserved_BTD
     assert torch.equal(preserved, compiled(base_states)(ids))
     assert torch.equal(model.base.lm_head(preserved), alone.lm_head(compiled(base_states)(ids)))
+
+
+def summed_loss(wrapped: torch.nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The loss of every token of (1, T + 1) ids but the first."""
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    output = wrapped(
+        input_ids=inputs,
+        labels=targets,
+        shift_labels=targets,
+        position_ids=positions,
+        num_items_in_batch=1,
+        use_cache=False,
+    )
+    loss: Tensor = output.loss
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "compile_decoder"),
+    [("route", False), ("adapt", False), ("full", False), ("lora", False), ("route", True)],
+)
+def test_isolated_documents_in_one_window_are_scored_as_each_alone(name: str, compile_decoder: bool) -> None:
+    model = start(name)
+    if isinstance(model, ScaleForCausalLM):
+        as_if_trained(model)
+    lengths = [7, 1, 12, 4]
+    ids = torch.randint(0, 61, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    alone, start_of = torch.zeros(()), 0
+    plain = for_training(model, TrainConfig(max_steps=1))
+    for length in lengths:  # a document's last token predicts the next one's first, and sees its own document only
+        alone = alone + summed_loss(plain, ids[:, start_of : start_of + length + 1]).detach()
+        start_of += length
+    wrapped = for_training(model, TrainConfig(max_steps=1, compile=compile_decoder))
+    together = summed_loss(wrapped, ids, positions).detach()
+    assert together.item() == pytest.approx(alone.item(), rel=1e-5)
+    assert summed_loss(wrapped, ids).item() != pytest.approx(alone.item(), rel=1e-3)  # or the mask would hide nothing
