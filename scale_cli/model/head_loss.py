@@ -54,8 +54,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
             said, grad_NV = _said_and_gradient(logits_NV.float(), targets_N[rows])
             loss -= said
+            grad = grad_NV
             for stream, head, of_stream, of_head in zip(read, lowered, of_streams, of_heads, strict=True):
-                grad = grad_NV.to(head.dtype)
+                if grad.dtype != head.dtype:
+                    grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
                     of_stream[rows] = grad @ head
                 if of_head is not None:
