@@ -1,4 +1,4 @@
-"""The widened model as a plain dense Llama: one bigger matrix for every four blocks, no custom code.
+"""The widened model as a plain dense one of its family: one bigger matrix for every four blocks, no custom code.
 
 With both streams normalised by the base stream's RMS this is exact. Let x have d channels and u d', and store them as
 one stream [a x ; b u] with powers of two a and b, b / a so small that u does not count in the joint mean square:
@@ -53,6 +53,9 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     """
     excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
     scales = _SCALES[dtype]
+    if hasattr(model.base.model.layers[0].self_attn, "q_norm"):
+        # A norm over each head's channels has the same eps, which a larger x would raise; a smaller u does as well.
+        scales = StreamScales(1.0, scales.expansion / scales.base)
     scales = replace(scales, expansion=scales.expansion * 2.0 ** -math.ceil(math.log2(excess)))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
     dense.load_state_dict(_dense_tensors(model, scales), strict=True)
@@ -133,6 +136,10 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
             frozen = getattr(getattr(base_layer, owner), name)
             for kind, tensor in _joined_linear(frozen, child, scales, writes=name in ("o_proj", "down_proj")).items():
                 tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
+        for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads
+            if hasattr(base_layer.self_attn, name):
+                gains = getattr(base_layer.self_attn, name).weight.float()
+                tensors[f"model.layers.{index}.self_attn.{name}.weight"] = gains
     return tensors
 
 

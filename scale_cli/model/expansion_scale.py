@@ -77,7 +77,7 @@ class LayerContext:
     """What every layer of one forward pass shares."""
 
     position_embeddings: tuple[Tensor, Tensor]
-    attention_mask: Any  # Tensor, BlockMask or None: whatever transformers' attention functions take
+    attention_masks: list[Any]  # a layer's: Tensor, BlockMask or None, whatever transformers' attention functions take
     cache: ScaleCache | None
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
@@ -93,17 +93,27 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
 
     `attention` is the base's module; transformers' attention functions read head ratio and scale from it, and both
-    are the same for added heads.
+    are the same for added heads. So are the gains of a norm over each head's channels, where the family has one.
     """
     shape = (*q.shape[:-1], -1, attention.head_dim)
-    q_BNTA, k_BNTA, v_BNTA = (states.view(shape).transpose(1, 2) for states in (q, k, v))
+    q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
+    if hasattr(attention, "q_norm"):
+        q_BTNA, k_BTNA = attention.q_norm(q_BTNA), attention.k_norm(k_BTNA)
+    q_BNTA, k_BNTA, v_BNTA = (states.transpose(1, 2) for states in (q_BTNA, k_BTNA, v_BTNA))
     q_BNTA, k_BNTA = rotate(q_BNTA, k_BNTA, *context.position_embeddings)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
     implementation = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     attended, _ = function(
-        attention, q_BNTA, k_BNTA, v_BNTA, context.attention_mask, dropout=0.0, scaling=attention.scaling
+        attention,
+        q_BNTA,
+        k_BNTA,
+        v_BNTA,
+        context.attention_masks[attention.layer_idx],
+        dropout=0.0,
+        scaling=attention.scaling,
+        **({"sliding_window": attention.sliding_window} if hasattr(attention, "sliding_window") else {}),
     )
     return attended.reshape(*shape[:-2], -1).contiguous()
 

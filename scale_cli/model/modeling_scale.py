@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache_scale import RouterState, ScaleCache
@@ -53,6 +53,31 @@ class FinalStates:
             return FinalStates(adapted, self.expansion_BTE[:, positions], adapted)
         preserved = None if self.preserved_BTD is None else self.preserved_BTD[:, positions]
         return FinalStates(adapted, self.expansion_BTE[:, positions], preserved)
+
+
+# How far back a layer looks, by the names of transformers' configurations.
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def _attention_masks(
+    config: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor
+) -> list[Any]:
+    """Return every layer's mask, made once for each kind of layer that the base has."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # a family whose layers are all of one kind
+        windowed = getattr(config, "sliding_window", None) is not None
+        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    masks = {
+        kind: _MASKS[kind](
+            config=config,
+            inputs_embeds=x_BTD,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    return [masks[kind] for kind in kinds]
 
 
 class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
@@ -191,16 +216,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
-        mask = create_causal_mask(
-            config=decoder.config,
-            inputs_embeds=x_BTD,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            position_ids=position_ids,
-        )
+        masks = _attention_masks(decoder.config, x_BTD, attention_mask, cache, position_ids)
         rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
         checkpointing = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        context = LayerContext(rotary, mask, cache, len(decoder.layers), checkpointing)
+        context = LayerContext(rotary, masks, cache, len(decoder.layers), checkpointing)
         p_BTD = x_BTD
         for index, (base_layer, added) in enumerate(zip(decoder.layers, self.expansion.layers, strict=True)):
             if index < self.config.first_collaborating_layer:
@@ -223,7 +242,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):
         with torch.no_grad():
             return base_layer(
                 p_BTD,
-                attention_mask=context.attention_mask,
+                attention_mask=context.attention_masks[base_layer.self_attn.layer_idx],
                 position_ids=position_ids,
                 past_key_values=context.cache,
                 use_cache=context.cache is not None,

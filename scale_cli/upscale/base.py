@@ -31,7 +31,7 @@ _NOT_COMPUTING = {
     "use_cache",
 }
 _LONGEST_REASON = 200
-SUPPORTED_FAMILIES = ("llama",)
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
 _UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)

@@ -15,6 +15,8 @@ PEFT; LLaMA-Pro, arXiv 2401.02415.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -71,7 +73,10 @@ def _lora(base: PreTrainedModel, method: MethodConfig, seed: int) -> PeftModel:
 
 def _llama_pro(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
     order = deeper_order(base.config.num_hidden_layers, method.llama_pro.num_blocks)
-    config = type(base.config).from_dict({**base.config.to_dict(), "num_hidden_layers": len(order)})
+    sizes: dict[str, Any] = {"num_hidden_layers": len(order)}
+    if kinds := getattr(base.config, "layer_types", None):
+        sizes["layer_types"] = [kinds[source] for source, _ in order]
+    config = type(base.config).from_dict({**base.config.to_dict(), **sizes})
     deeper: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
     weights = base.state_dict()
     tensors = {name: tensor for name, tensor in weights.items() if not name.startswith("model.layers.")}

@@ -1,0 +1,130 @@
+"""Every family of base: preserved bit for bit, trained, exported as the family's own plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.export.dense import dense_model
+from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
+from scale_cli.upscale.method import start_model
+from tests.widening import as_if_trained, train_steps, widen
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window 8": ("mistral", {"sliding_window": 8, "head_dim": 12}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, upper layers windowed": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+IDS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def tiny(family: str, folder: Path, dtype: Any = "float32") -> PreTrainedModel:
+    """A random base of a family, gains and biases not at their defaults, through a folder as users have it."""
+    model_type, differences = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **differences})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return load_base(ModelConfig(base=str(folder), dtype=dtype))
+
+
+@torch.no_grad()
+def answered(model: Any, ids: Tensor = IDS) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def test_every_supported_family_is_tested() -> None:
+    assert {model_type for model_type, _ in FAMILIES.values()} == set(SUPPORTED_FAMILIES)
+
+
+@families
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("adapt", None), ("route", "top:1")])
+def test_base_logits_are_the_bases_bit_for_bit_before_and_after_training(
+    tmp_path: Path, family: str, dtype: str, variant: str, layers: str | None
+) -> None:
+    base = tiny(family, tmp_path, dtype)
+    expected = answered(base)
+    model = widen(base, variant, layers, ratio=0.5)
+
+    @torch.no_grad()
+    def base_logits() -> Tensor:
+        return model.base_logits(model.final_states(IDS, preserved=True)).float()
+
+    assert torch.equal(base_logits(), expected)
+    with torch.no_grad():
+        start = model.adaptation_logits(model.final_states(IDS, preserved=False)).float()
+    assert torch.equal(start, expected)
+    train_steps(model, IDS.repeat(1, 5).flatten(), num_steps=5, lr=1e-2)
+    with torch.no_grad():
+        trained = model.adaptation_logits(model.final_states(IDS, preserved=False)).float()
+    assert (trained - expected).abs().max() > 0.01, "it has trained"
+    assert torch.equal(base_logits(), expected)
+
+
+@families
+@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("adapt", None)])
+def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logits(
+    tmp_path: Path, family: str, variant: str, layers: str | None
+) -> None:
+    model = as_if_trained(widen(tiny(family, tmp_path / "base"), variant, layers, ratio=0.5))
+    dense_model(model, "float32", [IDS]).save_pretrained(tmp_path / "dense")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=False).eval()
+    assert loaded.config.model_type == FAMILIES[family][0]
+    assert loaded.config.hidden_size > model.base.config.hidden_size
+    with torch.no_grad():
+        expected = model.adaptation_logits(model.final_states(IDS, preserved=False))
+    assert (answered(loaded) - expected).abs().max() <= 1e-4
+    assert (expected - answered(model.base)).abs().max() > 0.1, "the expansion is in it"
+
+
+@families
+def test_routed_generation_with_a_cache_is_that_without_one(tmp_path: Path, family: str) -> None:
+    model: Any = as_if_trained(widen(tiny(family, tmp_path), "route", "top:1", ratio=0.5))
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        cached, plain = (model.generate(IDS[:, :9], use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+@families
+@pytest.mark.parametrize("variant", ["lora", "llama-pro"])
+def test_a_baseline_starts_as_its_base_bit_for_bit(tmp_path: Path, family: str, variant: Any) -> None:
+    base = tiny(family, tmp_path)
+    expected = answered(base)
+    model = start_model(base, MethodConfig(variant=variant), seed=0).eval()
+    assert torch.equal(answered(model), expected)
