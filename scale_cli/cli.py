@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import Interrupted, ScaleError, StorageError
+from scale_cli.errors import ConfigError, Interrupted, ScaleError, StorageError
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -38,6 +38,14 @@ MaxForgetting = Annotated[
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
 Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, or one folder of it.")]
+Generating = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, or an export.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many for each prompt.")]
+Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, this share.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
+ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with the base's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
 Flops = Annotated[
     float | None,
@@ -144,6 +152,32 @@ def compare(runs: Runs, output: Output) -> None:
     from scale_cli.comparison import run
 
     _show(run.compare(runs, output))
+
+
+@app.command()
+def generate(
+    path: Generating,
+    prompt: Prompts = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    show_heads: ShowHeads = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts (or the lines of standard input) with a trained model, router and all."""
+    prompts = prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ConfigError("--prompt: none given, and nothing on standard input")
+    _quieten_libraries()
+    from scale_cli import generate as generation
+
+    generator = generation.Generator(path)
+    sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed)
+    stream = len(prompts) == 1 and not show_heads and not as_json
+    continuations = generator.continue_all(prompts, sampling, stream=stream)
+    for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
+        _say(line)
 
 
 @app.command()

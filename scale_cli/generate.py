@@ -1,0 +1,204 @@
+"""The verb `scale generate`: continue prompts with a folder of ours, and show which head spoke.
+
+Shapes: K heads (base, trained), B prompts, T positions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    set_seed,
+)
+
+from scale_cli.config.load import load_config
+from scale_cli.data.tokens import Boundaries
+from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log_weights
+from scale_cli.storage.atomic import read_json
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.folder import BASE_RECORD, load_model
+
+_BASE, _TRAINED, _PLAIN = "\x1b[34m", "\x1b[33m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        max_new_tokens: at most so many.
+        temperature: 0 takes the likeliest token.
+        top_p: sample among the likeliest tokens that make up this share; 1 for all.
+        seed: of the sampling.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def settings(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+        """Return them as transformers' own."""
+        sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        ends = tokenizer.eos_token_id
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends
+        return GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=ends,
+            pad_token_id=0 if padding is None else padding,
+            **(sampled if self.temperature > 0 else {"do_sample": False}),
+        )
+
+
+@dataclass(frozen=True)
+class SpokenToken:
+    """One generated token.
+
+    Args:
+        text: of it.
+        base_weight: the base head's share in its prediction; None where one head alone is served.
+    """
+
+    text: str
+    base_weight: float | None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what was generated after it."""
+
+    prompt: str
+    completion: str
+    tokens: list[SpokenToken]
+
+
+class Generator:
+    """A model and its tokenizer, from a run, one of its folders, or an export.
+
+    Raises:
+        RunFolderError: there is no model of ours at `path`.
+        StorageError: the folder is damaged.
+        BaseModelError: the base that the folder needs is not at hand, or another one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
+        if not (folder / "config.json").is_file():
+            raise RunFolderError(
+                f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export"
+            )
+        self.model: Any
+        if (folder / BASE_RECORD).is_file():
+            base = load_config(folder / "scale.yaml").model
+            self.model, self.tokenizer = load_model(folder, base), load_tokenizer(base)
+        else:
+            widened = read_json(folder / "config.json").get("model_type") == "scale"
+            loader: Any = ScaleForCausalLM if widened else AutoModelForCausalLM
+            self.model = loader.from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
+            # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._boundary = Boundaries.of(self.tokenizer).context
+
+    def prompt_ids(self, prompt: str) -> Tensor:
+        """Return (T,) ids, with the boundary before them that documents have in training."""
+        ids = self.tokenizer(prompt, add_special_tokens=False).input_ids
+        ids = ids if self._boundary is None else [self._boundary, *ids]
+        if not ids:
+            raise ConfigError("--prompt: empty, and the tokenizer has no boundary to start from")
+        return torch.tensor(ids)
+
+    @torch.no_grad()
+    def continue_all(self, prompts: list[str], sampling: Sampling, *, stream: bool = False) -> list[Continuation]:
+        """Continue some prompts, all in one batch.
+
+        Args:
+            prompts: at least one.
+            sampling: how tokens are chosen.
+            stream: print the text as it comes; for one prompt.
+        """
+        rows = [self.prompt_ids(prompt) for prompt in prompts]
+        settings = sampling.settings(self.tokenizer)
+        width = max(len(row) for row in rows)
+        ids_BT = torch.full((len(rows), width), int(settings.pad_token_id))
+        mask_BT = torch.zeros_like(ids_BT)
+        for index, row in enumerate(rows):
+            ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
+        set_seed(sampling.seed)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)[
+            :, width:
+        ]
+        return [
+            self._continuation(prompt, row, new, settings)
+            for prompt, row, new in zip(prompts, rows, generated, strict=True)
+        ]
+
+    def _continuation(self, prompt: str, row: Tensor, new: Tensor, settings: GenerationConfig) -> Continuation:
+        ends = (new == settings.eos_token_id).nonzero() if settings.eos_token_id is not None else []
+        if len(ends):
+            new = new[: int(ends[0])]
+        weights = self._base_weights(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
+        # A token alone may be decoded without its space, or be half a character: what it adds is what it says.
+        texts = [str(self.tokenizer.decode(new[:end])) for end in range(len(new) + 1)]
+        added = [now[len(before) :] for before, now in pairwise(texts)]
+        tokens = [SpokenToken(text, weight) for text, weight in zip(added, weights, strict=True)]
+        return Continuation(prompt, texts[-1], tokens)
+
+    def _base_weights(self, ids_T: Tensor) -> list[float | None]:
+        """Return the base head's share in the prediction of every token but the first."""
+        model = self.model
+        if not isinstance(model, ScaleForCausalLM) or model.config.variant != "route":
+            return [None] * (len(ids_T) - 1)
+        observed = model.observe_tokens(ids_T[None, :-1], ids_T[None, 1:])
+        if model.config.router_rule == "cosine":
+            serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
+            return [float(serves) for serves in serves_base_T]
+        prior_K = log_prior(model.config.router_prior)
+        weights_KBS = posterior_log_weights(
+            observed.log_probs_KBT, prior_K[:, None], prior_K, model.config.router_switch_rate
+        )
+        return [float(weight) for weight in weights_KBS[0, 0, :-1].exp()]
+
+
+def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, streamed: bool) -> list[str]:
+    """Return the lines to print.
+
+    Args:
+        continuations: of all prompts.
+        as_json: one object a line, and nothing else.
+        show_heads: colour every token by who spoke.
+        streamed: the text has been printed already.
+    """
+    if as_json:
+        return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
+    lines = []
+    if not streamed:
+        for c in continuations:
+            lines.append(f"{c.prompt}{_coloured(c) if show_heads else c.completion}")
+    weights = [token.base_weight for c in continuations for token in c.tokens if token.base_weight is not None]
+    if weights:
+        lines.append(f"base head spoke {sum(weights) / len(weights):.1%} of {len(weights):,} tokens")
+    return lines
+
+
+def _coloured(continuation: Continuation) -> str:
+    return "".join(
+        token.text
+        if token.base_weight is None
+        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{token.text}{_PLAIN}"
+        for token in continuation.tokens
+    )

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from scale_cli.cli import main
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import RunFolderError
+from scale_cli.export.run import export
+from scale_cli.generate import Continuation, Generator, Sampling
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.export.conftest import configured
+
+PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
+GREEDY = Sampling(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("generating") / "run"
+    config = configured(shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}})
+    upscale(config)
+    train(config, None, print)
+    for name in ("llama", "transformers", "adapter"):
+        export(config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))
+    return config
+
+
+def completions(path: Path, prompts: list[str] = PROMPTS) -> list[str]:
+    return [c.completion for c in Generator(path).continue_all(prompts, GREEDY)]
+
+
+def test_a_run_its_final_folder_a_checkpoint_and_its_exports_say_the_same(run: RunConfig) -> None:
+    expected = completions(run.output_dir)
+    (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
+    assert all(expected)
+    for folder in (
+        run.output_dir / "final",
+        checkpoint,
+        *(run.output_dir / "export" / n for n in ("transformers", "adapter")),
+    ):
+        assert completions(folder) == expected
+    assert all(completions(run.output_dir / "export" / "llama"))
+
+
+def test_a_batch_of_prompts_is_continued_as_each_alone(run: RunConfig) -> None:
+    assert completions(run.output_dir) == [completions(run.output_dir, [prompt])[0] for prompt in PROMPTS]
+
+
+def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(run: RunConfig) -> None:
+    generator = Generator(run.output_dir)
+    assert isinstance(generator.model, ScaleForCausalLM)
+    (continued,) = generator.continue_all(PROMPTS[:1], GREEDY)
+    prompt = generator.prompt_ids(PROMPTS[0]).tolist()
+    ids = prompt + generator.tokenizer(continued.completion, add_special_tokens=False).input_ids
+    with torch.no_grad():
+        states = generator.model.final_states(torch.tensor([ids]), preserved=True)
+        heads = [logits[0].double().log_softmax(-1) for logits in generator.model.both_logits(states)]
+    weight = 0.5
+    for position, token in enumerate(ids[1 : len(prompt)]):
+        said = [math.exp(head[position, token]) for head in heads]
+        weight = weight * said[0] / (weight * said[0] + (1 - weight) * said[1])
+    assert continued.tokens[0].base_weight == pytest.approx(weight, rel=1e-3)
+    assert all(token.base_weight is not None and 0 <= token.base_weight <= 1 for token in continued.tokens)
+
+
+def test_the_tokens_add_up_to_the_completion(run: RunConfig) -> None:
+    for continued in Generator(run.output_dir).continue_all(PROMPTS, GREEDY):
+        assert "".join(token.text for token in continued.tokens) == continued.completion
+
+
+def test_sampling_hangs_on_the_seed_and_on_nothing_else(run: RunConfig) -> None:
+    def sampled(seed: int) -> list[Continuation]:
+        return Generator(run.output_dir).continue_all(PROMPTS, Sampling(12, temperature=1.0, seed=seed))
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_the_verb_prints_json_with_every_tokens_head(
+    run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["scale", "generate", str(run.output_dir), "--prompt", PROMPTS[0], "--max-new-tokens", "4", "--json"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["prompt"] == PROMPTS[0]
+    assert len(told["tokens"]) == 4
+
+
+def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> None:
+    shutil.copy(run.output_dir / "final" / "trained.safetensors", tmp_path)
+    with pytest.raises(RunFolderError, match="holds no model"):
+        Generator(tmp_path)
