@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ def _sources(run: TrainingRun, step: int) -> str:
 
 def _warn(run: TrainingRun, line: str) -> None:
     if run.accelerator.is_main_process:
-        tqdm.write(f"warning: {line}")
+        tqdm.write(f"warning: {line}", file=sys.stderr)
 
 
 def _progress_bar(run: TrainingRun) -> Any:
