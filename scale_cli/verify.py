@@ -6,6 +6,7 @@ What is checked, by kind of folder:
 |-----------------------------------|--------------------------------------------------------------------------------|
 | any                               | size and SHA-256 of every file, and that no file has come in                   |
 | upscaled, checkpoint, final       | the base's hashes; the base logits of a widened model, bit for bit             |
+| checkpoint, final                 | that of every source read = kept + dropped, and trained + held over = all      |
 | final                             | the log: no step twice, none missing, the same number of tokens                |
 | export                            | logits against the trained model, where `final/` is still beside it            |
 | tokens                            | that documents, bytes and tokens add up to the ledger                          |
@@ -28,7 +29,7 @@ from scale_cli.export.run import check_written_export
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import read_position
+from scale_cli.training.checkpoint import TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
 from scale_cli.upscale.base import load_base, load_tokenizer
 from scale_cli.upscale.folder import BASE_RECORD, load_model
@@ -108,6 +109,8 @@ def _check(folder: Path) -> FolderCheck:
         _hold(check, "ledger", lambda: _check_tokens(folder))
     if (folder / BASE_RECORD).is_file() and (folder / "scale.yaml").is_file():
         _check_method(check, load_config(folder / "scale.yaml").model)
+    if (folder / TOKEN_LEDGER).is_file():
+        _hold(check, "token ledger", lambda: _check_token_ledger(folder))
     if (folder / "position.json").is_file() and folder.name == "final":
         _hold(check, "log", lambda: _check_log(folder))
     if (folder / "parity.json").is_file():
@@ -156,6 +159,23 @@ def _check_tokens(folder: Path) -> None:
             raise VerificationError(f"{folder}: {LEDGER} says {told:,} {name}, there are {counted:,}")
     if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
         raise VerificationError(f"{folder}: {OFFSETS} and {NUM_BYTES} do not fit each other")
+
+
+def _check_token_ledger(folder: Path) -> None:
+    position, sources = read_position(folder), read_json(folder / TOKEN_LEDGER)
+    sums = []
+    for name, source in sources.items():
+        ledger = Ledger.from_json(source["corpus"])
+        dropped = sum(count.documents for count in ledger.dropped.values())
+        sums.append((f"{name}: documents read", ledger.read.documents, ledger.kept.documents + dropped))
+        # Every token of a stream but its first is a target once an epoch.
+        wanted = source["num_epochs"] * (ledger.num_tokens - 1)
+        sums.append((f"{name}: targets", wanted, source["num_trained"] + source["num_held_over"]))
+    trained = sum(source["num_trained"] for source in sources.values())
+    sums.append(("targets trained", trained, position.num_tokens + position.skipped_tokens))
+    for what, told, counted in sums:
+        if told != counted:
+            raise VerificationError(f"{folder / TOKEN_LEDGER}: {what}: {told:,} and {counted:,} do not agree")
 
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:

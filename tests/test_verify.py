@@ -53,7 +53,7 @@ def found(path: Path) -> dict[str, FolderCheck]:
 def test_a_run_that_nobody_touched_holds_everything(run: Path) -> None:
     checks = found(run)
     assert not [line for check in checks.values() for line in (*check.failed, *check.unchecked)]
-    assert checks["final"].held == ["hashes", "base and its preservation", "log"]
+    assert checks["final"].held == ["hashes", "base and its preservation", "token ledger", "log"]
     assert checks["llama"].held == ["hashes", "parity"]
     assert checks["upscaled"].held == ["hashes", "base and its preservation"]
     assert "ledger" in next(check for name, check in checks.items() if name.startswith("petitions")).held
@@ -105,6 +105,19 @@ def test_a_ledger_that_does_not_add_up_is_found(run: Path) -> None:
 
     write_again(folder, drop_a_document)
     assert "documents kept" in found(folder)[folder.name].failed[0]
+
+
+def test_a_token_ledger_that_does_not_add_up_is_found(run: Path) -> None:
+    told = json.loads((run / "final" / "token_ledger.json").read_text(encoding="utf-8"))
+    (source,) = told.values()
+    assert source["num_trained"] > 0
+
+    def lose_a_token(partial: Path) -> None:
+        source["num_trained"] -= 1
+        (partial / "token_ledger.json").write_text(json.dumps(told), encoding="utf-8")
+
+    write_again(run / "final", lose_a_token)
+    assert "targets" in found(run / "final")["final"].failed[0]
 
 
 def test_an_export_of_another_model_is_found_by_its_logits(run: Path, finished: RunConfig) -> None:

@@ -4,6 +4,7 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
     optimiser.safetensors  the moments of every trainable parameter
     position.json          step, tokens seen, seconds trained
+    token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
     scale.yaml             the resolved config
 
 A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
@@ -17,12 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.batches import Batches
+from scale_cli.data.ledger import Ledger
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
@@ -50,6 +54,7 @@ from scale_cli.upscale.folder import TRAINED, MethodModel, describe_method, load
 _OPTIMISER = "optimiser.safetensors"
 _POSITION = "position.json"
 CORPORA = "corpora.json"
+TOKEN_LEDGER = "token_ledger.json"
 
 
 @dataclass(frozen=True)
@@ -61,20 +66,26 @@ class Position:
         num_tokens: target tokens trained on.
         elapsed_s: seconds of training, over all resumes.
         skipped_steps: of the steps done, those left out because their loss or gradient was not finite.
+        skipped_tokens: the target tokens of those.
     """
 
     step: int = 0
     num_tokens: int = 0
     elapsed_s: float = 0.0
     skipped_steps: int = 0
+    skipped_tokens: int = 0
 
     def advanced(self, num_tokens: int, elapsed_s: float) -> Position:
         """Return the position one step on."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, elapsed_s=elapsed_s)
 
-    def skipped(self, elapsed_s: float) -> Position:
+    def skipped(self, num_tokens: int, elapsed_s: float) -> Position:
         """Return the position one step on, that step left out."""
-        return replace(self.advanced(0, elapsed_s), skipped_steps=self.skipped_steps + 1)
+        return replace(
+            self.advanced(0, elapsed_s),
+            skipped_steps=self.skipped_steps + 1,
+            skipped_tokens=self.skipped_tokens + num_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,12 +97,25 @@ class Origin:
         record: the base's hashes.
         contents: what names the content of every training corpus; a resume is held to it.
         base_parts: hashes of what this process holds of a sharded base; empty where it is not sharded.
+        ledgers: what was read of every training corpus, and what became of it.
+        batches: of the whole run; they tell what of it has been trained.
     """
 
     config: RunConfig
     record: BaseRecord
     contents: list[str]
     base_parts: dict[str, str]
+    ledgers: list[Ledger]
+    batches: Batches
+
+    def token_ledger(self, num_steps: int) -> dict[str, Any]:
+        """Return, for every source, what was read, and what the first steps have trained and left for later."""
+        trained = self.batches.trained_tokens(num_steps)
+        names = [source.name for source in self.config.corpus.sources]
+        return {
+            name: {"corpus": ledger.to_json(), **asdict(tokens)}
+            for name, ledger, tokens in zip(names, self.ledgers, trained, strict=True)
+        }
 
 
 def save_checkpoint(
@@ -162,6 +186,7 @@ def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Pos
     describe_method(folder, model, origin.config.method, origin.record)
     write_json(folder / _POSITION, asdict(position))
     write_json(folder / CORPORA, origin.contents)
+    write_json(folder / TOKEN_LEDGER, origin.token_ledger(position.step))
     write_text(folder / "scale.yaml", dump_config(origin.config))
 
 

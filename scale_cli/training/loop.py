@@ -91,7 +91,7 @@ def run_loop(run: TrainingRun) -> None:
             result = _step(run, ahead)
             elapsed_s = before_s + time.monotonic() - started_s
             if result is None:
-                run.position = run.position.skipped(elapsed_s)
+                run.position = run.position.skipped(run.batches.num_target_tokens(run.position.step), elapsed_s)
             else:
                 run.position = run.position.advanced(result.num_tokens, elapsed_s)
                 _log(run, result, bar)

@@ -39,7 +39,8 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     """Return the moments of every trainable parameter as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
     tensors = {}
     for name, parameter in trainable_parameters(model).items():
-        state = optimiser.state[parameter]
+        if not (state := optimiser.state[parameter]):
+            continue  # no step has been taken yet
         for moment in (*_MOMENTS, "step"):
             tensors[f"{moment}.{name}"] = state[moment]
     return tensors
@@ -61,6 +62,8 @@ def load_optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module, t
     Raises:
         StorageError: a moment is missing or of another shape.
     """
+    if not tensors:
+        return  # no step had been taken
     for name, parameter in trainable_parameters(model).items():
         state = {}
         for moment in _MOMENTS:

@@ -176,15 +176,17 @@ def _open_run(
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
+    batches = build_batches(config, corpora)
+    ledgers = [corpus.ledger for corpus in corpora]
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
-        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts),
+        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches),
         optimiser=optimiser,
-        batches=build_batches(config, corpora),
+        batches=batches,
         held_out=held_out,
         position=position,
         metrics=MetricsLog(run_folder.metrics, position.step) if main else None,

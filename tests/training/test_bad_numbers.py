@@ -17,6 +17,7 @@ from scale_cli.training.run import train
 from scale_cli.training.spikes import SpikeWatch
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.run import upscale
+from scale_cli.verify import verify
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -79,7 +80,24 @@ def test_skipped_steps_leave_no_trace_in_the_weights_and_are_counted_over_resume
     assert [record["step"] for record in records] == list(range(1, 10))
     assert [record["step"] for record in records if "skipped" in record] == [2, 5]
     assert summary.position.skipped_steps == 2
+    assert "token ledger" in verify(run.final).checks[0].held
     assert all(tensor.isfinite().all() for tensor in load_tensors(run.final / "trained.safetensors").values())
+
+
+def test_a_checkpoint_before_the_first_good_step_is_one_to_resume_from(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = (make_config(name, "train.on_nonfinite=skip", "train.save_every_steps=1") for name in ("whole", "cut"))
+    for config in (whole, cut):
+        upscale(config)
+    break_gradient_at(monkeypatch, 1)
+    train(whole, None, said_nothing)
+    limited = cut.model_copy(update={"train": cut.train.model_copy(update={"max_hours": 1e-9})})
+    with pytest.raises(Interrupted):
+        train(limited, None, said_nothing)
+    train(cut, "auto", said_nothing)
+    ends = [load_tensors(RunFolder(config.output_dir).final / "trained.safetensors") for config in (whole, cut)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_time_that_is_over_ends_in_a_checkpoint_and_exit_code_0(make_config: MakeConfig) -> None:
