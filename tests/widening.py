@@ -48,22 +48,25 @@ def real_ids(shared_data: Path, checkpoint: str) -> Tensor:
     return torch.cat([stream[:shortest] for stream in streams])
 
 
+# Sizes of a random model that is quick and yet has several of everything.
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
 def tiny_llama(seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     """A random Llama whose predictions are far from flat and whose gains and biases are not at their defaults."""
-    settings: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
     generator = torch.Generator().manual_seed(seed)
-    base = LlamaForCausalLM(LlamaConfig(**{**settings, **sizes})).eval().requires_grad_(False)
+    base = LlamaForCausalLM(LlamaConfig(**{**TINY, **sizes})).eval().requires_grad_(False)
     for name, parameter in base.named_parameters():
         centre = 1.0 if "norm" in name else 0.0
         parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))

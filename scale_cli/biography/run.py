@@ -180,7 +180,8 @@ def _learn_task_1(
         steps.append(step)
         for task, measured in accuracy.items():
             asked = getattr(curriculum, task)[:num_measured]
-            for name, share in first_token_accuracy(observed, asked, config.router, config.mixed_precision).items():
+            shares = first_token_accuracy(observed, asked, compared.method.router, config.mixed_precision)
+            for name, share in shares.items():
                 measured[name].append(share)
         resumed_s = time.monotonic()
     return MethodResult(

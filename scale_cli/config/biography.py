@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scale_cli.config.schema import MethodConfig, Name, RouterConfig, Section, TrainConfig
+from scale_cli.config.schema import MethodConfig, Name, Section, TrainConfig
 
 
 class PeopleConfig(Section):
@@ -101,7 +101,6 @@ class BiographyConfig(Section):
     task_0: StageConfig = StageConfig(max_steps=400, batch_size=48)
     task_1: StageConfig = StageConfig(max_steps=400, batch_size=48)
     measure_every_steps: int = Field(default=25, ge=1)
-    router: RouterConfig = RouterConfig()
     methods: list[ComparedMethod] = Field(default=_DEFAULT_METHODS, min_length=1)
 
     @field_validator("mixed_precision", mode="before")

@@ -14,21 +14,8 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.method import start_model
-from tests.widening import as_if_trained, train_steps, widen
+from tests.widening import TINY, as_if_trained, train_steps, widen
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -50,7 +37,7 @@ IDS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
 def tiny(family: str, folder: Path, dtype: Any = "float32") -> PreTrainedModel:
     """A random base of a family, gains and biases not at their defaults, through a folder as users have it."""
     model_type, differences = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**SIZES, **differences})
+    config = AutoConfig.for_model(model_type, **{**TINY, "pad_token_id": None, **differences})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
