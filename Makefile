@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo bench test check format lint types layers clean
+.PHONY: install demo bench test torture check format lint types layers clean
 
 install: $(STAMP)
 
@@ -21,6 +21,9 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: 
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
 
 check: format lint types layers test  ## what continuous integration holds
 

@@ -6,6 +6,20 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what the tests in full length counted: `record_property(what, how_many)`."""
+    if not config.getoption("--torture"):
+        return
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for what, how_many in report.user_properties:
+                terminalreporter.write_line(f"{outcome}  {report.nodeid.split('/')[-1]}: {what}: {how_many}")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The real models and corpora that lie beside the repository, or wherever SCALE_SHARED_DATA says."""

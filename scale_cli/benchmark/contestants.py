@@ -81,7 +81,9 @@ def ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Con
     model.to(shape.device).train()
     train, clock = shape.train(), Clock(shape.device)
     optimiser = build_optimiser(model, train)
-    accelerator = Accelerator(cpu=shape.device == "cpu", mixed_precision="no")
+    # All accelerators of a process share one state, the Trainer's too, so their precisions have to agree; the model is
+    # not wrapped by it: autocast is the step's own.
+    accelerator = Accelerator(cpu=shape.device == "cpu", mixed_precision=shape.mixed_precision)
     plain_backward = accelerator.backward
 
     def backward(loss: Tensor) -> None:
@@ -89,7 +91,7 @@ def ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Con
         clock.mark("backward")
 
     accelerator.backward = backward
-    wrapped = accelerator.prepare(for_training(model, train))
+    wrapped = for_training(model, train)
     _mark_forward(wrapped, clock)
 
     def step(index: int) -> float:
