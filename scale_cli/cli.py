@@ -57,6 +57,10 @@ Utilisation = Annotated[
 ]
 Processes = Annotated[int, typer.Option(metavar="N", min=1, help="That share a step, each on a device of its own.")]
 PlanFile = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the plan here.")]
+Repository = Annotated[
+    str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also send it there; a dry run, unless ...")
+]
+DryRun = Annotated[bool, typer.Option(help="... --no-dry-run is given too.")]
 Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
 
 
@@ -130,12 +134,18 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 
 
 @app.command()
-def export(config: Config, overrides: Overrides = None) -> None:
-    """Write the trained model as a folder that other tools load."""
+def export(config: Config, overrides: Overrides = None, push_to_hub: Repository = None, dry_run: DryRun = True) -> None:
+    """Write the trained model as a folder that other tools load, with its model card."""
     checked = _load(config, overrides)
-    from scale_cli.export import run
+    from scale_cli.export import publish, run
 
-    _show(run.export(checked))
+    if push_to_hub is not None:
+        publish.check_repository(push_to_hub)
+    summary = run.export(checked)
+    _show(summary)
+    if push_to_hub is not None:
+        send = publish.planned if dry_run else publish.publish
+        _show(send(summary.folder, push_to_hub))
 
 
 @app.command()

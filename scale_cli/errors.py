@@ -9,7 +9,8 @@ ScaleError                          exit 1
 ├── RunError                        exit 1   it went wrong on the way
 │   ├── TrainingError                        training cannot go on (names the step)
 │   │   └── NonFiniteError                   a loss or gradient that is not finite
-│   └── StorageError                         a folder of ours that is damaged, a disk that is full
+│   ├── StorageError                         a folder of ours that is damaged, a disk that is full
+│   └── PublishError                         the hub could not be reached, or refused
 ├── CheckFailed                     exit 3   a promise did not hold
 │   ├── PreservationError                    base logits or base tensors changed
 │   ├── ExportParityError                    an export does not compute what the trained model computes
@@ -63,6 +64,10 @@ class NonFiniteError(TrainingError):
 
 class StorageError(RunError):
     """A folder of ours is damaged, or cannot be written."""
+
+
+class PublishError(RunError):
+    """An export could not be sent to the hub."""
 
 
 class CheckFailed(ScaleError):

@@ -15,7 +15,10 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ExportParityError, RunFolderError
+from scale_cli.evaluation.run import finished_report
+from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
+from scale_cli.export.licence import base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -61,7 +64,7 @@ class ExportSummary:
             f"parity         max |dlogit| {self.parity.max_logit_difference:.1e}, mean "
             f"{self.parity.mean_logit_difference:.1e}, over {self.parity.num_positions:,} positions "
             f"(the trained model's own rounding: max {self.parity.own_max_difference:.1e})",
-            f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
+            f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md",
         ]
 
 
@@ -95,6 +98,10 @@ def export(config: RunConfig) -> ExportSummary:
             write_trained(partial, model, config.method, read_record(run.final))
         loaded = _load_export(partial, config)
         parity = _check(loaded, model, prompts, config)
+        licence = base_licence(config.model)
+        licence.copy_files(partial)
+        report = finished_report(config)
+        write_text(partial / "README.md", model_card(config, report, parity, licence, type(loaded).__name__))
         write_json(partial / "parity.json", {**asdict(parity), "trained_sha256": trained_sha256(run.final)})
     return ExportSummary(folder, settings.format, config.method.variant, parity)
 

@@ -1,0 +1,80 @@
+"""Sending an export to the hub: dry unless it is asked for in so many words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from scale_cli.errors import PublishError, UsageError
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What was sent, or would be.
+
+    Args:
+        repository: on the hub.
+        files: names and bytes.
+        url: of the commit; None where nothing was sent.
+    """
+
+    repository: str
+    files: dict[str, int]
+    url: str | None
+
+    def lines(self) -> list[str]:
+        """Return one line for each file, and what became of them."""
+        total = f"{len(self.files)} files, {sum(self.files.values()) / 1e6:,.1f} MB"
+        if self.url is not None:
+            return [f"sent           {total}: {self.url}"]
+        listed = [f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in self.files.items()]
+        return [
+            f"dry run        {total} would go to https://huggingface.co/{self.repository} (private where it is new):",
+            *listed,
+            "               nothing was sent; --no-dry-run sends it",
+        ]
+
+
+def check_repository(repository: str) -> None:
+    """Refuse what cannot be a model repository of somebody, before anything is exported.
+
+    Raises:
+        UsageError: it is not of the form OWNER/NAME.
+    """
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UsageError(f"--push-to-hub {repository}: {' '.join(str(error).split())}") from None
+    if repository.count("/") != 1:
+        raise UsageError(f"--push-to-hub {repository}: OWNER/NAME is wanted")
+
+
+def planned(folder: Path, repository: str) -> Publication:
+    """Return what `publish` would send."""
+    sent = sorted(file for file in folder.rglob("*") if file.is_file())
+    return Publication(repository, {file.relative_to(folder).as_posix(): file.stat().st_size for file in sent}, None)
+
+
+def publish(folder: Path, repository: str) -> Publication:
+    """Send a folder to the hub, as one commit to a repository that is made private where it is new.
+
+    Args:
+        folder: an export.
+        repository: OWNER/NAME.
+
+    Raises:
+        PublishError: there is no token, or the hub refused.
+    """
+    if get_token() is None:
+        raise PublishError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by scale")
+    except (HfHubHTTPError, OSError) as error:
+        raise PublishError(f"--push-to-hub {repository}: {' '.join(str(error).split())}") from None
+    return replace(planned(folder, repository), url=str(commit.commit_url))

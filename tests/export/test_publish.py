@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import pytest
+from httpx2 import Request, Response
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from scale_cli.errors import PublishError, UsageError
+from scale_cli.export import publish
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text("card", encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x.json").write_text("{}", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> HfApi:
+    """The hub's client, every call held to its signature, none of them made."""
+    api: HfApi = create_autospec(HfApi, instance=True)
+    monkeypatch.setattr(publish, "HfApi", lambda: api)
+    monkeypatch.setattr(publish, "get_token", lambda: "hf_planted")
+    return api
+
+
+def test_a_dry_run_lists_every_file_and_touches_no_hub(folder: Path, hub: HfApi) -> None:
+    lines = publish.planned(folder, "me/model").lines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["README.md", "sub/x.json"]
+    assert "nothing was sent" in lines[-1]
+    assert not hub.mock_calls  # type: ignore[attr-defined]
+
+
+def test_what_is_sent_is_the_whole_folder_to_a_private_repository(folder: Path, hub: HfApi) -> None:
+    sent = publish.publish(folder, "me/model")
+    hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)  # type: ignore[attr-defined]
+    call = hub.upload_folder.call_args.kwargs  # type: ignore[attr-defined]
+    assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
+    assert "hf_planted" not in "".join(sent.lines())
+
+
+def test_a_refusal_of_the_hub_is_one_line(folder: Path, hub: HfApi) -> None:
+    response = Response(403, request=Request("POST", "https://huggingface.co/api"))
+    hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)  # type: ignore[attr-defined]
+    with pytest.raises(PublishError, match="me/model: 403 Forbidden"):
+        publish.publish(folder, "me/model")
+
+
+def test_without_a_token_nothing_is_tried(folder: Path, hub: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "get_token", lambda: None)
+    with pytest.raises(PublishError, match="not logged in"):
+        publish.publish(folder, "me/model")
+    assert not hub.mock_calls  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["model", "a/b/c", "me/mo del", "me/--x", ""])
+def test_what_is_no_repository_is_refused_before_anything_is_exported(name: str) -> None:
+    with pytest.raises(UsageError, match="--push-to-hub"):
+        publish.check_repository(name)
