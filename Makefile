@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNTIMES := $(VENV)/llama.cpp
 
-.PHONY: install demo bench test torture check format lint types layers clean
+.PHONY: install demo bench test torture runtimes check format lint types layers clean
 
 install: $(STAMP)
 
@@ -24,6 +25,18 @@ test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
+
+runtimes: $(RUNTIMES)  ## exports in llama.cpp; the first time it is built from source, about 10 minutes
+	LLAMA_CPP=$(abspath $(RUNTIMES)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtimes --runtimes
+
+# The converter is no part of the package: it comes with the package's source, at the same version.
+$(RUNTIMES): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,runtimes]'
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --constraint constraints.txt \
+		--dest $(VENV)/src llama-cpp-python
+	tar -xzf $(VENV)/src/llama_cpp_python-*.tar.gz -C $(VENV)/src
+	mv $(VENV)/src/llama_cpp_python-*/vendor/llama.cpp $@
+	touch $@
 
 check: format lint types layers test  ## what continuous integration holds
 

@@ -8,11 +8,16 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
+    parser.addoption("--runtimes", action="store_true", help="tests/runtimes too, which need llama.cpp (make runtimes)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name == "runtimes" and not config.getoption("--runtimes") else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what the tests in full length counted: `record_property(what, how_many)`."""
-    if not config.getoption("--torture"):
+    """Print what the long proofs counted: `record_property(what, how_many)`."""
+    if not config.getoption("--torture") and not config.getoption("--runtimes"):
         return
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):

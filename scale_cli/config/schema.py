@@ -320,7 +320,9 @@ class ExportConfig(Section):
     """What `scale export` writes."""
 
     format: Literal["llama", "transformers", "adapter"] = "llama"
-    dtype: Dtype = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="float16 for what becomes f16 or q8_0 in llama.cpp"
+    )
 
 
 class RunConfig(Section):

@@ -37,10 +37,16 @@ class StreamScales:
     expansion: float
 
 
-# u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of fp32 and bf16 for a u of up
-# to _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
-_SCALES = {"float32": StreamScales(2.0**4, 2.0**-12), "bfloat16": StreamScales(2.0**2, 2.0**-6)}
-_COVERED = {"float32": 16.0, "bfloat16": 8.0}
+# u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of the dtype for a u of up to
+# _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
+# In float16 a smaller b would push the rows that write u below its smallest normal number, 6e-5: in f16 and q8_0 that
+# costs more than u's part of the mean square does.
+_SCALES = {
+    "float32": StreamScales(2.0**4, 2.0**-12),
+    "bfloat16": StreamScales(2.0**2, 2.0**-6),
+    "float16": StreamScales(2.0**3, 2.0**-8),
+}
+_COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 16.0}
 
 
 def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
@@ -48,7 +54,7 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
 
     Args:
         model: the trained model.
-        dtype: `float32` | `bfloat16`, of the returned weights; they are put together in float32.
+        dtype: `float32` | `bfloat16` | `float16`, of the returned weights; they are put together in float32.
         prompts: (1, T) ids on which the size of u beside x is measured; without any it is taken to be covered.
     """
     excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
@@ -87,7 +93,7 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
 
     Args:
         model: the trained model.
-        dtype: `float32` | `bfloat16`, of the returned weights.
+        dtype: `float32` | `bfloat16` | `float16`, of the returned weights.
         prompts: (1, T) ids, for `dense_model`.
     """
     if isinstance(model, ScaleForCausalLM):

@@ -164,7 +164,7 @@ def export_is_finished(config: RunConfig) -> bool:
 def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
     expected = trained_logits if config.export.format == "llama" else served_logits
     parity = measure_parity(loaded.eval(), model, expected, prompts)
-    check_parity(parity, "float32" if loaded.dtype == torch.float32 else "bfloat16")
+    check_parity(parity, str(loaded.dtype).removeprefix("torch."))
     return parity
 
 

@@ -51,7 +51,7 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
     assert ("router" in "\n".join(summary.lines())) is (method is ROUTE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_written_in_the_dtype_that_was_asked_for(trained_run: TrainedRun, dtype: str) -> None:
     summary = export(trained_run({"variant": "preserve"}, "bfloat16", dtype=dtype))
     with safe_open(summary.folder / "model.safetensors", framework="pt") as file:

@@ -1,0 +1,221 @@
+"""A trained model of real English that learned Korean, in llama.cpp and in transformers.
+
+What a format costs is measured on the base itself: the distance of llama.cpp's log-probabilities at f32, f16 and q8_0
+from transformers' in float32, on the same token ids.
+"""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llama_cpp import Llama
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.export.run import export
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.serving_page import commands, run, write_small_config
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
+FORMATS = ("f32", "f16", "q8_0")
+# llama.cpp's number of a type, for a key/value cache that costs nothing itself.
+F32 = 0
+NUM_NEW_TOKENS = 48
+NUM_DOCUMENTS = 6  # of each language
+GgufOf = Callable[[str, str], Path]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """How far a format's log-probabilities of the tokens that came are from float32's, in nats."""
+
+    mean: float
+    largest: float
+
+
+@pytest.fixture(scope="module")
+def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """configs/petitions.yaml for 60 steps."""
+    folder = tmp_path_factory.mktemp("runtimes")
+    config = load_config(
+        CONFIG,
+        [
+            f"output_dir={folder / 'run'}",
+            f"model.base={shared_data}/ckpt-eltec/hf",
+            f"corpus.sources.0.path={shared_data}/ko-petitions/train.txt.xz",
+            f"evaluation.perplexity.0.path={shared_data}/en-eltec/valid.txt.xz",
+            f"evaluation.perplexity.1.path={shared_data}/ko-petitions/valid.txt.xz",
+            "train.max_steps=60",
+        ],
+    )
+    upscale(config)
+    train(config, None, print)
+    return config
+
+
+@pytest.fixture(scope="module")
+def folders(trained: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The base, and the exports of the trained model in float32 and in float16."""
+    found = {"base": Path(trained.model.base)}
+    for dtype in ("float32", "float16"):
+        changed = trained.export.model_copy(update={"format": "llama", "dtype": dtype})
+        written = export(trained.model_copy(update={"export": changed})).folder
+        found[dtype] = written.rename(tmp_path_factory.mktemp("export") / dtype)
+    return found
+
+
+@pytest.fixture(scope="module")
+def gguf_of(folders: dict[str, Path], llama_cpp: Path, tmp_path_factory: pytest.TempPathFactory) -> GgufOf:
+    """Return a function from a folder's name and a format to the converted file."""
+    written = tmp_path_factory.mktemp("gguf")
+
+    def convert(name: str, gguf_format: str) -> Path:
+        file = written / f"{name}-{gguf_format}.gguf"
+        if not file.exists():
+            script = [sys.executable, Path(__file__).parent / "convert.py", llama_cpp]
+            arguments = [folders[name], "--outfile", file, "--outtype", gguf_format]
+            subprocess.run([*script, *arguments], check=True, capture_output=True)
+        return file
+
+    return convert
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folders["base"])
+
+
+@pytest.fixture(scope="module")
+def texts(shared_data: Path) -> list[str]:
+    """The beginnings of held-out novels and petitions."""
+    files = ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
+    documents = [lzma.decompress((shared_data / file).read_bytes()).decode().split("\n\n") for file in files]
+    return [document[:600] for of_file in documents for document in of_file[:NUM_DOCUMENTS]]
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Llama]:
+    model = Llama(str(file), n_ctx=1024, logits_all=True, n_threads=1, verbose=False, type_k=F32, type_v=F32)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def in_transformers(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), dim=-1)
+
+
+def log_probs_in_llama_cpp(model: Llama, ids: list[int]) -> Tensor:
+    model.reset()
+    model.eval(ids)
+    return torch.log_softmax(torch.from_numpy(np.array(model.scores[: len(ids)])).double(), dim=-1)
+
+
+def cost(reference: PreTrainedModel, file: Path, documents: list[list[int]]) -> Cost:
+    differences = []
+    with opened(file) as model:
+        for ids in documents:
+            came = torch.tensor(ids[1:]).unsqueeze(-1)
+            wanted, got = (
+                given[:-1].gather(-1, came) for given in (log_probs(reference, ids), log_probs_in_llama_cpp(model, ids))
+            )
+            differences.append((wanted - got).abs().flatten())
+    distance = torch.cat(differences)
+    return Cost(distance.mean().item(), distance.max().item())
+
+
+@pytest.mark.parametrize("gguf_format", FORMATS)
+def test_a_format_costs_the_trained_model_no_more_than_it_costs_the_base(
+    gguf_format: str,
+    gguf_of: GgufOf,
+    folders: dict[str, Path],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    documents = [tokenizer(text).input_ids for text in texts]
+    stored = "float32" if gguf_format == "f32" else "float16"
+    base, trained = in_transformers(folders["base"]), in_transformers(folders["float32"])
+    of_base = cost(base, gguf_of("base", gguf_format), documents)
+    of_trained = cost(trained, gguf_of(stored, gguf_format), documents)
+    english = documents[:NUM_DOCUMENTS]
+    record_property("the base", of_base)
+    record_property("the trained model", of_trained)
+    record_property("the base, English alone", cost(base, gguf_of("base", gguf_format), english))
+    record_property("the trained model, English alone", cost(trained, gguf_of(stored, gguf_format), english))
+    if gguf_format == "f32":  # rounding alone, of two libraries: there is nothing to compare it with
+        assert max(of_base.largest, of_trained.largest) <= 1e-4
+        return
+    assert of_trained.mean <= of_base.mean
+    assert of_trained.largest <= of_base.largest
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gguf_format", FORMATS)
+def test_greedy_continuations_are_the_same_or_part_where_two_tokens_are_as_likely(
+    gguf_format: str,
+    gguf_of: GgufOf,
+    folders: dict[str, Path],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+) -> None:
+    """Where they part, the two choices lay closer together than what the format moves on the base."""
+    stored = "float32" if gguf_format == "f32" else "float16"
+    reference = in_transformers(folders["float32"])
+    documents = [tokenizer(text).input_ids for text in texts]
+    closeness = 2 * cost(in_transformers(folders["base"]), gguf_of("base", gguf_format), documents).largest
+    parted = 0
+    with opened(gguf_of(stored, gguf_format)) as model:
+        for prompt in (ids[:32] for ids in documents):
+            ids = list(prompt)
+            for token in continued(model, prompt):
+                likely = log_probs(reference, ids)[-1]
+                if (likely.max() - likely[token]).item() > 0.0:
+                    assert (likely.max() - likely[token]).item() <= closeness
+                    parted += 1
+                    break
+                ids.append(token)
+    assert parted == 0 or gguf_format != "f32"
+
+
+def continued(model: Llama, prompt: list[int]) -> list[int]:
+    model.reset()
+    tokens = model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
+    return [next(tokens) for _ in range(NUM_NEW_TOKENS)]
+
+
+def test_the_converted_tokenizer_gives_the_same_ids(
+    gguf_of: GgufOf, tokenizer: PreTrainedTokenizerBase, texts: list[str]
+) -> None:
+    with opened(gguf_of("float16", "q8_0")) as model:
+        for text in texts:
+            assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text).input_ids
+
+
+def test_the_commands_of_the_serving_page_run_as_written(llama_cpp: Path, shared_data: Path, tmp_path: Path) -> None:
+    """On stories260K, whose tokenizer the converter knows."""
+    write_small_config(tmp_path, shared_data)
+    _plan, teach, _use = commands("Teach it")
+    convert, serve = commands("llama.cpp")
+    run(teach, tmp_path)
+    run(convert, tmp_path, LLAMA_CPP=str(llama_cpp))
+    assert len(run(serve, tmp_path).split()) > 4

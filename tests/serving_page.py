@@ -1,0 +1,48 @@
+"""The commands of docs/serving.md, run on a small local base and corpus in the place of the hub's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
+CONFIG = "configs/llama-3.2-1b-korean.yaml"
+
+
+def commands(section: str) -> list[str]:
+    """Return the blocks of one section, in its order."""
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks, section
+    return blocks
+
+
+def write_small_config(folder: Path, shared_data: Path) -> None:
+    """Write the page's config as it is shipped, but for the base, the corpora and the sizes of the run."""
+    config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text(encoding="utf-8"))
+    korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
+    english = {"path": str(shared_data / "en-tinystories" / "tinystories_val.txt"), "language": "en"}
+    config["model"]["base"] = str(shared_data / "ckpt-stories260K" / "hf")
+    config["corpus"] |= {"sequence_length": 64, "sources": [{"name": "petitions", **korean, "max_documents": 8}]}
+    config["train"] |= {"max_steps": 6, "global_batch_size": 4, "warmup_steps": 2, "eval_every_steps": 3}
+    config["evaluation"]["perplexity"] = [
+        {"name": "stories", **english, "role": "retention", "max_documents": 4},
+        {"name": "held-out", **korean, "role": "acquisition", "max_documents": 4},
+    ]
+    path = folder / CONFIG
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
+
+
+def run(command: str, folder: Path, **environment: str) -> str:
+    """Run one block as a reader would, and return what it printed."""
+    scripts = str(Path(sys.executable).parent)
+    given = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", **environment}
+    ran = subprocess.run(["bash", "-euc", command], cwd=folder, env=given, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
