@@ -1,6 +1,6 @@
 """What training costs: every method in one process, in turns, on one random Llama; figures against their bars.
 
-    python scripts/benchmark.py [--shape cpu|cpu-bf16|gpu|tiny] [--rounds N] [--methods NAME,...] [--output FOLDER]
+    python scripts/benchmark.py [--shape cpu|cpu-fp32|gpu|tiny] [--rounds N] [--methods NAME,...] [--output FOLDER]
 
 Shapes, methods and bars are explained in docs/performance.md.
 """

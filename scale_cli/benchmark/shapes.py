@@ -104,15 +104,15 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("tiny", _llama(2, 64, 128, 8, 8, 256), batch_size=2, sequence_length=32),
-        Shape("cpu", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
-        Shape(  # the same in the precision of a GPU: for what is counted, not for speed
-            "cpu-bf16",
+        Shape(  # bfloat16 with float32 master weights, as models of any size are trained
+            "cpu",
             _llama(6, 512, 2048, 8, 8, 8192),
             batch_size=4,
             sequence_length=512,
             dtype="bfloat16",
             mixed_precision="bf16",
         ),
+        Shape("cpu-fp32", _llama(6, 512, 2048, 8, 8, 8192), batch_size=4, sequence_length=512),
         Shape(  # Llama-3.2-1B
             "gpu",
             {**_llama(16, 2048, 8192, 32, 8, 128_256), "tie_word_embeddings": True, "rope_theta": 500_000.0},

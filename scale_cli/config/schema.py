@@ -266,6 +266,10 @@ class TrainConfig(Section):
     max_hours: float | None = Field(
         default=None, gt=0.0, description="of one invocation: when they are over, a checkpoint is written and it ends"
     )
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = Field(
+        default="sdpa",
+        description="transformers' name of the kernels; on a GPU flex_attention skips what isolate_documents masks",
+    )
     compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
     activation_checkpointing: bool = Field(default=False, description="less memory for more time")
     log_every_steps: int = Field(default=10, ge=1)

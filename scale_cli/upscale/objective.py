@@ -16,7 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import TrainConfig
-from scale_cli.errors import TrainingError
+from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import one_line
@@ -28,7 +28,11 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
 
     A widened model computes its loss in chunks itself. A plain one is given the same; where its vocabulary head is more
     than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits, and is not compiled.
+
+    Raises:
+        ConfigError: the attention that the config asks for is not to be had here.
     """
+    set_attention(model, train.attention)
     if isinstance(model, ScaleForCausalLM):
         model.activation_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
@@ -40,6 +44,24 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     if type(head) is not nn.Linear or head.bias is not None:
         return model
     return ChunkedLossModel(plain, train.compile)
+
+
+def set_attention(model: MethodModel, implementation: str) -> None:
+    """Let a model's layers attend by an implementation of transformers'.
+
+    Raises:
+        ConfigError: it is not installed, or cannot train on the model's device.
+    """
+    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = plain.base if isinstance(plain, ScaleForCausalLM) else plain
+    if implementation == plain.config._attn_implementation:
+        return
+    if implementation == "flex_attention" and plain.device.type == "cpu":
+        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it at sdpa")
+    try:
+        plain.set_attn_implementation(implementation)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"train.attention: {implementation}: {one_line(error)}") from None
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

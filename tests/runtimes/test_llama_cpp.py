@@ -84,8 +84,8 @@ def gguf_of(folders: dict[str, Path], llama_cpp: Path, tmp_path_factory: pytest.
     def convert(name: str, gguf_format: str) -> Path:
         file = written / f"{name}-{gguf_format}.gguf"
         if not file.exists():
-            script = [sys.executable, Path(__file__).parent / "convert.py", llama_cpp]
-            arguments = [folders[name], "--outfile", file, "--outtype", gguf_format]
+            script = [sys.executable, str(Path(__file__).parent / "convert.py"), str(llama_cpp)]
+            arguments = [str(folders[name]), "--outfile", str(file), "--outtype", gguf_format]
             subprocess.run([*script, *arguments], check=True, capture_output=True)
         return file
 

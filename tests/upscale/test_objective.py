@@ -11,7 +11,7 @@ from torch import Tensor
 from scale_cli.benchmark.counting import peak_bytes
 from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
-from scale_cli.errors import TrainingError
+from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
@@ -163,3 +163,29 @@ def test_isolated_documents_in_one_window_are_scored_as_each_alone(name: str, co
     together = summed_loss(wrapped, ids, positions).detach()
     assert together.item() == pytest.approx(alone.item(), rel=1e-5)
     assert summed_loss(wrapped, ids).item() != pytest.approx(alone.item(), rel=1e-3)  # or the mask would hide nothing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@pytest.mark.parametrize("name", ["route", "full"])
+def test_every_attention_isolates_documents_alike(name: str, implementation: str) -> None:
+    model = start(name)
+    if isinstance(model, ScaleForCausalLM):
+        as_if_trained(model)
+    ids = torch.randint(0, 61, (1, 25), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in (7, 1, 12, 4)]).unsqueeze(0)
+    wrapped = for_training(model, TrainConfig(max_steps=1))
+    expected = summed_loss(wrapped, ids, positions).item()
+    base: Any = model.base if isinstance(model, ScaleForCausalLM) else model
+    base.set_attn_implementation(implementation)  # a CPU has flex_attention's forward pass alone
+    with torch.compiler.set_stance("force_eager"):
+        assert summed_loss(wrapped, ids, positions).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "told"), [("flex_attention", "no backward pass on a CPU"), ("flash_attention_2", "installed")]
+)
+def test_an_attention_that_is_not_to_be_had_is_refused_by_name(implementation: str, told: str) -> None:
+    train = TrainConfig.model_validate({"max_steps": 1, "attention": implementation})
+    with pytest.raises(ConfigError, match=rf"train\.attention: {implementation}.*{told}"):
+        for_training(start("route"), train)
