@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import ConfigError, Interrupted, ScaleError, StorageError
+from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError
+from scale_cli.printable import printable
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -177,7 +178,7 @@ def generate(
     stream = len(prompts) == 1 and not show_heads and not as_json
     continuations = generator.continue_all(prompts, sampling, stream=stream)
     for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
-        _say(line)
+        typer.echo(line)  # coloured, where that was asked for
 
 
 @app.command()
@@ -198,6 +199,7 @@ def biography(config: Config, overrides: Overrides = None) -> None:
     from scale_cli.config.load import load_checked
 
     checked = load_checked(BiographyConfig, config, overrides)
+    _check_output(checked.output_dir)
     _quieten_libraries()
     from scale_cli.biography import run
 
@@ -221,8 +223,15 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from scale_cli.config.load import load_config
 
     config = load_config(path, overrides)
+    _check_output(config.output_dir)
     _quieten_libraries()
     return config
+
+
+def _check_output(output_dir: Path) -> None:
+    from scale_cli.storage.layout import RunFolder
+
+    RunFolder(output_dir).check()
 
 
 def _quieten_libraries() -> None:
@@ -244,7 +253,7 @@ def _show(summary: Summary) -> None:
 def _say(line: str) -> None:
     # Every process of `accelerate launch` runs the verb; one of them speaks.
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def main() -> None:
@@ -254,13 +263,15 @@ def main() -> None:
     try:
         app()
     except Interrupted as stopped:
-        typer.echo(str(stopped), err=True)
+        typer.echo(printable(str(stopped)), err=True)
         sys.exit(stopped.exit_code)
     except ScaleError as error:
         _fail(error)
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
+    except MemoryError:
+        _fail(RunError("out of memory"))
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -272,5 +283,5 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _fail(error: ScaleError) -> None:
-    typer.echo(f"error: {error}", err=True)
+    typer.echo(f"error: {printable(str(error))}", err=True)
     sys.exit(error.exit_code)

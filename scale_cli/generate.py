@@ -27,6 +27,7 @@ from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log_weights
+from scale_cli.printable import printable
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
@@ -138,7 +139,7 @@ class Generator:
         for index, row in enumerate(rows):
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
         set_seed(sampling.seed)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        streamer = _PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
         generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)[
             :, width:
         ]
@@ -174,6 +175,14 @@ class Generator:
         return [float(weight) for weight in weights_KBS[0, 0, :-1].exp()]
 
 
+class _PrintableStreamer(TextStreamer):
+    """Prints the text as it comes, but none of the control characters that a model may say."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print what has become certain."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, streamed: bool) -> list[str]:
     """Return the lines to print.
 
@@ -188,7 +197,7 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, 
     lines = []
     if not streamed:
         for c in continuations:
-            lines.append(f"{c.prompt}{_coloured(c) if show_heads else c.completion}")
+            lines.append(f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}")
     weights = [token.base_weight for c in continuations for token in c.tokens if token.base_weight is not None]
     if weights:
         lines.append(f"base head spoke {sum(weights) / len(weights):.1%} of {len(weights):,} tokens")
@@ -197,8 +206,8 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, 
 
 def _coloured(continuation: Continuation) -> str:
     return "".join(
-        token.text
+        printable(token.text)
         if token.base_weight is None
-        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{token.text}{_PLAIN}"
+        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{printable(token.text)}{_PLAIN}"
         for token in continuation.tokens
     )
