@@ -14,7 +14,7 @@ import typer
 from safetensors import SafetensorError
 
 from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError
-from scale_cli.printable import printable
+from scale_cli.printable import printable, without_passwords
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -283,5 +283,5 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _fail(error: ScaleError) -> None:
-    typer.echo(f"error: {printable(str(error))}", err=True)
+    typer.echo(f"error: {printable(without_passwords(str(error)))}", err=True)
     sys.exit(error.exit_code)
