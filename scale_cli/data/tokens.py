@@ -153,10 +153,14 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
 
 
 def _file_content(source: TextSource) -> list[tuple[str, str]]:
+    return [(_reader_suffixes(file), _readable_sha256(file, source.name)) for file in source_files(source)]
+
+
+def _readable_sha256(file: Path, source_name: str) -> str:
     try:
-        return [(_reader_suffixes(file), file_sha256(file)) for file in source_files(source)]
+        return file_sha256(file)
     except OSError as error:
-        raise CorpusError(f"{source.name}: {error.filename or source.path}: {error.strerror or error}") from None
+        raise CorpusError(f"{source_name}: {file} cannot be read ({error.strerror or error})") from None
 
 
 def _dataset_content(source: TextSource) -> list[object]:
@@ -164,7 +168,7 @@ def _dataset_content(source: TextSource) -> list[object]:
     place = Path(source.dataset)
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file())
-        commit: object = [(str(file.relative_to(place)), file_sha256(file)) for file in files]
+        commit: object = [(str(file.relative_to(place)), _readable_sha256(file, source.name)) for file in files]
     else:
         commit = dataset_commit(source)
     return [source.dataset, source.subset, source.split, commit]

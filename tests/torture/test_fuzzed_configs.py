@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import scale_cli.biography.run
 import scale_cli.pipeline
 import scale_cli.planning.run
 import scale_cli.training.prepare
 import scale_cli.upscale.run
-from scale_cli.cli import main
+from tests.torture.command_line import Outcome, Scale, command_line, model_loads
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))]
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = {
@@ -30,53 +30,71 @@ VERBS = {
     "upscale": (scale_cli.upscale.run, "load_base"),
     "prepare": (scale_cli.training.prepare, "load_tokenizer"),
     "run": (scale_cli.pipeline, "upscale"),
+    "biography": (scale_cli.biography.run, "run_biography"),
 }
 
 
-class _ModelLoads(BaseException):
-    """A valid config has come to where the model would be loaded."""
-
-
-Outcome = tuple[int | None, str]  # exit code, None where the model would have loaded; what stderr shows
-
-
 @pytest.fixture
-def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """The command line in this process, up to the model."""
-
-    def loads(*_: object, **__: object) -> None:
-        raise _ModelLoads
-
+def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+    """The command line, up to the model."""
     for module, name in VERBS.values():
-        monkeypatch.setattr(module, name, loads)
+        monkeypatch.setattr(module, name, model_loads)
     # These sources are not in this repository; that they are not there is another test's subject.
-    monkeypatch.setattr(scale_cli.pipeline, "source_files", lambda source: [])
-
-    def run(*arguments: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["scale", *arguments])
-        capfd.readouterr()
-        code: int | None
-        try:
-            main()
-        except SystemExit as ended:
-            assert ended.code is None or isinstance(ended.code, int)
-            code = ended.code or 0
-        except _ModelLoads:
-            code = None
-        captured = capfd.readouterr()
-        return code, captured.err
-
-    return run
+    monkeypatch.setattr(scale_cli.pipeline, "source_files", lambda _: [])
+    return command_line(monkeypatch, capfd)
 
 
 # Values that a key may be given instead of its own, as YAML
 
 NUMBERS = ["0", "-1", "1e400", "-.inf", ".nan", "1e12", "9" * 400, "0x" + "f" * 5000, "0o17", "017", "1_000", "1:30:00"]
-TEXTS = ["''", "' '", "a" * 5000, "a/" * 3000, "'\\0'", '"\\0"', '"\\ud800"', "~", "~/x", "~nobody-here/x", "null", "no"]
-TEXTS += ["yes", "On", "한국어", '"\\x1b[31mred"', "../../x", "/dev/null", "https://user:hunter2@host/x", "{{7*7}}", "$HOME"]
-SHAPES = ["[]", "{}", "[[]]", "[1, a, {b: c}]", "{a: {b: {c: d}}}", "2024-02-30", "2024-01-01", "!!binary aGk=", "? [a]"]
+TEXTS = [
+    "''",
+    "' '",
+    "a" * 5000,
+    "a/" * 3000,
+    "'\\0'",
+    '"\\0"',
+    '"\\ud800"',
+    "~",
+    "~/x",
+    "~nobody-here/x",
+    "null",
+    "no",
+]
+TEXTS += [
+    "yes",
+    "On",
+    "한국어",
+    '"\\x1b[31mred"',
+    "../../x",
+    "/dev/null",
+    "https://user:hunter2@host/x",
+    "{{7*7}}",
+    "$HOME",
+]
+SHAPES = [
+    "[]",
+    "{}",
+    "[[]]",
+    "[1, a, {b: c}]",
+    "{a: {b: {c: d}}}",
+    "2024-02-30",
+    "2024-01-01",
+    "!!binary aGk=",
+    "? [a]",
+]
 TAGS = ["!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!set {a, b}", "!!omap [a: 1]", "!x y"]
-TAGS += ["!!int x", "!!float []", "!!null x", "*nowhere", "&a [*a]", "<<: {a: 1}", "{<<: [1]}", "!!timestamp x", "!!str"]
+TAGS += [
+    "!!int x",
+    "!!float []",
+    "!!null x",
+    "*nowhere",
+    "&a [*a]",
+    "<<: {a: 1}",
+    "{<<: [1]}",
+    "!!timestamp x",
+    "!!str",
+]
 JUNK = st.sampled_from([*NUMBERS, *TEXTS, *SHAPES, *TAGS]) | st.text(max_size=30)
 
 
@@ -156,7 +174,9 @@ CONTENTS = (
     | st.sampled_from([SHIPPED[0].encode()[: 50 * end] for end in range(20)])
 )
 OVERRIDES = st.lists(
-    st.sampled_from(["train.lr", "train", "output_dir", "corpus.sources.0.path", "corpus.sources.9", "method", "a.b", ""])
+    st.sampled_from(
+        ["train.lr", "train", "output_dir", "corpus.sources.0.path", "corpus.sources.9", "method", "a.b", ""]
+    )
     .flatmap(lambda key: JUNK.map(lambda value: f"{key}={value}"))
     .filter(lambda override: not override.startswith("-") and "\0" not in override),
     max_size=2,
@@ -165,13 +185,12 @@ OVERRIDES = st.lists(
 
 def check_outcome(outcome: Outcome, work: Path, before: set[Path]) -> bool:
     """Hold one outcome to the promise; return whether the config was taken."""
-    code, stderr = outcome
-    assert "Traceback" not in stderr
+    stderr = outcome.stderr
     assert set(work.rglob("*")) == before, "something was written"
-    if code is None:
+    if outcome.exit_code is None:
         assert stderr == ""
         return True
-    assert code == 2
+    assert outcome.exit_code == 2
     lines = stderr.splitlines()
     assert lines
     assert lines[0].startswith("error: ")
@@ -184,7 +203,7 @@ def check_outcome(outcome: Outcome, work: Path, before: set[Path]) -> bool:
 
 
 def test_fuzzed_configs_run_or_end_in_one_clean_error(
-    scale_here: Callable[..., Outcome],
+    scale_here: Scale,
     in_full: bool,
     record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
