@@ -33,6 +33,8 @@ _NOT_COMPUTING = {
 _LONGEST_REASON = 200
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
+# How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
+PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 # What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
 _UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
@@ -95,9 +97,8 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             revision=model.revision,
             config=config,
             dtype=getattr(torch, model.dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
+            **PLAIN_WEIGHTS,
         )
     except _UNLOADABLE as error:
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
@@ -129,6 +130,7 @@ def load_base_config(model: ModelConfig) -> Any:
     supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
+    _check_stays_inside(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
     except _UNLOADABLE as error:
@@ -138,6 +140,21 @@ def load_base_config(model: ModelConfig) -> Any:
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
     return config
+
+
+def _check_stays_inside(folder: Path) -> None:
+    """Refuse a local base whose files send the loader to other places than itself."""
+    if (folder / "adapter_config.json").exists():
+        raise BaseModelError(f"model.base: {folder} holds an adapter (adapter_config.json), not a whole model")
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BaseModelError(f"model.base: {index} is no index of weights") from None
+    if odd := [shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard]:
+        raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is no file of the folder")
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
