@@ -30,7 +30,7 @@ from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log
 from scale_cli.printable import printable
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import PLAIN_WEIGHTS, load_tokenizer
+from scale_cli.upscale.base import load_tokenizer, load_written
 from scale_cli.upscale.folder import BASE_RECORD, load_model
 
 _BASE, _TRAINED, _PLAIN = "\x1b[34m", "\x1b[33m", "\x1b[0m"
@@ -109,7 +109,7 @@ class Generator:
         else:
             widened = read_json(folder / "config.json").get("model_type") == "scale"
             loader: Any = ScaleForCausalLM if widened else AutoModelForCausalLM
-            self.model = loader.from_pretrained(folder, dtype="auto", **PLAIN_WEIGHTS).eval()
+            self.model = load_written(loader, folder).eval()
             # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self._boundary = Boundaries.of(self.tokenizer).context

@@ -21,7 +21,7 @@ from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import PLAIN_WEIGHTS, load_tokenizer
+from scale_cli.upscale.base import load_tokenizer, load_written
 from scale_cli.upscale.folder import (
     MethodModel,
     load_model,
@@ -101,9 +101,9 @@ def export(config: RunConfig) -> ExportSummary:
 
 def _load_export(folder: Path, config: RunConfig) -> MethodModel:
     if config.export.format == "llama":
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **PLAIN_WEIGHTS)
+        return load_written(AutoModelForCausalLM, folder)
     if config.export.format == "transformers":
-        return ScaleForCausalLM.from_pretrained(folder, dtype="auto", **PLAIN_WEIGHTS)
+        return load_written(ScaleForCausalLM, folder)
     return load_onto_base(folder, config.model)
 
 

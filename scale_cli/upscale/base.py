@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError
+from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
 # What a configuration holds beside what is computed.
@@ -34,9 +32,7 @@ _LONGEST_REASON = 200
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
-PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
-# What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
-_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+_PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -98,15 +94,31 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             config=config,
             dtype=getattr(torch, model.dtype),
             output_loading_info=True,
-            **PLAIN_WEIGHTS,
+            **_PLAIN_WEIGHTS,
         )
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
     base: PreTrainedModel
     base, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     return base.requires_grad_(False).eval()
+
+
+def load_written(loader: Any, folder: Path) -> Any:
+    """Load a whole model that was exported.
+
+    Args:
+        loader: transformers' class, or ours.
+        folder: of the export.
+
+    Raises:
+        StorageError: it holds no such model, or code in its place.
+    """
+    try:
+        return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
+    except Exception as error:  # of a damaged folder it may say anything
+        raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
 
 
 def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
@@ -133,7 +145,7 @@ def load_base_config(model: ModelConfig) -> Any:
     _check_stays_inside(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
     # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
     config.attention_dropout = 0.0
@@ -167,7 +179,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
         )
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the tokenizer of {model.base} cannot be loaded: {one_line(error)}") from None
     return tokenizer
 
