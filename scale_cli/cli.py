@@ -33,6 +33,10 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE].
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
 ]
+Accepted = Annotated[
+    list[str] | None,
+    typer.Option("--accept", metavar="KEY", help="May have changed since the run was begun: train.max_steps, ..."),
+]
 MaxForgetting = Annotated[
     float | None,
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
@@ -107,12 +111,12 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, resume: Resume = None) -> None:
+def train(config: Config, overrides: Overrides = None, resume: Resume = None, accept: Accepted = None) -> None:
     """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
     checked = _load(config, overrides)
     from scale_cli.training import run
 
-    _show(run.train(checked, resume, _say))
+    _show(run.train(checked, resume, _say, accept or ()))
 
 
 @app.command()

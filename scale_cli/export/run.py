@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import EXPORT_SECTIONS, TRAIN_SECTIONS, differences
+from scale_cli.config.compare import BASE_PLACE, EXPORT_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
@@ -76,9 +76,7 @@ def export(config: RunConfig) -> ExportSummary:
     run, settings = RunFolder(config.output_dir), config.export
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
-    if changed:
-        raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
     check_format(config)
     model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
     set_router(model, config.method.router)

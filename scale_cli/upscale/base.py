@@ -29,6 +29,7 @@ _NOT_COMPUTING = {
     "use_cache",
 }
 _LONGEST_REASON = 200
+_REMEDY = "give back the one that was, or start anew in another output_dir"
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
@@ -230,8 +231,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
     Raises:
         BaseModelError: it is another.
     """
-    if record.tokenizer_sha256 and tokenizer_sha256(tokenizer) != record.tokenizer_sha256:
-        raise BaseModelError(f"model.base: the tokenizer of {record.name} is not the one it had at `scale upscale`")
+    now = tokenizer_sha256(tokenizer)
+    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
+        raise BaseModelError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
+            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {_REMEDY}"
+        )
 
 
 def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
@@ -249,7 +254,9 @@ def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> No
     """
     if changed := changed_tensors(base, record):
         raise BaseModelError(
-            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs"
+            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {_REMEDY}"
         )
     if record.config_sha256 and config_sha256(base) != record.config_sha256:
-        raise BaseModelError(f"{where}: not the base that was widened ({record.name}): its config.json differs")
+        raise BaseModelError(
+            f"{where}: not the base that was widened ({record.name}): its config.json differs; {_REMEDY}"
+        )
