@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
         monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
         capfd.readouterr()
         code: int | None
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main()
         except SystemExit as ended:
@@ -61,6 +63,9 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
             code = ended.code or 0
         except ModelLoads:
             code = None
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         shown = capfd.readouterr()
         assert "Traceback" not in shown.out + shown.err
         return Outcome(code, shown.out, re.sub(r"\r[^\r\n]*(?=\r)|\r *\r?(?=[^\n]|$)", "", shown.err))
