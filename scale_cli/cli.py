@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import ConfigError, Interrupted, ScaleError, StorageError
+from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError
+from scale_cli.printable import printable, without_passwords
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -31,6 +32,10 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file th
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Override config keys.")]
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
+]
+Accepted = Annotated[
+    list[str] | None,
+    typer.Option("--accept", metavar="KEY", help="May have changed since the run was begun: train.max_steps, ..."),
 ]
 MaxForgetting = Annotated[
     float | None,
@@ -110,12 +115,12 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, resume: Resume = None) -> None:
+def train(config: Config, overrides: Overrides = None, resume: Resume = None, accept: Accepted = None) -> None:
     """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
     checked = _load(config, overrides)
     from scale_cli.training import run
 
-    _show(run.train(checked, resume, _say))
+    _show(run.train(checked, resume, _say, accept or ()))
 
 
 @app.command()
@@ -187,7 +192,7 @@ def generate(
     stream = len(prompts) == 1 and not show_heads and not as_json
     continuations = generator.continue_all(prompts, sampling, stream=stream)
     for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
-        _say(line)
+        typer.echo(line)  # coloured, where that was asked for
 
 
 @app.command()
@@ -208,6 +213,7 @@ def biography(config: Config, overrides: Overrides = None) -> None:
     from scale_cli.config.load import load_checked
 
     checked = load_checked(BiographyConfig, config, overrides)
+    _check_output(checked.output_dir)
     _quieten_libraries()
     from scale_cli.biography import run
 
@@ -231,8 +237,15 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from scale_cli.config.load import load_config
 
     config = load_config(path, overrides)
+    _check_output(config.output_dir)
     _quieten_libraries()
     return config
+
+
+def _check_output(output_dir: Path) -> None:
+    from scale_cli.storage.layout import RunFolder
+
+    RunFolder(output_dir).check()
 
 
 def _quieten_libraries() -> None:
@@ -254,7 +267,7 @@ def _show(summary: Summary) -> None:
 def _say(line: str) -> None:
     # Every process of `accelerate launch` runs the verb; one of them speaks.
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def main() -> None:
@@ -264,13 +277,15 @@ def main() -> None:
     try:
         app()
     except Interrupted as stopped:
-        typer.echo(str(stopped), err=True)
+        typer.echo(printable(str(stopped)), err=True)
         sys.exit(stopped.exit_code)
     except ScaleError as error:
         _fail(error)
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
+    except MemoryError:
+        _fail(RunError("out of memory"))
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -282,5 +297,5 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _fail(error: ScaleError) -> None:
-    typer.echo(f"error: {error}", err=True)
+    typer.echo(f"error: {printable(without_passwords(str(error)))}", err=True)
     sys.exit(error.exit_code)

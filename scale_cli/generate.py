@@ -27,9 +27,10 @@ from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log_weights
+from scale_cli.printable import printable
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.base import load_tokenizer, load_written
 from scale_cli.upscale.folder import BASE_RECORD, load_model
 
 _BASE, _TRAINED, _PLAIN = "\x1b[34m", "\x1b[33m", "\x1b[0m"
@@ -108,7 +109,7 @@ class Generator:
         else:
             widened = read_json(folder / "config.json").get("model_type") == "scale"
             loader: Any = ScaleForCausalLM if widened else AutoModelForCausalLM
-            self.model = loader.from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
+            self.model = load_written(loader, folder).eval()
             # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self._boundary = Boundaries.of(self.tokenizer).context
@@ -138,7 +139,7 @@ class Generator:
         for index, row in enumerate(rows):
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
         set_seed(sampling.seed)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        streamer = _PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
         generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)[
             :, width:
         ]
@@ -174,6 +175,14 @@ class Generator:
         return [float(weight) for weight in weights_KBS[0, 0, :-1].exp()]
 
 
+class _PrintableStreamer(TextStreamer):
+    """Prints the text as it comes, but none of the control characters that a model may say."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print what has become certain."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, streamed: bool) -> list[str]:
     """Return the lines to print.
 
@@ -188,7 +197,7 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, 
     lines = []
     if not streamed:
         for c in continuations:
-            lines.append(f"{c.prompt}{_coloured(c) if show_heads else c.completion}")
+            lines.append(f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}")
     weights = [token.base_weight for c in continuations for token in c.tokens if token.base_weight is not None]
     if weights:
         lines.append(f"base head spoke {sum(weights) / len(weights):.1%} of {len(weights):,} tokens")
@@ -197,8 +206,8 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, 
 
 def _coloured(continuation: Continuation) -> str:
     return "".join(
-        token.text
+        printable(token.text)
         if token.base_weight is None
-        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{token.text}{_PLAIN}"
+        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{printable(token.text)}{_PLAIN}"
         for token in continuation.tokens
     )

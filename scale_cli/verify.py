@@ -138,7 +138,9 @@ def _hold(check: FolderCheck, name: str, prove: Callable[[], None]) -> bool:
 def _check_files(folder: Path) -> None:
     verify_folder(folder)
     listed = read_json(folder / MANIFEST)["files"].keys() | {MANIFEST}
-    present = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
+    present = {
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()
+    }
     if extra := sorted(present - listed):
         raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scale_cli.config.schema import MethodConfig, Name, Section, TrainConfig
+from scale_cli.config.schema import MethodConfig, Section, TrainConfig
+from scale_cli.config.values import BatchSize, Folder, LearningRate, Name, Steps
 
 
 class PeopleConfig(Section):
     """How many synthetic people each stage is about."""
 
-    pretraining: int = Field(default=200, ge=1, description="people whose biographies are pre-trained")
-    biographies_each: int = Field(default=5, ge=1, description="tellings of one person, differently worded")
-    task_0: int = Field(default=100, ge=1, description="of them, people that Task 0 asks about")
-    task_1: int = Field(default=100, ge=1, description="people never seen before, whom Task 1 asks about")
-    measured: int | None = Field(default=None, ge=1, description="first people of a task that are measured; null: all")
+    pretraining: int = Field(default=200, ge=1, le=1_000_000, description="people whose biographies are pre-trained")
+    biographies_each: int = Field(default=5, ge=1, le=10_000, description="tellings of one person, differently worded")
+    task_0: int = Field(default=100, ge=1, le=1_000_000, description="of them, people that Task 0 asks about")
+    task_1: int = Field(default=100, ge=1, le=1_000_000, description="people never seen before, whom Task 1 asks about")
+    measured: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="first people of a task that are measured; null: all"
+    )
 
     @model_validator(mode="after")
     def _task_0_is_pretrained(self) -> PeopleConfig:
@@ -29,12 +31,12 @@ class PeopleConfig(Section):
 class ModelSizes(Section):
     """The Llama that is trained from a random start; its embeddings are tied."""
 
-    vocab_size: int = Field(default=2048, ge=512)
-    hidden_size: int = Field(default=128, ge=8)
-    intermediate_size: int = Field(default=352, ge=8)
-    num_hidden_layers: int = Field(default=4, ge=1)
-    num_attention_heads: int = Field(default=4, ge=1)
-    num_key_value_heads: int = Field(default=4, ge=1)
+    vocab_size: int = Field(default=2048, ge=512, le=2**20)
+    hidden_size: int = Field(default=128, ge=8, le=2**16)
+    intermediate_size: int = Field(default=352, ge=8, le=2**18)
+    num_hidden_layers: int = Field(default=4, ge=1, le=1000)
+    num_attention_heads: int = Field(default=4, ge=1, le=2**12)
+    num_key_value_heads: int = Field(default=4, ge=1, le=2**12)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSizes:
@@ -46,10 +48,10 @@ class ModelSizes(Section):
 class StageConfig(Section):
     """One stage of training; a sequence is one biography, or one question with its answer."""
 
-    max_steps: int = Field(ge=1)
-    batch_size: int = Field(ge=1, description="sequences a step")
-    lr: float = Field(default=2.0e-3, gt=0.0)
-    warmup_steps: int = Field(default=10, ge=0)
+    max_steps: Steps
+    batch_size: BatchSize = Field(description="sequences a step")
+    lr: LearningRate = 2.0e-3
+    warmup_steps: int = Field(default=10, ge=0, le=10_000_000)
 
     def schedule(self, mixed_precision: Literal["no", "bf16"], lr: float | None = None) -> TrainConfig:
         """Return the training settings of this stage, at another learning rate where one is given."""
@@ -67,7 +69,7 @@ class ComparedMethod(Section):
     """A method that learns Task 1, and the learning rate at which it does."""
 
     name: Name
-    lr: float = Field(gt=0.0)
+    lr: LearningRate
     method: MethodConfig
 
 
@@ -91,7 +93,7 @@ _DEFAULT_METHODS = [
 class BiographyConfig(Section):
     """The whole file of `scale biography`; every key but output_dir has a default."""
 
-    output_dir: Path = Field(strict=False)
+    output_dir: Folder
     seed: int = Field(default=0, ge=0, lt=2**32)
     language: Literal["en", "ko"] = "en"
     mixed_precision: Literal["no", "bf16"] = "bf16"
@@ -100,7 +102,7 @@ class BiographyConfig(Section):
     pretraining: StageConfig = StageConfig(max_steps=600, batch_size=32, lr=3.0e-3)
     task_0: StageConfig = StageConfig(max_steps=400, batch_size=48)
     task_1: StageConfig = StageConfig(max_steps=400, batch_size=48)
-    measure_every_steps: int = Field(default=25, ge=1)
+    measure_every_steps: Steps = 25
     methods: list[ComparedMethod] = Field(default=_DEFAULT_METHODS, min_length=1)
 
     @field_validator("mixed_precision", mode="before")

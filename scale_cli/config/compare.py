@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, RunFolderError
 
 # Cadences and places, and how the work is cut up: they change what is written, when and by whom, not what is computed.
 _FREE = {
@@ -22,6 +27,29 @@ _FREE = {
     "train.eval_every_steps",
     "train.eval_max_documents",
 }
+# How it is trained from here on: a run that goes on may change these where it is told to, and only then.
+ACCEPTABLE = {
+    "train.max_steps",
+    "train.lr",
+    "train.min_lr_ratio",
+    "train.schedule",
+    "train.warmup_steps",
+    "train.weight_decay",
+    "train.adam_beta1",
+    "train.adam_beta2",
+    "train.adam_epsilon",
+    "train.max_grad_norm",
+    "train.mixed_precision",
+    "train.on_nonfinite",
+    "train.max_skipped_steps",
+    "train.compile",
+    "train.activation_checkpointing",
+}
+# Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
+BASE_PLACE = r"model\.(base|revision)"
+PLACES = BASE_PLACE + r"|corpus\.sources\.\d+\.(path|revision)"
+NOTHING = r"(?!)"
+_MAX_TOLD = 8
 # The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
 _ROUTER = "method.router."
 UPSCALE_SECTIONS = ("seed", "model", "method")
@@ -30,12 +58,83 @@ EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
 EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
-def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[str]:
-    """Return one `key: before -> now` for every key in `sections` that would make another run."""
+def differences(
+    before: RunConfig, now: RunConfig, sections: tuple[str, ...], held_by_content: str = NOTHING
+) -> list[str]:
+    """Return one `key: before -> now` for every key in `sections` that would make another run.
+
+    Args:
+        before: an earlier config.
+        now: this one.
+        sections: that count.
+        held_by_content: a pattern of keys that do not count, since whoever asks compares what they stand for.
+    """
+    return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(held_by_content, change.key)]
+
+
+def check_same_run(
+    where: Path,
+    before: RunConfig,
+    now: RunConfig,
+    sections: tuple[str, ...],
+    held_by_content: str = NOTHING,
+    accepted: Collection[str] = (),
+) -> list[str]:
+    """Hold whoever goes on from a folder to the config that it was made with.
+
+    Args:
+        where: the folder.
+        before: the config in it.
+        now: this one.
+        sections: that count.
+        held_by_content: a pattern of keys that do not count, as in `differences`.
+        accepted: keys that may have changed.
+
+    Returns:
+        A line for every key that has changed all the same: those accepted, and those to be held by content.
+
+    Raises:
+        ConfigError: a key is accepted that makes another run.
+        RunFolderError: naming the keys that have changed, and what can be done.
+    """
+    for key in accepted:
+        if key not in ACCEPTABLE:
+            raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
+    changes = _changes(before, now, sections)
+    refused = [c for c in changes if c.key not in accepted and not re.fullmatch(held_by_content, c.key)]
+    if refused:
+        raise RunFolderError(f"{where}: was made with another config ({_listed(refused)}); {_remedy(refused)}")
+    return [str(change) for change in changes]
+
+
+@dataclass(frozen=True)
+class _Change:
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before!r} -> {self.now!r}"
+
+
+def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[_Change]:
     old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
     keys = [key for key in {**old, **new} if _section(key) in sections and key not in _FREE]
-    keys = [key for key in keys if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys]
+    return [_Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def _listed(changes: list[_Change]) -> str:
+    told = [str(change) for change in changes[:_MAX_TOLD]]
+    return "; ".join([*told, f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else told)
+
+
+def _remedy(refused: list[_Change]) -> str:
+    """Return what can be done: back to the earlier values, or, where every key allows it, the changes accepted."""
+    earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_TOLD])
+    ways = [f"go on with what it was ({earlier})"]
+    if all(change.key in ACCEPTABLE for change in refused):
+        ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")
+    return f"{', '.join(ways)}, or start anew in another output_dir"
 
 
 def _section(key: str) -> str:

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import re
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from scale_cli.config.safe_yaml import dump, parse, read_text
 from scale_cli.config.schema import RunConfig, Section
 from scale_cli.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-
-
-class _Yaml12FloatLoader(yaml.SafeLoader):
-    """Safe YAML in which `1e-4` is a number: PyYAML, faithful to YAML 1.1, reads it as a string."""
-
-
-class _Yaml12FloatDumper(yaml.SafeDumper):
-    """Safe YAML that quotes a string which that loader would read as a number (a git revision such as 1e10)."""
-
-
-for _half in (_Yaml12FloatLoader, _Yaml12FloatDumper):
-    _half.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+_MAX_ERRORS = 10
+_LONGEST_QUOTE, _LONGEST_MESSAGE = 200, 300
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -47,15 +34,9 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
 
     Raises:
         ConfigError: the file is missing or not YAML, or a field is unknown, mistyped or out of range; one line
-            for each, naming the field, with a "did you mean" for unknown keys.
+            for each of the first few, naming the field, with a "did you mean" for unknown keys.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    tree = _parse_yaml(text, str(path))
+    tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, this is {_kind(tree)}")
     for override in overrides or []:
@@ -63,32 +44,27 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{path}: {_describe(schema, detail)}" for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        details = error.errors(include_url=False, include_input=False)
+        lines = list(dict.fromkeys(f"{path}: {_describe(schema, detail)}" for detail in details))
+        if len(lines) > _MAX_ERRORS:
+            lines[_MAX_ERRORS:] = [f"{path}: and {len(lines) - _MAX_ERRORS:,} errors more"]
+        raise ConfigError("\n".join(lines)) from None
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        # The loader is a SafeLoader with one more number pattern: it builds plain data only.
-        return yaml.load(text, Loader=_Yaml12FloatLoader)  # noqa: S506
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
-        # PyYAML lets through whatever int(), a regex or a dict says of a scalar that is not what its tag claims.
-        raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+def _quoted(text: str) -> str:
+    """Return what the user wrote as one line, cut where it is long."""
+    return repr(text) if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]!r}..."
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     parts = key.split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {override!r}: write it as key.sub=value")
+        raise ConfigError(f"override {_quoted(override)}: write it as key.sub=value")
     node: Any = tree
     for position, part in enumerate(parts[:-1]):
         node = _child(node, part, ".".join(parts[: position + 1]), override)
-    leaf = _parse_yaml(value, f"override {override!r}")
+    leaf = parse(value, f"override {_quoted(override)}")
     if isinstance(node, list):
         node[_index(node, parts[-1], override)] = leaf
     else:
@@ -101,7 +77,7 @@ def _child(node: Any, part: str, place: str, override: str) -> Any:
     if child is None:  # absent, or an empty section in YAML
         child = {}
     elif not isinstance(child, dict | list):
-        raise ConfigError(f"override {override!r}: {place} is {_kind(child)}, it has no keys")
+        raise ConfigError(f"override {_quoted(override)}: {place} is {_kind(child)}, it has no keys")
     node[key] = child = copy(child)  # an alias of it elsewhere in the YAML is not overridden
     return child
 
@@ -109,7 +85,7 @@ def _child(node: Any, part: str, place: str, override: str) -> Any:
 def _index(node: list[Any], part: str, override: str) -> int:
     indices = {str(index): index for index in range(len(node))}
     if part not in indices:
-        raise ConfigError(f"override {override!r}: {part!r} is not an index of a list of {len(node)}")
+        raise ConfigError(f"override {_quoted(override)}: {_quoted(part)} is not an index of a list of {len(node)}")
     return indices[part]
 
 
@@ -119,7 +95,7 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     location = [part for part in sections if not _is_union_branch(part)]
     if unknown_key or not _is_union_branch(last):
         location.append(last)
-    place = ".".join(str(part) for part in location)
+    place = ".".join(_key(part) for part in location)
     if unknown_key:
         return f"{place}: unknown key{_did_you_mean(schema, location)}"
     if detail["type"] == "missing":
@@ -127,7 +103,13 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] != "value_error":
         message = message[0].lower() + message[1:]
+    message = " ".join(message[:_LONGEST_MESSAGE].split())
     return f"{place}: {message}" if place else message
+
+
+def _key(part: str | int) -> str:
+    text = str(part)
+    return text if text.isprintable() and len(text) <= _LONGEST_QUOTE else _quoted(text)
 
 
 def _is_union_branch(part: str | int) -> bool:
@@ -169,6 +151,4 @@ def _kind(value: object) -> str:
 
 def dump_config(config: Section) -> str:
     """Return the resolved config as YAML, every default written out."""
-    tree = config.model_dump(mode="json")
-    dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True)
-    return dumped
+    return dump(config.model_dump(mode="json"))

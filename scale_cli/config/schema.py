@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from scale_cli.config.values import (
+    BatchSize,
+    Documents,
+    Folder,
+    Fraction,
+    Language,
+    LearningRate,
+    Length,
+    Name,
+    PathText,
+    Steps,
+)
 
 WIDENED = ("preserve", "adapt", "route")
 Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
@@ -15,9 +27,8 @@ _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e
 # How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
-Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# The order of a run's sequences is kept in memory: 18 bytes each.
+_MAX_SEQUENCES = 10**9
 
 
 class Section(BaseModel):
@@ -29,7 +40,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The pretrained model that is widened."""
 
-    base: str = Field(min_length=1, description="hub id or local folder")
+    base: PathText = Field(description="hub id or local folder")
     revision: str | None = None
     dtype: Dtype = "float32"
 
@@ -54,7 +65,7 @@ class CollaborationConfig(Section):
     def _known_form(cls, layers: object) -> object:
         known = layers is None or layers in ("none", "all")
         if isinstance(layers, str):
-            known = known or re.fullmatch(r"top:[1-9]\d*", layers) is not None
+            known = known or re.fullmatch(r"top:[1-9][0-9]{0,3}", layers) is not None
         elif isinstance(layers, list):
             known = all(type(layer) is int and layer >= 0 for layer in layers)
         if not known:
@@ -81,8 +92,8 @@ class RouterConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters beside frozen projections (PEFT)."""
 
-    rank: int = Field(default=16, ge=1)
-    alpha: int = Field(default=32, ge=1)
+    rank: int = Field(default=16, ge=1, le=2**16)
+    alpha: int = Field(default=32, ge=1, le=2**20)
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
     )
@@ -91,13 +102,13 @@ class LoraConfig(Section):
 class FreezeConfig(Section):
     """Full fine-tuning above some frozen layers; the input embedding is frozen too."""
 
-    num_layers: int = Field(default=3, ge=0, description="bottom layers that stay frozen")
+    num_layers: int = Field(default=3, ge=0, le=10_000, description="bottom layers that stay frozen")
 
 
 class LlamaProConfig(Section):
     """Depth expansion: copied layers that start as the identity, and alone train."""
 
-    num_blocks: int | None = Field(default=None, ge=1, description="copies; null: one for every four layers")
+    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
 
 
 class MethodConfig(Section):
@@ -134,11 +145,11 @@ class TextSource(Section):
     """Where documents come from: local files by a glob, or a dataset on the hub."""
 
     name: Name
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None,
         description="glob of .txt (documents parted by a blank line) .jsonl .parquet, plain or .gz .xz .zst",
     )
-    dataset: str | None = Field(default=None, description="hub dataset id")
+    dataset: PathText | None = Field(default=None, description="hub dataset id")
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -147,7 +158,7 @@ class TextSource(Section):
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )
     language: Language
-    max_documents: int | None = Field(default=None, ge=1)
+    max_documents: Documents | None = None
 
     @model_validator(mode="after")
     def _one_origin(self) -> TextSource:
@@ -165,7 +176,9 @@ class TextSource(Section):
 class CorpusSource(TextSource):
     """A training source and its share of the training tokens."""
 
-    weight: float = Field(default=1.0, gt=0.0, description="share of the training windows, relative to the others")
+    weight: float = Field(
+        default=1.0, ge=1e-6, le=1e6, description="share of the training windows, relative to the others"
+    )
 
 
 class EvaluationSource(TextSource):
@@ -179,7 +192,7 @@ class BenchmarkSource(Section):
     """A benchmark: a task or group by lm-eval's name, or a local file of minimal pairs or of multiple choice."""
 
     name: Name
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None, description="glob of .jsonl, .tsv or .zip of .jsonl; null: `name` is lm-eval's name of a task"
     )
     language: Language
@@ -188,8 +201,8 @@ class BenchmarkSource(Section):
         default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
     )
     delimiter: str = Field(default=" ", description="of a local file: stands between prompt and choice, as in lm-eval")
-    num_fewshot: int | None = Field(default=None, ge=0, description="null: the task's own")
-    limit: int | None = Field(default=None, ge=1, description="first items of every task of a group, or of every file")
+    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="null: the task's own")
+    limit: Documents | None = Field(default=None, description="first items of every task of a group, or of every file")
 
     @model_validator(mode="before")
     @classmethod
@@ -219,19 +232,23 @@ def distinct_names(sources: list[AnySource]) -> list[AnySource]:
 class ReadingConfig(Section):
     """How every source is read, those that are trained on and those that are held out."""
 
-    max_document_bytes: int = Field(default=10_000_000, ge=1, description="a larger document is dropped, and is bad")
+    max_document_bytes: int = Field(
+        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
+    )
     max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
-    num_workers: int | None = Field(default=None, ge=1, description="processes that tokenise; null: the usable cores")
+    num_workers: int | None = Field(
+        default=None, ge=1, le=1024, description="processes that tokenise; null: the usable cores"
+    )
 
 
 class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
-    sequence_length: int = Field(default=2048, ge=2)
+    sequence_length: Length = 2048
     isolate_documents: bool = Field(
         default=False, description="in a window, positions restart and attention ends at every document's beginning"
     )
-    cache_dir: Path | None = Field(default=None, strict=False, description="tokenised corpora; null: output_dir/tokens")
+    cache_dir: Folder | None = Field(default=None, description="tokenised corpora; null: output_dir/tokens")
     sources: list[CorpusSource] = Field(min_length=1)
 
     @field_validator("sources")
@@ -243,28 +260,33 @@ class CorpusConfig(ReadingConfig):
 class TrainConfig(Section):
     """How it is trained."""
 
-    max_steps: int = Field(ge=1)
-    global_batch_size: int = Field(default=32, ge=1, description="sequences an optimiser step")
-    micro_batch_size: int = Field(default=8, ge=1, description="sequences a process holds at once")
+    max_steps: Steps
+    global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
+    micro_batch_size: BatchSize = Field(default=8, description="sequences a process holds at once")
     sharding: Literal["none", "expansion", "all"] = Field(
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
-    lr: float = Field(default=1.0e-3, gt=0.0, description="where it is left out: the paper's for the variant")
+    lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.1, ge=0.0)
+    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0)
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = Field(default=1.0e-8, gt=0.0)
+    adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0)
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     mixed_precision: Literal["no", "bf16"] = "no"
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="a loss or gradient that is not finite: stop, or leave the step out"
     )
-    max_skipped_steps: int = Field(default=10, ge=0, description="steps that `skip` may leave out in the whole run")
+    max_skipped_steps: int = Field(
+        default=10, ge=0, le=10_000_000, description="steps that `skip` may leave out in the whole run"
+    )
     max_hours: float | None = Field(
-        default=None, gt=0.0, description="of one invocation: when they are over, a checkpoint is written and it ends"
+        default=None,
+        gt=0.0,
+        le=1e6,
+        description="of one invocation: when they are over, a checkpoint is written and it ends",
     )
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = Field(
         default="sdpa",
@@ -272,11 +294,11 @@ class TrainConfig(Section):
     )
     compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
     activation_checkpointing: bool = Field(default=False, description="less memory for more time")
-    log_every_steps: int = Field(default=10, ge=1)
-    save_every_steps: int = Field(default=500, ge=1)
-    keep_checkpoints: int = Field(default=2, ge=1)
-    eval_every_steps: int | None = Field(default=None, ge=1, description="null: only `scale evaluate` evaluates")
-    eval_max_documents: int = Field(default=32, ge=1, description="per corpus, at each periodic evaluation")
+    log_every_steps: Steps = 10
+    save_every_steps: Steps = 500
+    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000)
+    eval_every_steps: Steps | None = Field(default=None, description="null: only `scale evaluate` evaluates")
+    eval_max_documents: Documents = Field(default=32, description="per corpus, at each periodic evaluation")
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -292,6 +314,8 @@ class TrainConfig(Section):
             )
         if self.compile and self.sharding != "none":
             raise ValueError(f"compile: true goes with sharding: none, not with {self.sharding}")
+        if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
+            raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}")
         return self
@@ -304,10 +328,10 @@ class EvaluationConfig(Section):
     benchmarks: list[BenchmarkSource] = Field(
         default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
     )
-    sequence_length: int | None = Field(default=None, ge=2, description="null: corpus.sequence_length")
-    batch_size: int = Field(default=8, ge=1)
+    sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
+    batch_size: BatchSize = 8
     mixed_precision: Literal["no", "bf16"] = "no"
-    bootstrap_resamples: int = Field(default=2000, ge=100)
+    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000)
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -332,7 +356,7 @@ class ExportConfig(Section):
 class RunConfig(Section):
     """The whole file: one YAML serves upscale, train, evaluate and export."""
 
-    output_dir: Path = Field(strict=False)
+    output_dir: Folder
     seed: int = Field(default=0, ge=0, lt=2**32)
     model: ModelConfig
     method: MethodConfig = MethodConfig()

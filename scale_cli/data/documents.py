@@ -7,32 +7,29 @@ limit is passed over without being held.
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import json
 import lzma
-import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from scale_cli.config.schema import TextSource
+from scale_cli.data.decompression import COMPRESSIONS, decompressed, unpacked
 from scale_cli.errors import CorpusError
 
-COMPRESSIONS = (".gz", ".xz", ".zst")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line of JSON is longer than its text: an escape takes up to six bytes for one, and there are other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 256
+_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
 class _NoColumn(Exception):
@@ -90,13 +87,18 @@ def source_files(source: TextSource) -> list[Path]:
     """Return the local files of a source, sorted by name.
 
     Raises:
-        CorpusError: nothing matches, or a file is of no format that is read.
+        CorpusError: nothing matches, or a file is of no format that is read, or no file.
     """
     assert source.path is not None
-    files = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+    found = sorted(map(Path, glob.glob(source.path, recursive=True)))
+    # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
+    files = [path for path in found if not path.is_dir() or _format(path) in _READERS or path == Path(source.path)]
     if not files:
         raise CorpusError(f"{source.name}: no file matches {source.path}")
     for file in files:
+        if not file.is_file():
+            kind = "a folder" if file.is_dir() else "a broken link" if not file.exists() else "a pipe or a device"
+            raise CorpusError(f"{source.name}: {file} is {kind}, not a file")
         if _format(file) not in _READERS:
             raise CorpusError(
                 f"{file}: not a corpus format (known: {', '.join(_READERS)}, each also {', '.join(COMPRESSIONS)})"
@@ -156,7 +158,7 @@ class CorpusReader:
             self._finished_bytes += file.stat().st_size
 
     def _from_file(self, file: Path, raw: IO[bytes]) -> Iterator[Record]:
-        with _decompressed(file, raw) as stream:
+        with decompressed(file, raw) as stream:
             if self.source.documents == "file":
                 yield from _read_whole(file, stream, self._limit)
             else:
@@ -165,27 +167,6 @@ class CorpusReader:
 
 def _format(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
-
-
-@contextmanager
-def _decompressed(file: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    if file.suffix in COMPRESSIONS and file.stat().st_size == 0:
-        raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
-    with ExitStack() as stack:
-        stream: Any = raw
-        if file.suffix == ".zst":
-            # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
-            stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
-        elif file.suffix in COMPRESSIONS:
-            stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else lzma.LZMAFile(raw)  # noqa: SIM115 (below)
-            stack.enter_context(stream)
-        if stream is not raw and _format(file) == ".parquet":
-            # A parquet file is read from its end, where a decompressor cannot jump, and may be larger than memory.
-            unpacked = stack.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(stream, unpacked, _SKIPPED_AT_ONCE)
-            unpacked.seek(0)
-            stream = unpacked
-        yield stream
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
@@ -305,17 +286,33 @@ def _judged(text: str, place: str, limit: int) -> Record:
 
 
 def _read_parquet(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+    if file.suffix in COMPRESSIONS:
+        # It is read from its end, where a decompressor cannot jump, and may be larger than memory.
+        with unpacked(file, stream) as whole:
+            yield from _read_rows(file, whole, text_field, limit)
+    else:
+        yield from _read_rows(file, stream, text_field, limit)
+
+
+def _read_rows(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     # Buffered, and not ahead, a row group's column is read page by page instead of whole.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
-    if text_field not in table.schema_arrow.names:
-        raise _NoColumn(f"no column {text_field!r}; it has: {', '.join(table.schema_arrow.names)}")
+    names = table.schema_arrow.names
+    if names.count(text_field) != 1:
+        raise _NoColumn(
+            f"{'two columns' if text_field in names else 'no column'} {text_field!r} in: {', '.join(names)}"
+        )
     number = 0
     for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[text_field]):
-        for scalar in batch.column(0):
+        column = batch.column(0)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        holds_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
+        for scalar in column:
             number += 1
             place = f"{file}: row {number}"
             try:
-                text = scalar.as_py()
+                text = scalar.as_py() if holds_text else None  # of other types it may fail in other ways
             except UnicodeDecodeError:
                 yield Dropped(Reason.NOT_UTF8, place, scalar.as_buffer().size)
                 continue
@@ -328,7 +325,7 @@ def _named_dataset_errors(source: TextSource) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
 

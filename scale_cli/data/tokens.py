@@ -21,11 +21,12 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
-from scale_cli.data.documents import COMPRESSIONS, dataset_commit, source_files
+from scale_cli.data.decompression import COMPRESSIONS
+from scale_cli.data.documents import dataset_commit, source_files
 from scale_cli.data.encoding import Ids, Recipe
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
-from scale_cli.errors import BaseModelError
+from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.atomic import file_sha256, read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
@@ -152,7 +153,14 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
 
 
 def _file_content(source: TextSource) -> list[tuple[str, str]]:
-    return [(_reader_suffixes(file), file_sha256(file)) for file in source_files(source)]
+    return [(_reader_suffixes(file), _readable_sha256(file, source.name)) for file in source_files(source)]
+
+
+def _readable_sha256(file: Path, source_name: str) -> str:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise CorpusError(f"{source_name}: {file} cannot be read ({error.strerror or error})") from None
 
 
 def _dataset_content(source: TextSource) -> list[object]:
@@ -160,7 +168,7 @@ def _dataset_content(source: TextSource) -> list[object]:
     place = Path(source.dataset)
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file())
-        commit: object = [(str(file.relative_to(place)), file_sha256(file)) for file in files]
+        commit: object = [(str(file.relative_to(place)), _readable_sha256(file, source.name)) for file in files]
     else:
         commit = dataset_commit(source)
     return [source.dataset, source.subset, source.split, commit]

@@ -15,8 +15,10 @@ import csv
 import glob
 import io
 import json
+import lzma
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +30,7 @@ from scale_cli.errors import CorpusError
 
 Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".tsv", ".zip")
+_MAX_MEMBER_BYTES = 1 << 28  # of a file in a .zip, read whole
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,12 @@ def _open(path: Path) -> Iterator[tuple[str, Iterator[tuple[str, Row]]]]:
                 # macOS adds a "._" twin of every file, which is no text.
                 if not member.endswith(".jsonl") or Path(member).name.startswith("._"):
                     continue
+                if archive.getinfo(member).file_size > _MAX_MEMBER_BYTES:
+                    raise CorpusError(f"{path}/{member}: unpacks to more than {_MAX_MEMBER_BYTES:,} bytes")
                 yield Path(member).stem, _read_jsonl(f"{path}/{member}", archive.read(member).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path}: not UTF-8 ({error.reason})") from None
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError) as error:
         raise CorpusError(f"{path}: cannot be read ({error})") from None
 
 
@@ -120,7 +125,13 @@ def _read_jsonl(name: str, text: str) -> Iterator[tuple[str, Row]]:
 def _read_tsv(name: str, text: str) -> Iterator[tuple[str, Row]]:
     # KoBEST's sentences hold quotation marks that quote nothing.
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE, restkey="")
-    for row in reader:
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise CorpusError(f"{name}:{reader.line_num}: not TSV ({error})") from None
         place = f"{name}:{reader.line_num}"
         if "" in row or None in row.values():
             raise CorpusError(f"{place}: not as many columns as the first line has")

@@ -6,7 +6,7 @@ import difflib
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +16,11 @@ from typing import Any
 import datasets
 import huggingface_hub
 import lm_eval.tasks
-from jinja2 import TemplateError
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import regex_replace
 from tqdm import tqdm
 
 from scale_cli.config.schema import BenchmarkSource
@@ -104,14 +106,25 @@ def _open_local(source: BenchmarkSource, items: LocalItems) -> list[Benchmark]:
         group = {"group": "local", "task": [{"task": items.task, **overrides}]}
         (task,) = TaskManager(include_path=_KOBEST, include_defaults=False).load([group])["tasks"].values()
     else:
-        form = _MINIMAL_PAIRS if items.task == "minimal_pairs" else _MULTIPLE_CHOICE | {"doc_to_text": source.prompt}
+        form = _MINIMAL_PAIRS if items.task == "minimal_pairs" else _MULTIPLE_CHOICE | {"doc_to_text": _prompt(source)}
         own = {"task": source.name, "target_delimiter": source.delimiter}
-        try:
-            task = ConfigurableTask(config=own | form | overrides)
-        except TemplateError as error:
-            raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
+        task = ConfigurableTask(config=own | form | overrides)
     _set_fewshot(task, source)
     return [Benchmark(source.name, source, {source.name: task}, items.files)]
+
+
+def _prompt(source: BenchmarkSource) -> Callable[[Row], str]:
+    """Return what writes an item's prompt: lm-eval's filters and strictness, but in a sandbox, for a config is data."""
+    sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox.filters["regex_replace"] = regex_replace
+
+    def prompt(row: Row) -> str:
+        try:
+            return sandbox.from_string(source.prompt).render(row)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
+
+    return prompt
 
 
 def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:

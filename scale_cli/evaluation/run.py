@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_cli.config.compare import EVALUATE_SECTIONS, TRAIN_SECTIONS, differences
+from scale_cli.config.compare import BASE_PLACE, EVALUATE_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import BenchmarkSource, MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
@@ -54,9 +54,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
-    if changed:
-        raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
     benchmarks = _open_benchmarks(config.evaluation.benchmarks)  # before time is spent: a file may not be there
     trained = load_model(run.final, config.model)
     check_context(config, trained.config)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import EXPORT_SECTIONS, TRAIN_SECTIONS, differences
+from scale_cli.config.compare import BASE_PLACE, EXPORT_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
@@ -24,7 +24,7 @@ from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.base import load_tokenizer, load_written
 from scale_cli.upscale.folder import (
     MethodModel,
     load_model,
@@ -79,9 +79,7 @@ def export(config: RunConfig) -> ExportSummary:
     run, settings = RunFolder(config.output_dir), config.export
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    changed = differences(load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS)
-    if changed:
-        raise RunFolderError(f"{run.final}: was trained with another config ({'; '.join(changed)})")
+    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
     check_format(config)
     model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
     set_router(model, config.method.router)
@@ -108,9 +106,9 @@ def export(config: RunConfig) -> ExportSummary:
 
 def _load_export(folder: Path, config: RunConfig) -> MethodModel:
     if config.export.format == "llama":
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return load_written(AutoModelForCausalLM, folder)
     if config.export.format == "transformers":
-        return ScaleForCausalLM.from_pretrained(folder, dtype="auto")
+        return load_written(ScaleForCausalLM, folder)
     return load_onto_base(folder, config.model)
 
 

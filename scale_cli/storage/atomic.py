@@ -177,5 +177,7 @@ def verify_folder(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             raise StorageError(f"{file}: missing")
+        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
+            raise StorageError(f"{folder}: {name} leads out of the folder")
         if file.stat().st_size != num_bytes or file_sha256(file) != sha256:
             raise StorageError(f"{file}: damaged, its content is not what was written")

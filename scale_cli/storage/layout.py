@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from scale_cli.errors import RunFolderError
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,27 @@ class RunFolder:
     def export(self, export_format: str) -> Path:
         """The exported model."""
         return self.root / "export" / export_format
+
+    def check(self) -> None:
+        """Find out before any work whether results can land here, and only here.
+
+        Raises:
+            RunFolderError: a file is in the way, nothing may be written there, or a symbolic link in it leads out.
+        """
+        there = next(folder for folder in (self.root, *self.root.absolute().parents) if os.path.lexists(folder))
+        if not there.is_dir():
+            raise RunFolderError(f"output_dir {self.root}: {there} is not a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise RunFolderError(f"output_dir {self.root}: {there} cannot be written to")
+        root = os.path.realpath(self.root)
+        for link in self._links():
+            if not Path(os.path.realpath(link)).is_relative_to(root):
+                raise RunFolderError(f"{link}: leads out of output_dir, to {link.readlink()}; nothing is written there")
+
+    def _links(self) -> Iterator[Path]:
+        """Yield the symbolic links where something of ours may be written, half-written folders included."""
+        ours = (self.upscaled, self.checkpoints, self.final, self.metrics, self.tokens, self.evaluation)
+        for place in (*ours, self.root / "export"):
+            for path in (place, *self.root.glob(f".{place.name}.*")):
+                inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
+                yield from (found for found in (path, *inside) if found.is_symlink())

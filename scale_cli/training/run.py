@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
@@ -35,7 +35,7 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.upscale.base import check_tokenizer, load_base, load_tokenizer
+from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_model, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
@@ -62,13 +62,16 @@ class TrainSummary:
         ]
 
 
-def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> TrainSummary:
+def train(
+    config: RunConfig, resume: str | None, say: Callable[[str], None], accepted: Collection[str] = ()
+) -> TrainSummary:
     """Train the expansion from `upscaled/`, or from a checkpoint.
 
     Args:
         config: the resolved config.
         resume: None to start (refused where a run is already there), `auto`, or a checkpoint folder.
         say: prints a line for the user; called on the main process only.
+        accepted: keys that may have changed since the run was begun.
 
     Raises:
         RunFolderError: the folder holds another run, or none to resume.
@@ -79,11 +82,12 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     say = say if accelerator.is_main_process else _say_nothing
     run_folder = RunFolder(config.output_dir)
-    if resume == "auto" and run_folder.final.is_dir():
+    if resume == "auto" and run_folder.final.is_dir() and not _is_longer(run_folder.final, config, accepted):
         verify_folder(run_folder.final)
-        _check_same_run(run_folder.final, config, TRAIN_SECTIONS)
+        if _check_same_run(run_folder.final, config, TRAIN_SECTIONS, PLACES, accepted):
+            _check_same_content(run_folder.final, config)
         return TrainSummary(run_folder.final, read_position(run_folder.final))
-    start = _starting_point(run_folder, config, resume, say)
+    start = _starting_point(run_folder, config, resume, say, accepted)
     run = _open_run(config, accelerator, start, say)
     run_loop(run)
     _write_final(run)
@@ -108,7 +112,11 @@ def _say_nothing(line: str) -> None:
 
 
 def _starting_point(
-    run_folder: RunFolder, config: RunConfig, resume: str | None, say: Callable[[str], None]
+    run_folder: RunFolder,
+    config: RunConfig,
+    resume: str | None,
+    say: Callable[[str], None],
+    accepted: Collection[str],
 ) -> Path | None:
     """Return the checkpoint to start from, or None for the beginning."""
     if resume != "auto" and run_folder.final.is_dir():
@@ -121,6 +129,8 @@ def _starting_point(
         start, skipped = newest_whole_checkpoint(run_folder)
         for line in skipped:
             say(f"warning: {line}")
+        if start is None and run_folder.final.is_dir():
+            raise RunFolderError(f"{run_folder.checkpoints}: no whole checkpoint to go on from")
         if start is None and skipped:
             raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
     else:
@@ -133,15 +143,42 @@ def _starting_point(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
             )
     if start is not None:
-        _check_same_run(start, config, TRAIN_SECTIONS)
+        for line in _check_same_run(start, config, TRAIN_SECTIONS, PLACES, accepted):
+            say(f"changed        {line}")
+        if (step := read_position(start).step) > config.train.max_steps:
+            raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
         say(f"resuming       {start}")
     return start
 
 
-def _check_same_run(folder: Path, config: RunConfig, sections: tuple[str, ...]) -> None:
-    changed = differences(load_config(folder / "scale.yaml"), config, sections)
+def _check_same_run(
+    folder: Path, config: RunConfig, sections: tuple[str, ...], held_by_content: str, accepted: Collection[str] = ()
+) -> list[str]:
+    return check_same_run(folder, load_config(folder / "scale.yaml"), config, sections, held_by_content, accepted)
+
+
+def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> bool:
+    """Return whether a finished run is to go on to more steps."""
+    before = load_config(final / "scale.yaml").train.max_steps
+    return "train.max_steps" in accepted and config.train.max_steps > before
+
+
+def _check_same_content(folder: Path, config: RunConfig) -> None:
+    """Hold a base and corpora that lie elsewhere than they did to what they were."""
+    check_same_base(load_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+    corpora = open_training_corpora(config, load_tokenizer(config.model), show_progress=False)
+    _check_same_text(folder, [corpus.folder.name for corpus in corpora])
+
+
+def _check_same_text(folder: Path, contents: list[str]) -> None:
+    changed = [
+        f"{before} -> {now}" for before, now in zip(read_json(folder / CORPORA), contents, strict=True) if before != now
+    ]
     if changed:
-        raise RunFolderError(f"{folder}: was made with another config ({'; '.join(changed)})")
+        raise RunFolderError(
+            f"{folder}: other text was trained on: {', '.join(changed)} (a source and its hash); give back the text "
+            "that was, or start anew in another output_dir"
+        )
 
 
 def _open_run(
@@ -151,7 +188,7 @@ def _open_run(
     check_processes(config, accelerator.num_processes)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
-    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS)
+    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_PLACE)
     tokenizer = load_tokenizer(config.model)
     check_tokenizer(tokenizer, read_record(run_folder.upscaled))
     main = accelerator.is_main_process
@@ -164,8 +201,8 @@ def _open_run(
         dropped = f"; dropped {losses}" if losses else ""
         say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
     contents = [corpus.folder.name for corpus in corpora]
-    if start is not None and read_json(start / CORPORA) != contents:
-        raise RunFolderError(f"{start}: was trained on other text: a corpus has changed since")
+    if start is not None:
+        _check_same_text(start, contents)
     model = load_model(run_folder.upscaled, config.model, config.seed)
     check_context(config, model.config)
     if sizes.sharding != "none" and accelerator.num_processes > 1:

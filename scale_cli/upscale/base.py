@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError
+from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
 # What a configuration holds beside what is computed.
@@ -31,10 +29,11 @@ _NOT_COMPUTING = {
     "use_cache",
 }
 _LONGEST_REASON = 200
+_REMEDY = "give back the one that was, or start anew in another output_dir"
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
-# What transformers is seen to raise over a checkpoint that is missing, damaged or not what it says it is.
-_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+# How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
+_PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -95,17 +94,32 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
             revision=model.revision,
             config=config,
             dtype=getattr(torch, model.dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
             output_loading_info=True,
+            **_PLAIN_WEIGHTS,
         )
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
     base: PreTrainedModel
     base, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     return base.requires_grad_(False).eval()
+
+
+def load_written(loader: Any, folder: Path) -> Any:
+    """Load a whole model that was exported.
+
+    Args:
+        loader: transformers' class, or ours.
+        folder: of the export.
+
+    Raises:
+        StorageError: it holds no such model, or code in its place.
+    """
+    try:
+        return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
+    except Exception as error:  # of a damaged folder it may say anything
+        raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
 
 
 def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
@@ -129,15 +143,31 @@ def load_base_config(model: ModelConfig) -> Any:
     supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
+    _check_stays_inside(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
     # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
     config.attention_dropout = 0.0
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
     return config
+
+
+def _check_stays_inside(folder: Path) -> None:
+    """Refuse a local base whose files send the loader to other places than itself."""
+    if (folder / "adapter_config.json").exists():
+        raise BaseModelError(f"model.base: {folder} holds an adapter (adapter_config.json), not a whole model")
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BaseModelError(f"model.base: {index} is no index of weights") from None
+    if odd := [shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard]:
+        raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is no file of the folder")
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -150,7 +180,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
         )
-    except _UNLOADABLE as error:
+    except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the tokenizer of {model.base} cannot be loaded: {one_line(error)}") from None
     return tokenizer
 
@@ -201,8 +231,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
     Raises:
         BaseModelError: it is another.
     """
-    if record.tokenizer_sha256 and tokenizer_sha256(tokenizer) != record.tokenizer_sha256:
-        raise BaseModelError(f"model.base: the tokenizer of {record.name} is not the one it had at `scale upscale`")
+    now = tokenizer_sha256(tokenizer)
+    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
+        raise BaseModelError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
+            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {_REMEDY}"
+        )
 
 
 def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
@@ -220,7 +254,9 @@ def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> No
     """
     if changed := changed_tensors(base, record):
         raise BaseModelError(
-            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs"
+            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {_REMEDY}"
         )
     if record.config_sha256 and config_sha256(base) != record.config_sha256:
-        raise BaseModelError(f"{where}: not the base that was widened ({record.name}): its config.json differs")
+        raise BaseModelError(
+            f"{where}: not the base that was widened ({record.name}): its config.json differs; {_REMEDY}"
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.config.compare import UPSCALE_SECTIONS, differences
+from scale_cli.config.compare import BASE_PLACE, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, load_base, load_tokenizer, record_base
-from scale_cli.upscale.folder import MethodModel, describe_method, write_trained
+from scale_cli.upscale.base import BaseRecord, check_same_base, load_base, load_tokenizer, record_base
+from scale_cli.upscale.folder import MethodModel, describe_method, read_record, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, plain_logits, sample_ids
 
@@ -106,8 +106,17 @@ def _already_begun(run: RunFolder, config: RunConfig) -> str:
 
 
 def upscale_is_finished(config: RunConfig) -> bool:
-    """Return whether `upscaled/` is there, made with the same base and method."""
+    """Return whether `upscaled/` is there, made with the same base and method.
+
+    Raises:
+        BaseModelError: another base lies where the config says, or the same one cannot be loaded from there.
+    """
     folder = RunFolder(config.output_dir).upscaled
     if not folder.is_dir():
         return False
-    return not differences(load_config(folder / "scale.yaml"), config, UPSCALE_SECTIONS)
+    before = load_config(folder / "scale.yaml")
+    if differences(before, config, UPSCALE_SECTIONS, BASE_PLACE):
+        return False
+    if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
+        check_same_base(load_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+    return True

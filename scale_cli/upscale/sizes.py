@@ -71,9 +71,11 @@ def check_processes(config: RunConfig, num_processes: int) -> None:
     """
     sizes = config.train
     if sizes.global_batch_size % (sizes.micro_batch_size * num_processes):
+        share, rest = divmod(sizes.global_batch_size, num_processes)
+        remedy = f"divides {share}" if not rest else f"and processes divide it: {num_processes} processes cannot"
         raise ConfigError(
             f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{sizes.micro_batch_size} x {num_processes} processes"
+            f"{sizes.micro_batch_size} x {num_processes} processes; choose a train.micro_batch_size that {remedy}"
         )
 
 

@@ -368,10 +368,10 @@ def test_a_file_of_records_is_not_one_document(tmp_path: Path, form: str) -> Non
 
 
 def test_a_glob_that_matches_no_file_names_source_and_glob(tmp_path: Path) -> None:
-    (tmp_path / "folder.txt").mkdir()
-    message = error_of(tmp_path / "*.txt")
+    (tmp_path / "folder").mkdir()
+    message = error_of(tmp_path / "*")
     assert "source" in message
-    assert str(tmp_path / "*.txt") in message
+    assert str(tmp_path / "*") in message
 
 
 @pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.json"])

@@ -1,0 +1,48 @@
+"""What single values of a config may be: names, shares, counts with an end, paths."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
+Steps = Annotated[int, Field(ge=1, le=10_000_000)]
+Length = Annotated[int, Field(ge=2, le=2**24)]
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+Documents = Annotated[int, Field(ge=1, le=10**12)]
+LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
+
+_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
+
+
+def local_path(written: str) -> str:
+    """Return a path with `~` expanded, as a shell would: a config has none.
+
+    Raises:
+        ValueError: it is a URL (which may hold a password, so it is not quoted), or no file system could hold it.
+    """
+    if "://" in written:
+        raise ValueError("is a URL; local files and hub ids are read, nothing else")
+    path = os.path.expanduser(written)  # noqa: PTH111 (a pattern is no Path, and an unknown user no exception)
+    if path.startswith("~"):
+        raise ValueError(f"{path.partition('/')[0]} is nobody's home folder")
+    parts = [os.fsencode(part) for part in path.split("/")]
+    if sum(map(len, parts)) + len(parts) > _LONGEST_PATH_BYTES or max(map(len, parts)) > _LONGEST_NAME_BYTES:
+        raise ValueError(f"is longer than a path can be ({len(path):,} characters)")
+    return path
+
+
+def _folder(written: object) -> object:
+    if isinstance(written, str | Path) and not str(written):
+        raise ValueError("is empty")
+    return local_path(str(written)) if isinstance(written, str | Path) else written
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
+Folder = Annotated[Path, Field(strict=False), BeforeValidator(_folder)]

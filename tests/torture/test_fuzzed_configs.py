@@ -1,0 +1,248 @@
+"""Configs that were written by nobody: each is a valid run, or one clean error before the model loads."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import scale_cli.biography.run
+import scale_cli.pipeline
+import scale_cli.planning.run
+import scale_cli.training.prepare
+import scale_cli.upscale.run
+from tests.torture.command_line import Outcome, Scale, command_line, model_loads
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))]
+TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
+# What takes a config, and what of it is called first with the base: from there on it is a run.
+VERBS = {
+    "plan": (scale_cli.planning.run, "load_base_config"),
+    "upscale": (scale_cli.upscale.run, "load_base"),
+    "prepare": (scale_cli.training.prepare, "load_tokenizer"),
+    "run": (scale_cli.pipeline, "upscale"),
+    "biography": (scale_cli.biography.run, "run_biography"),
+}
+
+
+@pytest.fixture
+def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+    """The command line, up to the model."""
+    for module, name in VERBS.values():
+        monkeypatch.setattr(module, name, model_loads)
+    # These sources are not in this repository; that they are not there is another test's subject.
+    monkeypatch.setattr(scale_cli.pipeline, "source_files", lambda _: [])
+    return command_line(monkeypatch, capfd)
+
+
+# Values that a key may be given instead of its own, as YAML
+
+NUMBERS = ["0", "-1", "1e400", "-.inf", ".nan", "1e12", "9" * 400, "0x" + "f" * 5000, "0o17", "017", "1_000", "1:30:00"]
+TEXTS = [
+    "''",
+    "' '",
+    "a" * 5000,
+    "a/" * 3000,
+    "'\\0'",
+    '"\\0"',
+    '"\\ud800"',
+    "~",
+    "~/x",
+    "~nobody-here/x",
+    "null",
+    "no",
+]
+TEXTS += [
+    "yes",
+    "On",
+    "한국어",
+    '"\\x1b[31mred"',
+    "../../x",
+    "/dev/null",
+    "https://user:hunter2@host/x",
+    "{{7*7}}",
+    "$HOME",
+]
+SHAPES = [
+    "[]",
+    "{}",
+    "[[]]",
+    "[1, a, {b: c}]",
+    "{a: {b: {c: d}}}",
+    "2024-02-30",
+    "2024-01-01",
+    "!!binary aGk=",
+    "? [a]",
+]
+TAGS = ["!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!set {a, b}", "!!omap [a: 1]", "!x y"]
+TAGS += [
+    "!!int x",
+    "!!float []",
+    "!!null x",
+    "*nowhere",
+    "&a [*a]",
+    "<<: {a: 1}",
+    "{<<: [1]}",
+    "!!timestamp x",
+    "!!str",
+]
+JUNK = st.sampled_from([*NUMBERS, *TEXTS, *SHAPES, *TAGS]) | st.text(max_size=30)
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key and index of a tree."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [place for key, child in children for place in ((*path, key), *places(child, (*path, key)))]
+
+
+@st.composite
+def mutated_trees(draw: st.DrawFn) -> str:
+    """A shipped config with a few of its keys gone, renamed, doubled, moved or given other values."""
+    tree = copy.deepcopy(draw(st.sampled_from(TREES)))
+    junk: dict[str, str] = {}
+    for number in range(draw(st.integers(1, 3))):
+        *above, last = draw(st.sampled_from(places(tree) or [("output_dir",)]))
+        node = tree
+        for key in above:
+            node = node[key]
+        how = draw(st.sampled_from(["drop", "rename", "replace", "replace", "replace", "move", "wrap", "number"]))
+        if how == "replace" or last not in (node if isinstance(node, dict) else range(len(node))):
+            junk[f"JUNK{number}KNUJ"] = draw(JUNK)
+            node[last] = f"JUNK{number}KNUJ"
+        elif how == "drop":
+            del node[last]
+        elif how == "rename" and isinstance(node, dict):
+            node[draw(st.text(max_size=12))] = node.pop(last)
+        elif how == "move":
+            tree[draw(st.sampled_from([*tree, "extra"]))] = copy.deepcopy(node[last])
+        elif how == "number":
+            node[last] = draw(st.integers() | st.floats())
+        else:
+            node[last] = draw(st.sampled_from([[node[last]], {str(last): node[last]}, str(node[last])]))
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return re.sub(r"JUNK\dKNUJ", lambda found: junk[found[0]], text)
+
+
+@st.composite
+def mutated_texts(draw: st.DrawFn) -> str:
+    """A shipped config with a few of its lines cut, doubled, swapped, or with something put in between."""
+    lines = draw(st.sampled_from(SHIPPED)).splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(lines) - 1))
+        how = draw(st.sampled_from(["cut", "double", "swap", "indent", "tab", "put", "short"]))
+        if how == "cut" and len(lines) > 1:
+            del lines[at]
+        elif how == "double":
+            lines.insert(at, lines[at])
+        elif how == "swap":
+            lines[at], lines[0] = lines[0], lines[at]
+        elif how == "indent":
+            lines[at] = draw(st.sampled_from([" ", "  ", "    ", "- ", "? ", ": ", "&a ", "!!map "])) + lines[at]
+        elif how == "tab":
+            lines[at] = "\t" + lines[at].lstrip()
+        elif how == "put":
+            lines.insert(at, draw(st.text(max_size=20) | JUNK))
+        else:
+            lines[at] = lines[at][: draw(st.integers(0, len(lines[at])))]
+    return "\n".join(lines)
+
+
+def laughs(levels: int, width: int) -> str:
+    """Lists of aliases of lists of aliases: width ** levels values."""
+    names = [f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * width)}]" for level in range(1, levels)]
+    return "\n".join(["x0: &x0 [" + ", ".join(["ha"] * width) + "]", *names])
+
+
+def merges(levels: int, width: int) -> str:
+    names = [f"x{level}: &x{level} {{<<: [{', '.join([f'*x{level - 1}'] * width)}]}}" for level in range(1, levels)]
+    return "\n".join(["x0: &x0 {a: 1}", *names])
+
+
+CONTENTS = (
+    mutated_trees().map(str.encode)
+    | mutated_texts().map(lambda text: text.encode(errors="surrogatepass"))
+    | st.binary(max_size=200)
+    | st.sampled_from([SHIPPED[0].encode()[: 50 * end] for end in range(20)])
+)
+OVERRIDES = st.lists(
+    st.sampled_from(
+        ["train.lr", "train", "output_dir", "corpus.sources.0.path", "corpus.sources.9", "method", "a.b", ""]
+    )
+    .flatmap(lambda key: JUNK.map(lambda value: f"{key}={value}"))
+    .filter(lambda override: not override.startswith("-") and "\0" not in override),
+    max_size=2,
+)
+
+
+def check_outcome(outcome: Outcome, work: Path, before: set[Path]) -> bool:
+    """Hold one outcome to the promise; return whether the config was taken."""
+    stderr = outcome.stderr
+    assert set(work.rglob("*")) == before, "something was written"
+    if outcome.exit_code is None:
+        assert stderr == ""
+        return True
+    assert outcome.exit_code == 2
+    lines = stderr.splitlines()
+    assert lines
+    assert lines[0].startswith("error: ")
+    assert len(lines) <= 11
+    assert all(len(line) < 6_000 and line.isprintable() for line in lines)
+    assert "hunter2" not in stderr  # the password in a URL
+    # The line, the key, or the file itself: whoever reads it knows where to look.
+    assert all(re.match(r"(error: )?(.*config\.yaml(:\d+)?: |override |[a-z_]+[ :.])", line) for line in lines)
+    return False
+
+
+def test_fuzzed_configs_run_or_end_in_one_clean_error(
+    scale_here: Scale,
+    in_full: bool,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[bool] = []
+
+    @settings(
+        max_examples=1000 if in_full else 60,
+        deadline=None,
+        database=None,
+        derandomize=not in_full,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(CONTENTS, OVERRIDES, st.sampled_from(sorted(VERBS)))
+    @example(SHIPPED[0].encode(), [], "run")
+    @example((SHIPPED[0] + "\n" + laughs(9, 9)).encode(), [], "upscale")
+    @example((SHIPPED[0] + "\n" + merges(9, 9)).encode(), [], "upscale")
+    @example((SHIPPED[0] + "\nseed: 1\nseed: 2\n").encode(), [], "upscale")
+    @example(b"x: " + b"[" * 100_000, [], "plan")
+    @example(b"a" * 1_000_000, [], "plan")
+    @example(b"", [], "plan")
+    @example(b"\xff\xfe" + "output_dir: x".encode("utf-16-le"), [], "plan")
+    @example(SHIPPED[0].encode(), ["output_dir=config.yaml"], "upscale")
+    @example(SHIPPED[0].encode(), ["output_dir=config.yaml/x"], "upscale")
+    @example(SHIPPED[0].encode(), ["output_dir=/dev/null"], "upscale")
+    @example(SHIPPED[0].encode(), ["train.max_steps=1000000000000"], "plan")
+    @example(SHIPPED[0].encode(), ["train.max_steps=10000000", "train.global_batch_size=1048576"], "plan")
+    @example(SHIPPED[0].encode(), ["corpus.sequence_length=1000000000"], "plan")
+    @example(SHIPPED[0].encode(), ['corpus.sources.0.path="a\\0b"'], "prepare")
+    def fuzz(content: bytes, overrides: list[str], verb: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            monkeypatch.chdir(work)
+            (work / "config.yaml").write_bytes(content)
+            outcome = scale_here(verb, "config.yaml", *overrides)
+            taken.append(check_outcome(outcome, work, {work / "config.yaml"}))
+            monkeypatch.chdir(REPOSITORY)
+
+    fuzz()
+    record_property("fuzzed configs", len(taken))
+    record_property("of them taken", sum(taken))
+    assert 0 < sum(taken) < len(taken)

@@ -1,0 +1,327 @@
+"""Corpora that were damaged on purpose: each is a cache that adds up, or one clean error before the model loads."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import TextSource
+from scale_cli.data.documents import CorpusReader, Document
+from tests.torture.command_line import Scale, command_line
+
+LIMIT = 2000  # corpus.max_document_bytes
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return bytes(sink.getvalue())
+
+
+def plain(content: bytes) -> bytes:
+    return content
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": plain, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+
+# Text as it may stand in each format: a .txt has lines, of which a blank one ends a document.
+CHARACTERS = st.characters(exclude_categories=["Cs", "Cc"])
+PARAGRAPHS = st.text(CHARACTERS | st.just("\n"), min_size=1, max_size=60).map(
+    lambda text: "\n".join(line for line in text.split("\n") if line.strip()).removeprefix("\ufeff")
+)
+TEXTS = {
+    ".txt": PARAGRAPHS.filter(str.strip),
+    ".jsonl": st.text(CHARACTERS | st.sampled_from("\n\t\r\x1b\x7f"), min_size=1, max_size=60).filter(str.strip),
+    ".parquet": st.text(CHARACTERS | st.sampled_from("\n\t\r\x1b\x7f"), min_size=1, max_size=60).filter(str.strip),
+}
+# Records that are none, of a .jsonl.
+BAD_LINES = [
+    b"{", b"[]", b"null", b'{"txt": "a"}', b'{"text": 1}', b'{"text": null}', b'{"text": ["a"]}', b'{"text": ""}',
+    b'{"text": "a\\u0000b"}', b'{"text": "\\ud800"}', b"\xff\xfe", b"\0", b"  ", b"[" * 3000, b'{"a":' * 3000,
+    b'{"text": "' + b"x" * (LIMIT + 1) + b'"}', b'{"text": "' + b"y" * 9 * LIMIT + b'"}', b"9" * 5000,
+    b'{"text": "a"} {"text": "b"}', b'{"n": ' + b"1" * 5000 + b', "text": "a"}', b"'text'", b'{"text": NaN}',
+]  # fmt: skip
+GOOD_LINES = [
+    (b'{"text": "a", "n": NaN}', "a"),
+    (b'{"text": "a", "text": "b"}', "b"),  # as every JSON reader has it
+    (b'  {"text" : "\\u00e9"}\r', "é"),
+    (b'{"text": "\\ud83d\\ude00", "n": 1e999}', "\U0001f600"),
+]
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """A file and what is known of it.
+
+    Args:
+        name: of the file.
+        content: of it.
+        kept: the documents in it, if it is read as whole; None where the damage may have changed them unnoticed.
+        num_dropped: records in it that are no documents; None where that is not known.
+        cut: it has to be called damaged, and what is read are the first of `kept`, unchanged.
+    """
+
+    name: str
+    content: bytes
+    kept: list[str] | None
+    num_dropped: int | None = 0
+    cut: bool = False
+
+
+def parquet(texts: Any, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pa.parquet.write_table(pa.table({"text": texts}), sink, **options)
+    return sink.getvalue()
+
+
+@st.composite
+def whole_files(draw: st.DrawFn) -> Fuzzed:
+    """A file of documents, with bad records among them where the format can have any."""
+    form, compression = draw(st.sampled_from(sorted(TEXTS))), draw(st.sampled_from(sorted(COMPRESS)))
+    texts, num_bad = draw(st.lists(TEXTS[form], min_size=1, max_size=8)), 0
+    newline = draw(st.sampled_from(["\n", "\r\n"])) if form == ".txt" else "\n"
+    if form == ".jsonl":
+        ascii_only = draw(st.booleans())
+        lines: list[tuple[bytes, str | None]]
+        lines = [(json.dumps({"text": text}, ensure_ascii=ascii_only).encode(), text) for text in texts]
+        bad = draw(st.lists(st.sampled_from(BAD_LINES), max_size=3))
+        lines += [(line, None) for line in bad] + draw(st.lists(st.sampled_from(GOOD_LINES), max_size=1))
+        draw(st.randoms(use_true_random=False)).shuffle(lines)
+        content, num_bad = b"\n".join(line for line, _ in lines) + b"\n", len(bad)
+        texts = [text for _, text in lines if text is not None]
+    elif form == ".parquet":
+        options = {"compression": draw(st.sampled_from(["none", "snappy", "zstd"])), "row_group_size": 3}
+        dictionary = draw(st.booleans())
+        content = parquet(pa.array(texts).dictionary_encode() if dictionary else texts, **options)
+    else:
+        content = (newline * 2).join(text.replace("\n", newline) for text in texts).encode()
+        texts = [text.replace("\n", newline) for text in texts]
+    if form != ".parquet" and draw(st.booleans()):
+        content = b"\xef\xbb\xbf" + content
+    return Fuzzed(f"x{form}{compression}", COMPRESS[compression](content), texts, num_bad)
+
+
+@st.composite
+def cut_files(draw: st.DrawFn) -> Fuzzed:
+    """A compressed file that ends too early, or goes on with something that is none."""
+    file = draw(whole_files().filter(lambda file: file.name.endswith((".gz", ".xz", ".zst"))))
+    if draw(st.booleans()):
+        content = file.content[: draw(st.integers(1, len(file.content) - 1))]
+        return Fuzzed(file.name, content, file.kept, None, cut=True)
+    after = file.content[:10] + b"damaged" + file.content[10:]
+    return Fuzzed(file.name, file.content + after, file.kept, None, cut=True)
+
+
+@st.composite
+def broken_files(draw: st.DrawFn) -> Fuzzed:
+    """A file with other bytes somewhere, or under another's name, or of bytes alone."""
+    file = draw(whole_files())
+    how = draw(st.sampled_from(["bytes", "flip", "flip", "insert", "name", "columns"]))
+    content = bytearray(file.content)
+    rng = draw(st.randoms(use_true_random=False))
+    if how == "bytes":
+        return Fuzzed(file.name, draw(st.binary(max_size=500)), None, None)
+    if how == "name":
+        other = draw(whole_files())
+        return Fuzzed(other.name, file.content, None, None)
+    if how == "columns":
+        columns: list[Any] = [[1, 2], [None, None], [b"\xff", b"a"], [["a"], []], [{"a": 1}], [1.5], [True]]
+        columns += [pa.array([2**62, 1], pa.timestamp("ns")), pa.array([2**62], pa.duration("s"))]
+        columns += [pa.array([10**9], pa.date32()), pa.array([2**60], pa.time64("ns"))]
+        array = draw(st.sampled_from(columns))
+        return Fuzzed("x.parquet", parquet(array), [], len(array))
+    for _ in range(draw(st.integers(1, 4))):
+        at = rng.randrange(len(content))
+        if how == "flip":
+            content[at] ^= 1 << rng.randrange(8)
+        else:
+            content[at:at] = rng.randbytes(rng.randrange(1, 20))
+    # A checksum tells; a file that was read as whole is what it was.
+    known = file.name.endswith((".gz", ".xz")) and how == "flip"
+    return Fuzzed(file.name, bytes(content), file.kept if known else None, None)
+
+
+@dataclass
+class Counted:
+    """What became of all files."""
+
+    files: int = 0
+    kept: int = 0
+    refused: int = 0
+    names: set[str] = field(default_factory=set)
+
+
+def is_prefix(found: list[str], all_of_them: list[str]) -> bool:
+    return found == all_of_them[: len(found)]
+
+
+def check_caches(cache: Path) -> dict[str, Any] | None:
+    """Hold whatever lies in a cache to its ledger, without the product's own code; return the ledger."""
+    folders = list(cache.iterdir()) if cache.is_dir() else []
+    assert not [folder for folder in folders if folder.name.startswith(".")], "something half-written was left"
+    assert len(folders) <= 1
+    for folder in folders:
+        ledger: dict[str, Any] = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
+        sizes = np.fromfile(folder / "num_bytes.bin", np.int64)
+        offsets = np.fromfile(folder / "offsets.bin", np.int64)
+        for key in ("documents", "num_bytes"):
+            dropped = sum(count[key] for count in ledger["dropped"].values())
+            assert ledger["read"][key] == ledger["kept"][key] + dropped
+        assert (len(sizes), sizes.sum()) == (ledger["kept"]["documents"], ledger["kept"]["num_bytes"])
+        assert (offsets[0], len(offsets)) == (0, len(sizes) + 1)
+        assert offsets[-1] * 2 == (folder / "tokens.bin").stat().st_size
+        assert ledger["num_tokens"] == offsets[-1]
+        return ledger
+    return None
+
+
+def check_documents(
+    file: Fuzzed, cache: Path, path: Path, num_damaged: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Hold the cached tokens to the texts that the generator put in; where it does not know, to the reader's."""
+    read = [
+        record.text
+        for record in CorpusReader(TextSource(name="x", path=str(path), language="en"), LIMIT)
+        if isinstance(record, Document)
+    ]
+    (folder,) = cache.iterdir()
+    ids, offsets = np.fromfile(folder / "tokens.bin", np.uint16), np.fromfile(folder / "offsets.bin", np.int64)
+    for text, start, end in zip(read, offsets[:-1], offsets[1:], strict=True):
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert ids[start + 1 : end - 1].tolist() == encoded
+    if file.cut:
+        assert file.kept is not None
+        assert is_prefix(read, file.kept)
+    elif file.kept is not None and not num_damaged:  # a checksum at the end tells of what has been read by then
+        assert read == file.kept
+
+
+@pytest.fixture(scope="module")
+def base(shared_data: Path) -> Path:
+    return shared_data / "ckpt-stories260K" / "hf"
+
+
+@pytest.fixture
+def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+    return command_line(monkeypatch, capfd)
+
+
+def write_config(folder: Path, base: Path, source: Path | str, max_bad_fraction: float = 0.001) -> Path:
+    source_of = {"name": "x", "path": str(source), "language": "en"}
+    reading = {"max_document_bytes": LIMIT, "max_bad_fraction": max_bad_fraction, "num_workers": 1}
+    tree = {
+        "output_dir": str(folder / "run"),
+        "model": {"base": str(base)},
+        "corpus": {"sources": [source_of], "sequence_length": 16, **reading},
+        "train": {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+    }
+    (folder / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
+    scale_here: Scale, base: Path, in_full: bool, record_property: Callable[[str, object], None]
+) -> None:
+    counted, tokenizer = Counted(), AutoTokenizer.from_pretrained(base)
+
+    @settings(
+        max_examples=500 if in_full else 40,
+        deadline=None,
+        database=None,
+        derandomize=not in_full,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(whole_files() | cut_files() | broken_files(), st.sampled_from([0.001, 1.0]))
+    def fuzz(file: Fuzzed, max_bad_fraction: float) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder, cache = Path(name), Path(name) / "run" / "tokens"
+            (folder / file.name).write_bytes(file.content)
+            done = scale_here("prepare", write_config(folder, base, folder / file.name, max_bad_fraction))
+            ledger = check_caches(cache)
+            if done.exit_code == 0:
+                assert ledger is not None
+                assert not file.cut or ledger["num_damaged_files"] == 1
+                check_documents(file, cache, folder / file.name, ledger["num_damaged_files"], tokenizer)
+                if file.num_dropped is not None:
+                    assert sum(count["documents"] for count in ledger["dropped"].values()) == file.num_dropped
+            else:
+                assert done.exit_code == 2
+                assert done.error().startswith("x: ")
+                good = file.kept and file.num_dropped == 0 and not file.cut
+                assert not good, done.stderr
+        counted.files += 1
+        counted.kept += done.exit_code == 0
+        counted.names.add(file.name)
+
+    fuzz()
+    record_property("fuzzed corpora", counted.files)
+    record_property("of them tokenised, and not refused", counted.kept)
+    assert 0 < counted.kept < counted.files
+    assert len(counted.names) == 12 or not in_full
+
+
+# What is no file
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link", "link to itself", "unreadable"])
+@pytest.mark.parametrize("pattern", ["x.jsonl", "*.jsonl"])
+def test_what_is_no_file_is_refused_by_name(
+    scale_here: Scale, base: Path, tmp_path: Path, kind: str, pattern: str
+) -> None:
+    place = tmp_path / "corpus" / "x.jsonl"
+    place.parent.mkdir()
+    if kind == "folder":
+        place.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        # Of the last, every byte is refused even to root.
+        targets = {"device": "/dev/zero", "broken link": "absent", "link to itself": "x.jsonl"}
+        place.symlink_to(targets.get(kind, "/proc/self/mem"))
+    done = scale_here("prepare", write_config(tmp_path, base, place.parent / pattern))
+    assert done.error().startswith(f"x: {place}")
+    assert done.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+# Files that unpack to more than a machine holds
+
+PEAK = """
+import json, resource, sys
+from scale_cli.config.schema import TextSource
+from scale_cli.data.documents import CorpusReader, Dropped
+source = TextSource(name="x", path=sys.argv[1], language="en")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+reasons = [r.reason.value for r in CorpusReader(source, 1_000_000) if isinstance(r, Dropped)]
+print(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
+"""
+
+
+@pytest.mark.parametrize("name", ["x.txt.xz", "x.jsonl.gz", "x.txt.zst", "x.parquet.xz"])
+def test_a_bomb_is_dropped_in_little_memory(tmp_path: Path, in_full: bool, name: str) -> None:
+    bomb = tmp_path / name
+    bomb.write_bytes(COMPRESS[bomb.suffix](b" " * (1 << 30 if in_full else 1 << 27)))
+    assert bomb.stat().st_size < (1 << 21 if in_full else 1 << 18)
+    done = subprocess.run([sys.executable, "-c", PEAK, str(bomb)], capture_output=True, text=True, check=True)
+    reasons, growth_kib = json.loads(done.stdout)
+    assert reasons == ["damaged file" if "parquet" in name else "too large"]
+    assert growth_kib < 64 * 1024

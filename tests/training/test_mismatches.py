@@ -1,0 +1,190 @@
+"""A run goes on as what it was begun as: what differs is named, with what can be done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scale_cli.config.compare import ACCEPTABLE
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
+from scale_cli.storage.atomic import file_sha256
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.checkpoint import read_position
+from scale_cli.training.run import train
+from scale_cli.upscale.folder import TRAINED
+from scale_cli.upscale.run import upscale
+from scale_cli.upscale.sizes import check_processes
+
+YAML = """
+output_dir: {folder}/run
+model: {{base: {folder}/base}}
+corpus:
+  sequence_length: 16
+  cache_dir: {folder}/tokens
+  sources:
+    - {{name: news, path: {folder}/news.txt, language: en}}
+train: {{max_steps: 2, global_batch_size: 2, micro_batch_size: 2, lr: 1e-3, schedule: constant, save_every_steps: 1}}
+"""
+Make = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module")
+def begun_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that is not finished: `final/` is still to be written."""
+    folder = tmp_path_factory.mktemp("begun")
+    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", folder / "base")
+    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8")
+    (folder / "config.yaml").write_text(YAML.format(folder=folder), encoding="utf-8")
+    config = load_config(folder / "config.yaml")
+    upscale(config)
+    train(config, None, lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def folder(begun_once: Path, tmp_path: Path) -> Path:
+    """A copy of its output folder, to be gone on from."""
+    shutil.copytree(begun_once / "run", tmp_path / "run")
+    return tmp_path
+
+
+@pytest.fixture
+def make(begun_once: Path, folder: Path) -> Make:
+    """A function from overrides to the config of that copy."""
+    return lambda *overrides: load_config(begun_once / "config.yaml", [f"output_dir={folder / 'run'}", *overrides])
+
+
+def resumed(config: RunConfig, *accepted: str) -> list[str]:
+    said: list[str] = []
+    shutil.rmtree(RunFolder(config.output_dir).final)
+    train(config, "auto", said.append, accepted)
+    return said
+
+
+def refusal(config: RunConfig, kind: type[ScaleError], *accepted: str) -> str:
+    shutil.rmtree(RunFolder(config.output_dir).final)
+    with pytest.raises(kind) as caught:
+        train(config, "auto", lambda _: None, accepted)
+    assert "\n" not in str(caught.value)
+    assert not RunFolder(config.output_dir).final.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "told", "earlier"),
+    [
+        ("seed=1", "seed: 0 -> 1", "seed=0"),
+        ("model.dtype=bfloat16", "model.dtype: 'float32' -> 'bfloat16'", 'model.dtype="float32"'),
+        ("method.variant=adapt", "method.variant: 'route' -> 'adapt'", 'method.variant="route"'),
+        ("method.expansion.ratio=0.5", "method.expansion.ratio: 0.25 -> 0.5", "method.expansion.ratio=0.25"),
+        ("corpus.sequence_length=8", "corpus.sequence_length: 16 -> 8", "corpus.sequence_length=16"),
+        ("corpus.sources.0.name=old", "corpus.sources.0.name: 'news' -> 'old'", 'corpus.sources.0.name="news"'),
+        ("train.global_batch_size=4", "train.global_batch_size: 2 -> 4", "train.global_batch_size=2"),
+        ("train.lr=0.01", "train.lr: 0.001 -> 0.01", "train.lr=0.001"),
+        ("train.max_steps=3", "train.max_steps: 2 -> 3", "train.max_steps=2"),
+        ("train.schedule=cosine", "train.schedule: 'constant' -> 'cosine'", 'train.schedule="constant"'),
+    ],
+)
+def test_a_key_that_changes_the_run_is_named_with_the_ways_out(
+    make: Make, begun_once: Path, override: str, told: str, earlier: str
+) -> None:
+    message, key = refusal(make(override), RunFolderError), override.partition("=")[0]
+    assert told in message
+    assert f"({earlier})" in message
+    assert "start anew in another output_dir" in message
+    assert (f"--accept {key}" in message) == (key in ACCEPTABLE)
+    # What it says to go on with is an override, and undoes the change.
+    assert make(override, earlier) == make()
+
+
+@pytest.mark.parametrize("key", ["seed", "corpus.sequence_length", "method.expansion.ratio", "train.global_batch_size"])
+def test_a_key_that_makes_another_run_cannot_be_accepted(make: Make, key: str) -> None:
+    message = refusal(make(), ConfigError, key)
+    assert message.startswith(f"--accept {key}: ")
+    assert "train.lr" in message
+
+
+def test_an_accepted_change_is_said_and_written_down(make: Make, folder: Path) -> None:
+    said = resumed(make("train.lr=0.01", "train.max_steps=3"), "train.lr", "train.max_steps")
+    assert "changed        train.lr: 0.001 -> 0.01" in said
+    assert "changed        train.max_steps: 2 -> 3" in said
+    for written in ("checkpoints/step-00000003", "final"):
+        assert load_config(folder / "run" / written / "scale.yaml").train.lr == 0.01
+    assert load_config(folder / "run" / "checkpoints" / "step-00000002" / "scale.yaml").train.lr == 0.001
+
+
+def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(make: Make, folder: Path) -> None:
+    longer = make("train.max_steps=4")
+    assert (folder / "run" / "final").is_dir()
+    train(longer, "auto", lambda _: None, ["train.max_steps"])
+    other = make("train.max_steps=4", f"output_dir={folder / 'other'}")
+    upscale(other)
+    train(other, None, lambda _: None)
+    finals = [RunFolder(config.output_dir).final for config in (longer, other)]
+    assert [read_position(final).step for final in finals] == [4, 4]
+    assert file_sha256(finals[0] / TRAINED) == file_sha256(finals[1] / TRAINED)
+
+
+def test_a_run_does_not_go_back(make: Make) -> None:
+    message = refusal(make("train.max_steps=1"), RunFolderError, "train.max_steps")
+    assert "beyond train.max_steps 1; give at least 2" in message
+
+
+def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, folder: Path) -> None:
+    shutil.copytree(begun_once / "base", folder / "moved")
+    shutil.copy(begun_once / "news.txt", folder / "moved.txt")
+    before = file_sha256(folder / "run" / "final" / TRAINED)
+    moved = make(f"model.base={folder / 'moved'}", f"corpus.sources.0.path={folder / 'moved.txt'}")
+    train(moved, "auto", lambda _: None)  # it is finished, and the same
+    said = resumed(moved)
+    assert [line for line in said if line.startswith("changed        model.base: ")]
+    assert [line for line in said if line.startswith("changed        corpus.sources.0.path: ")]
+    assert file_sha256(folder / "run" / "final" / TRAINED) == before
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_base_is_named_by_what_differs(make: Make, shared_data: Path, folder: Path, finished: bool) -> None:
+    other = shared_data / "ckpt-eltec" / "hf"
+    config = make(f"model.base={other}")
+    if not finished:
+        shutil.rmtree(folder / "run" / "final")
+    with pytest.raises(BaseModelError) as caught:
+        train(config, "auto", lambda _: None)
+    assert str(other) in str(caught.value)
+    assert "in another output_dir" in str(caught.value)
+
+
+def test_another_tokenizer_is_named(make: Make, begun_once: Path, folder: Path) -> None:
+    shutil.copytree(begun_once / "base", folder / "moved")
+    tokenizer = json.loads((folder / "moved" / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["byte_fallback"] = not tokenizer["model"].get("byte_fallback", False)
+    (folder / "moved" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    message = refusal(make(f"model.base={folder / 'moved'}"), BaseModelError)
+    assert f"the tokenizer of {folder / 'moved'} is not the one at `scale upscale` (SHA-256 " in message
+    assert "in another output_dir" in message
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_text_is_named_by_its_source(make: Make, folder: Path, finished: bool) -> None:
+    (folder / "other.txt").write_text("Another text altogether, of some length.\n" * 9, encoding="utf-8")
+    config = make(f"corpus.sources.0.path={folder / 'other.txt'}")
+    if not finished:
+        shutil.rmtree(folder / "run" / "final")
+    with pytest.raises(RunFolderError, match=r"other text was trained on: news-\w+ -> news-\w+") as caught:
+        train(config, "auto", lambda _: None)
+    assert "in another output_dir" in str(caught.value)
+
+
+@pytest.mark.parametrize(("num_processes", "remedy"), [(3, "3 processes cannot"), (2, "that divides 1")])
+def test_processes_among_which_a_batch_does_not_divide_are_told_what_would(
+    make: Make, num_processes: int, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_processes(make(), num_processes)
+    assert remedy in str(caught.value)
