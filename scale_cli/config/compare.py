@@ -42,6 +42,7 @@ ACCEPTABLE = {
     "train.mixed_precision",
     "train.on_nonfinite",
     "train.max_skipped_steps",
+    "train.attention",
     "train.compile",
     "train.activation_checkpointing",
 }
