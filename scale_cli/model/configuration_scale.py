@@ -24,7 +24,7 @@ class ScaleConfig(PreTrainedConfig):
     """Sizes of the expansion, where it collaborates, and how its head is served beside the base's.
 
     Args:
-        base_config: the base model's configuration as a dictionary, `model_type` included.
+        base_config: the base model's configuration as a dictionary, `model_type` included; of a widened base, nested.
         variant: `preserve` | `adapt` | `route`.
         expansion_hidden_size: channels of the expansion stream (d').
         expansion_intermediate_size: MLP channels added.
@@ -85,6 +85,13 @@ class ScaleConfig(PreTrainedConfig):
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
     def base(self) -> PreTrainedConfig:
-        """Return the base model's configuration as an object of its own class."""
+        """Return the base model's configuration as an object of its own class; a base may be widened itself."""
         fields = dict(self.base_config)
+        if fields.get("model_type") == self.model_type:
+            return ScaleConfig(**fields)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+    def root(self) -> PreTrainedConfig:
+        """Return the configuration of the plain model at the bottom."""
+        base = self.base()
+        return base.root() if isinstance(base, ScaleConfig) else base
