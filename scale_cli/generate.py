@@ -29,8 +29,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log_weights
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.folder import BASE_RECORD, load_model
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer
+from scale_cli.upscale.folder import load_model
 
 _BASE, _TRAINED, _PLAIN = "\x1b[34m", "\x1b[33m", "\x1b[0m"
 

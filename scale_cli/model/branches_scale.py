@@ -95,7 +95,8 @@ class FinalStates:
         if head in known:
             return known[head]
         if head == 0:
-            return vocabulary_head(self.x_BTD[0])
+            of_base: Tensor = vocabulary_head(self.x_BTD[0])
+            return of_base
         branch = self.branches[head - 1]
         if branch.writes:
             return vocabulary_head(self.x_BTD[head]) + self._own_logits(head)

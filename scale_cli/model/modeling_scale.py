@@ -62,7 +62,7 @@ class ScaleForCausalLM(WidenedModel):
         return loaded
 
     @property
-    def root(self) -> Any:  # type: ignore[override]  # read only here
+    def root(self) -> Any:
         """The plain model at the bottom."""
         return self.base.root if isinstance(self.base, ScaleForCausalLM) else self.base
 
