@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
-from scale_cli.model.configuration_scale import JoinedConfig, ScaleConfig
+from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -62,7 +62,7 @@ class Member:
     name: str
     parent: int
     expansion: Expansion
-    config: ScaleConfig
+    config: PreTrainedConfig
     folder: Path
     sha256: str
     logits: list[Tensor]
@@ -95,7 +95,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
     A run upon another run brings that one along.
 
     Args:
-        runs: folders of runs, their `final/`, or adapter exports.
+        runs: at least one; folders of runs, their `final/`, or adapter exports.
         prior: weight of the base head at the first token; None for an even share of every head.
         switch_rate: of the posterior rule.
 
@@ -103,28 +103,29 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
         RunFolderError: a run that is not finished, or has no expansion.
         BaseModelError: a run on another base than the first.
     """
+    widened, folder, config = _open_run(runs[0])
+    base, tokenizer = widened.root, load_tokenizer(config.model)
+    record, prompts = record_base(base, root_model(config.model), tokenizer), sample_ids(tokenizer)
     members: list[Member] = []
     configs = []
-    record, tokenizer, base = None, None, None
     for run in runs:
-        folder = _finished_folder(run)
-        config = load_config(folder / "scale.yaml")
-        widened = load_model(folder, config.model)
-        if not isinstance(widened, ScaleForCausalLM):
-            raise RunFolderError(f"{run}: holds no expansion (method.variant {config.method.variant})")
-        if record is None or tokenizer is None:
-            base, tokenizer = widened.root, load_tokenizer(config.model)
-            record = record_base(base, root_model(config.model), tokenizer)
-        else:
+        if run is not runs[0]:
+            widened, folder, config = _open_run(run)
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
             check_tokenizer(load_tokenizer(config.model), record)
-        _add_stages(members, widened, folder, config, sample_ids(tokenizer))
+        _add_stages(members, widened, folder, config, prompts)
         configs.append(_where_it_lies(config, folder))
-    if record is None or tokenizer is None:
-        raise RunFolderError("scale join: no run was named")
-    base_logits = own_logits(base, sample_ids(tokenizer))
-    model = put_together(base, members, prior, switch_rate)
-    return Joint(model, members, configs, record, tokenizer, base_logits)
+    base_logits = own_logits(base, prompts)
+    return Joint(put_together(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
+
+
+def _open_run(run: Path) -> tuple[ScaleForCausalLM, Path, RunConfig]:
+    folder = _finished_folder(run)
+    config = load_config(folder / "scale.yaml")
+    widened = load_model(folder, config.model)
+    if not isinstance(widened, ScaleForCausalLM):
+        raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
+    return widened, folder, config
 
 
 def _finished_folder(run: Path) -> Path:

@@ -191,7 +191,8 @@ def _run_layer(
     reads: dict[int, LayerReads] = {}
     parents = [branch.parent for branch in branches]
     for head, branch in enumerate(branches, start=1):
-        added, own_slot, u_BTE = branch.expansion.layers[index], context.slot(head, index), u_KBTE[head - 1]
+        added: Any = branch.expansion.layers[index]
+        own_slot, u_BTE = context.slot(head, index), u_KBTE[head - 1]
         if index >= branch.expansion.first_collaborating_layer:
             x_BTD = streams[head] if head in streams else streams[0]
             slot = context.slot(len(branches) + head if apart else 0, index)

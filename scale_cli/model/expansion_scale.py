@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,8 @@ class ExpansionLinear(nn.Module):
         out_features: channels of y'.
         collaborates: whether there is a W12.
     """
+
+    weight_22: nn.Parameter
 
     def __init__(
         self,
@@ -299,13 +301,15 @@ class Expansion(nn.Module):
         config: sizes, and where it collaborates.
     """
 
+    layers: nn.ModuleList
+
     def __init__(self, base: Any, below: Sequence[Expansion], config: ScaleConfig) -> None:
         super().__init__()
         decoder = base.model
         self.first_collaborating_layer = config.first_collaborating_layer
         self.embed_tokens = nn.Embedding(decoder.embed_tokens.num_embeddings, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
-            ExpansionLayer(base_layer, [expansion.layers[index] for expansion in below], config, index)
+            ExpansionLayer(base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
             for index, base_layer in enumerate(decoder.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)

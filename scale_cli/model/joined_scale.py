@@ -25,6 +25,8 @@ class JoinedForCausalLM(WidenedModel):
     """
 
     config_class = JoinedConfig
+    # A base in bfloat16 is loaded as it is; what was trained beside it stays in the precision it was trained in.
+    _keep_in_fp32_modules_strict = ["members"]  # noqa: RUF012 (declared by transformers)
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)

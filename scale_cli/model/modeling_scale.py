@@ -43,7 +43,11 @@ class ScaleForCausalLM(WidenedModel):
         if base is None:
             base = _empty_base(config)
         self.base: Any = base
-        below: list[Branch] = list(base.branches) if isinstance(base, ScaleForCausalLM) else []
+        below: list[Branch] = []
+        if isinstance(base, ScaleForCausalLM):
+            below = list(base.branches)
+            # With it transformers would take a checkpoint's expansion.* for the base.expansion.* that is there too.
+            self.base_model_prefix = ""
         self.expansion = Expansion(self.root, [branch.expansion for branch in below], config)
         self.branches = [*below, Branch(self.expansion, parent=len(below))]
         self.routed_heads = (len(below), len(below) + 1)
