@@ -52,6 +52,16 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with the base's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
+Prior = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P", min=0.001, max=0.999, help="Weight of the base head at the start; an even share if none."
+    ),
+]
+SwitchRate = Annotated[
+    float, typer.Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
+]
 Flops = Annotated[
     float | None,
     typer.Option(metavar="FLOP/S", min=1.0, help="What a device sustains; else the one at hand is measured."),
@@ -167,6 +177,15 @@ def compare(runs: Runs, output: Output) -> None:
     from scale_cli.comparison import run
 
     _show(run.compare(runs, output))
+
+
+@app.command()
+def join(runs: Runs, output: JoinedFolder, prior: Prior = None, switch_rate: SwitchRate = 0.0) -> None:
+    """Put finished runs on the same base into one model that routes among all their heads."""
+    _quieten_libraries()
+    from scale_cli.join import run
+
+    _show(run.join(runs, output, prior, switch_rate))
 
 
 @app.command()

@@ -1,11 +1,12 @@
 """The verb `scale generate`: continue prompts with a folder of ours, and show which head spoke.
 
-Shapes: K heads (base, trained), B prompts, T positions.
+Shapes: K heads (base, trained; of a joined model base and every member), B prompts, T positions.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,15 +26,17 @@ from transformers import (
 from scale_cli.config.load import load_config
 from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routing import cosine_serves_base, log_prior, posterior_log_weights
+from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.printable import printable
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer, load_written
-from scale_cli.upscale.folder import BASE_RECORD, load_model
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written
+from scale_cli.upscale.folder import load_model
 
-_BASE, _TRAINED, _PLAIN = "\x1b[34m", "\x1b[33m", "\x1b[0m"
+# Of the base head, of the trained one or the first member, and of further members, in turn.
+_COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,12 @@ class SpokenToken:
     Args:
         text: of it.
         base_weight: the base head's share in its prediction; None where one head alone is served.
+        shares: every head's share, by name; None likewise.
     """
 
     text: str
     base_weight: float | None
+    shares: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ class Generator:
             base = load_config(folder / "scale.yaml").model
             self.model, self.tokenizer = load_model(folder, base), load_tokenizer(base)
         else:
-            widened = read_json(folder / "config.json").get("model_type") == "scale"
-            loader: Any = ScaleForCausalLM if widened else AutoModelForCausalLM
+            kind = read_json(folder / "config.json").get("model_type")
+            loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
             self.model = load_written(loader, folder).eval()
             # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -152,27 +157,35 @@ class Generator:
         ends = (new == settings.eos_token_id).nonzero() if settings.eos_token_id is not None else []
         if len(ends):
             new = new[: int(ends[0])]
-        weights = self._base_weights(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
+        shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         # A token alone may be decoded without its space, or be half a character: what it adds is what it says.
         texts = [str(self.tokenizer.decode(new[:end])) for end in range(len(new) + 1)]
         added = [now[len(before) :] for before, now in pairwise(texts)]
-        tokens = [SpokenToken(text, weight) for text, weight in zip(added, weights, strict=True)]
+        tokens = [
+            SpokenToken(text, None if share is None else share["base"], share)
+            for text, share in zip(added, shares, strict=True)
+        ]
         return Continuation(prompt, texts[-1], tokens)
 
-    def _base_weights(self, ids_T: Tensor) -> list[float | None]:
-        """Return the base head's share in the prediction of every token but the first."""
+    def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
+        """Return every head's share in the prediction of every token but the first."""
         model = self.model
-        if not isinstance(model, ScaleForCausalLM) or model.config.variant != "route":
+        if isinstance(model, JoinedForCausalLM):
+            names = model.config.head_names
+        elif isinstance(model, ScaleForCausalLM) and model.config.variant == "route":
+            names = ["base", "trained"]
+        else:
             return [None] * (len(ids_T) - 1)
         observed = model.observe_tokens(ids_T[None, :-1], ids_T[None, 1:])
-        if model.config.router_rule == "cosine":
+        if isinstance(model, ScaleForCausalLM) and model.config.router_rule == "cosine":
             serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
-            return [float(serves) for serves in serves_base_T]
-        prior_K = log_prior(model.config.router_prior)
+            return [{"base": float(serves), "trained": 1.0 - float(serves)} for serves in serves_base_T]
+        prior_K = model.log_prior()
         weights_KBS = posterior_log_weights(
             observed.log_probs_KBT, prior_K[:, None], prior_K, model.config.router_switch_rate
         )
-        return [float(weight) for weight in weights_KBS[0, 0, :-1].exp()]
+        shares_TK = weights_KBS[:, 0, :-1].exp().T.tolist()
+        return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
 
 
 class _PrintableStreamer(TextStreamer):
@@ -198,16 +211,31 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, 
     if not streamed:
         for c in continuations:
             lines.append(f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}")
-    weights = [token.base_weight for c in continuations for token in c.tokens if token.base_weight is not None]
-    if weights:
-        lines.append(f"base head spoke {sum(weights) / len(weights):.1%} of {len(weights):,} tokens")
+    shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
+    if shares:
+        mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
+        if len(mean) == 2:
+            lines.append(f"base head spoke {mean['base']:.1%} of {len(shares):,} tokens")
+        else:
+            each = ", ".join(
+                f"{_colour(place)}{name}{_PLAIN} {share:.1%}" if show_heads else f"{name} {share:.1%}"
+                for place, (name, share) in enumerate(mean.items())
+            )
+            lines.append(f"spoken by {each} of {len(shares):,} tokens")
     return lines
 
 
 def _coloured(continuation: Continuation) -> str:
-    return "".join(
-        printable(token.text)
-        if token.base_weight is None
-        else f"{_BASE if token.base_weight >= 0.5 else _TRAINED}{printable(token.text)}{_PLAIN}"
-        for token in continuation.tokens
-    )
+    """Return a continuation with every token in the colour of the head that had the largest share in it."""
+    coloured = []
+    for token in continuation.tokens:
+        if token.shares is None:
+            coloured.append(printable(token.text))
+        else:
+            most = max(token.shares.values())
+            coloured.append(f"{_colour(list(token.shares.values()).index(most))}{printable(token.text)}{_PLAIN}")
+    return "".join(coloured)
+
+
+def _colour(head: int) -> str:
+    return _COLOURS[head if head < len(_COLOURS) else 1 + (head - 1) % (len(_COLOURS) - 1)]

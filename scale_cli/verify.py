@@ -31,9 +31,9 @@ from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
-from scale_cli.upscale.base import load_base, load_tokenizer
-from scale_cli.upscale.folder import BASE_RECORD, load_model
-from scale_cli.upscale.preservation import check_preservation, plain_logits, sample_ids
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer
+from scale_cli.upscale.folder import load_any_base, load_model
+from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 
 
 @dataclass
@@ -185,7 +185,7 @@ def _check_method(check: FolderCheck, base: ModelConfig) -> None:
         model = load_model(check.folder, base)  # holds the base to its hashes
         if isinstance(model, ScaleForCausalLM):
             tokenizer = load_tokenizer(base)
-            check_preservation(model, tokenizer, plain_logits(load_base(base), sample_ids(tokenizer)))
+            check_preservation(model, tokenizer, own_logits(load_any_base(base), sample_ids(tokenizer)))
 
     _hold(check, "base and its preservation", prove_base)
 

@@ -19,7 +19,9 @@ from scale_cli.config.schema import (
     RouterConfig,
     TrainConfig,
 )
+from scale_cli.join.members import Member, put_together
 from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
@@ -130,3 +132,11 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
         losses.append(loss.item())
     model.eval()
     return losses
+
+
+def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
+    """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
+    return put_together(
+        base,
+        [Member(name, parent, m.expansion, m.config, Path(), "", []) for name, (parent, m) in members.items()],
+    )

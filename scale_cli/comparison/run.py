@@ -10,8 +10,8 @@ from scale_cli.comparison.markdown import markdown
 from scale_cli.comparison.page import WIDE, page
 from scale_cli.comparison.runs import load_runs
 from scale_cli.comparison.words import with_interval
-from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.atomic import MANIFEST, new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.replaceable import check_replaceable
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def compare(folders: list[Path], output: Path) -> ComparisonSummary:
     Raises:
         RunFolderError: a run is not finished or cannot be compared, or `output` holds something else.
     """
-    _check_replaceable(output)
+    check_replaceable(output, KIND)
     comparison = comparison_of(load_runs(folders))
     with new_folder(output) as partial:
         write_json(partial / "report.json", to_json(comparison))
@@ -60,24 +60,3 @@ def compare(folders: list[Path], output: Path) -> ComparisonSummary:
             if figure.draw is not None:
                 write_text(partial / f"{figure.key}.svg", figure.draw(WIDE).standalone(figure.title))
     return ComparisonSummary(output, comparison)
-
-
-def _check_replaceable(output: Path) -> None:
-    """Refuse a folder that holds anything but a comparison of ours, whole and with nothing added."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    refusal = RunFolderError(f"--output {output}: holds something other than a comparison; choose a new folder")
-    if not output.is_dir():
-        raise refusal
-    try:
-        kind = read_json(output / "report.json")["kind"]
-        ours = {*read_json(output / MANIFEST)["files"], MANIFEST}
-    except (StorageError, OSError, KeyError, TypeError):
-        raise refusal from None
-    if kind != KIND:
-        raise refusal
-    there = {path.relative_to(output).as_posix() for path in output.rglob("*")}
-    if added := sorted(there - ours):
-        raise RunFolderError(
-            f"--output {output}: holds {added[0]}, which is not of the comparison; choose a new folder"
-        )

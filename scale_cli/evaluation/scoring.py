@@ -20,7 +20,7 @@ from tqdm import tqdm
 from scale_cli.config.schema import RouterConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
-from scale_cli.model.observing import TwoHeaded
+from scale_cli.model.observing import Observable, TwoHeaded
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 
 # Documents whose windows are sorted by length together, so that little of a batch is padding.
@@ -56,12 +56,12 @@ class DocumentLosses:
 
 @dataclass(frozen=True)
 class ObservedDocument:
-    """What both heads said of one document's tokens.
+    """What the heads said of one document's tokens.
 
     Args:
         index: of the document in its corpus.
-        log_probs_KT: (2, tokens) of the base head and the trained one, nats.
-        cosine_T: (tokens,) of their logits.
+        log_probs_KT: (heads, tokens) of the base head, ..., the trained one, nats.
+        cosine_T: (tokens,) of the logits of the first and the last.
     """
 
     index: int
@@ -136,14 +136,14 @@ def _document_row(document: ObservedDocument, num_bytes: int, router: RouterConf
 
 
 def observe_documents(
-    model: TwoHeaded,
+    model: Observable,
     corpus: TokenisedCorpus,
     documents: range,
     sequence_length: int,
     batch_size: int,
     mixed_precision: str,
 ) -> list[ObservedDocument]:
-    """Return what both heads said of every token of some documents, each scored window by window.
+    """Return what the heads said of every token of some documents, each scored window by window.
 
     Args:
         model: in evaluation mode.
@@ -155,9 +155,7 @@ def observe_documents(
     """
     windows = [window for index in documents for window in _windows(corpus, index, sequence_length)]
     sizes = {window.document: window.start + len(window.next_ids) for window in windows}  # the last one's end
-    observed_documents = {
-        index: ObservedDocument(index, torch.empty(2, size), torch.empty(size)) for index, size in sizes.items()
-    }
+    observed_documents: dict[int, ObservedDocument] = {}
     windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
     device = next(model.parameters()).device
     for first in range(0, len(windows), batch_size):
@@ -168,10 +166,13 @@ def observe_documents(
             observed = model.observe_tokens(input_ids, next_ids)
         said, cosine = observed.log_probs_KBT.cpu(), observed.cosine_BT.cpu()
         for row, window in enumerate(batch):
-            place = slice(window.start, window.start + len(window.next_ids))
-            observed_documents[window.document].log_probs_KT[:, place] = said[:, row, : len(window.next_ids)]
-            observed_documents[window.document].cosine_T[place] = cosine[row, : len(window.next_ids)]
-    return list(observed_documents.values())
+            index, place = window.document, slice(window.start, window.start + len(window.next_ids))
+            if index not in observed_documents:
+                empty = torch.empty(len(said), sizes[index]), torch.empty(sizes[index])
+                observed_documents[index] = ObservedDocument(index, *empty)
+            observed_documents[index].log_probs_KT[:, place] = said[:, row, : len(window.next_ids)]
+            observed_documents[index].cosine_T[place] = cosine[row, : len(window.next_ids)]
+    return [observed_documents[index] for index in sizes]
 
 
 def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:

@@ -7,6 +7,7 @@ one stream [a x ; b u] with powers of two a and b, b / a so small that u does no
 
 with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
 u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
+Expansions that stand upon one another are stored one after another, d' being the channels of all of them.
 
 Source: ours (README, "Export"); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
 """
@@ -24,9 +25,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,13 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     """
     excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
     scales = _SCALES[dtype]
-    if hasattr(model.base.model.layers[0].self_attn, "q_norm"):
+    if hasattr(model.root.model.layers[0].self_attn, "q_norm"):
         # A norm over each head's channels has the same eps, which a larger x would raise; a smaller u does as well.
         scales = StreamScales(1.0, scales.expansion / scales.base)
     scales = replace(scales, expansion=scales.expansion * 2.0 ** -math.ceil(math.log2(excess)))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
     dense.load_state_dict(_dense_tensors(model, scales), strict=True)
-    dense.generation_config = model.base.generation_config
+    dense.generation_config = model.root.generation_config
     return dense.to(getattr(torch, dtype)).eval()
 
 
@@ -79,7 +81,7 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
         ratios_BT = u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)
         ratios.append(ratios_BT.nan_to_num(0.0, posinf=0.0).max().item())
 
-    norms = [module for module in model.expansion.modules() if isinstance(module, ExpansionNorm)]
+    norms = [norm for stage in _stages(model) for norm in stage.modules() if isinstance(norm, ExpansionNorm)]
     hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
     for input_ids in prompts:
         model.final_states(input_ids, preserved=False)
@@ -106,65 +108,70 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
 
 def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
     """Return the base's configuration with the widened sizes."""
-    base, added = model.base.config.to_dict(), model.config
-    base_size = base["hidden_size"]
-    hidden_size = base_size + added.expansion_hidden_size
+    base = model.root.config.to_dict()
+    widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {
+        name: base[name] + sum(getattr(stage, f"expansion_{name}") for stage in model.config.stages())
+        for name in widened
+    }
     base |= {
-        "head_dim": model.base.model.layers[0].self_attn.head_dim,
-        "hidden_size": hidden_size,
-        "intermediate_size": base["intermediate_size"] + added.expansion_intermediate_size,
-        "num_attention_heads": base["num_attention_heads"] + added.expansion_num_attention_heads,
-        "num_key_value_heads": base["num_key_value_heads"] + added.expansion_num_key_value_heads,
-        "rms_norm_eps": scales.base**2 * base["rms_norm_eps"] * base_size / hidden_size,
+        "head_dim": model.root.model.layers[0].self_attn.head_dim,
+        "rms_norm_eps": scales.base**2 * base["rms_norm_eps"] * base["hidden_size"] / sizes["hidden_size"],
         "tie_word_embeddings": False,
+        **sizes,
     }
     return AutoConfig.for_model(base.pop("model_type"), **base)
 
 
+def _stages(model: ScaleForCausalLM) -> list[Expansion]:
+    """Return the expansions that stand upon one another, bottom up."""
+    return [branch.expansion for branch in model.branches]
+
+
 @torch.no_grad()
 def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, Tensor]:
-    decoder, expansion = model.base.model, model.expansion
+    base, stages = model.root, _stages(model)
+    decoder, num_base = base.model, base.config.hidden_size
+    embedding = joint_embedding(base, stages)
+    embedding[:, :num_base] *= scales.base
+    embedding[:, num_base:] *= scales.expansion
     tensors = {
-        "model.embed_tokens.weight": torch.cat(
-            [scales.base * decoder.embed_tokens.weight.float(), scales.expansion * expansion.embed_tokens.weight], dim=1
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
+        "lm_head.weight": torch.cat(
+            [base.lm_head.weight.float(), *(stage.lm_head.weight.float() for stage in stages)], dim=1
         ),
-        "model.norm.weight": _joined_gains(decoder.norm, expansion.norm, scales),
-        "lm_head.weight": torch.cat([model.base.lm_head.weight.float(), expansion.lm_head.weight], dim=1),
     }
-    for index, (base_layer, added) in enumerate(zip(decoder.layers, expansion.layers, strict=True)):
-        for name, child in added.named_children():
-            prefix = f"model.layers.{index}."
-            if isinstance(child, ExpansionNorm):
-                tensors[f"{prefix}{name}.weight"] = _joined_gains(getattr(base_layer, name), child, scales)
-                continue
-            assert isinstance(child, ExpansionLinear)
-            owner = "self_attn" if hasattr(base_layer.self_attn, name) else "mlp"
-            frozen = getattr(getattr(base_layer, owner), name)
-            for kind, tensor in _joined_linear(frozen, child, scales, writes=name in ("o_proj", "down_proj")).items():
+    for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
+        prefix = f"model.layers.{index}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            norms = [getattr(layer, name) for layer in layers]
+            tensors[f"{prefix}{name}.weight"] = _joined_gains(getattr(base_layer, name), norms, scales)
+        for owner, name, frozen, added in widened_linears(base_layer, layers):
+            # Where a map writes into the stream, in the stream's scales.
+            rows = scales if name in ("o_proj", "down_proj") else StreamScales(1.0, 1.0)
+            for kind, tensor in _joined_linear(frozen, added, rows).items():
                 tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
         for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads
             if hasattr(base_layer.self_attn, name):
-                gains = getattr(base_layer.self_attn, name).weight.float()
-                tensors[f"model.layers.{index}.self_attn.{name}.weight"] = gains
+                tensors[f"{prefix}self_attn.{name}.weight"] = getattr(base_layer.self_attn, name).weight.float()
     return tensors
 
 
-def _joined_gains(frozen: Any, added: ExpansionNorm, scales: StreamScales) -> Tensor:
-    num_base, num_added = len(frozen.weight), len(added.weight)
+def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales) -> Tensor:
+    num_base, num_added = len(frozen.weight), sum(len(norm.weight) for norm in added)
     shrink = (num_base / (num_base + num_added)) ** 0.5
-    return shrink * torch.cat([frozen.weight.float(), (scales.base / scales.expansion) * added.weight.float()])
+    of_added = [(scales.base / scales.expansion) * norm.weight.float() for norm in added]
+    return shrink * torch.cat([frozen.weight.float(), *of_added])
 
 
-def _joined_linear(
-    frozen: nn.Linear, added: ExpansionLinear, scales: StreamScales, *, writes: bool
-) -> dict[str, Tensor]:
-    """Return weight (and bias) of the joined map; where it writes into the stream, in the stream's scales."""
-    for_x, for_u = (scales.base, scales.expansion) if writes else (1.0, 1.0)
-    absent = torch.zeros(frozen.out_features, added.weight_22.shape[1], device=frozen.weight.device)
-    weight_12 = absent if added.weight_12 is None else added.weight_12
-    upper = for_x * torch.cat([frozen.weight.float(), weight_12], dim=1)
-    lower = for_u * torch.cat([added.weight_21, added.weight_22], dim=1)
-    joined = {"weight": torch.cat([upper, lower])}
-    if added.bias_2 is not None:
-        joined["bias"] = torch.cat([for_x * frozen.bias.float(), for_u * added.bias_2])
+def _joined_linear(frozen: nn.Linear, added: Sequence[ExpansionLinear], rows: StreamScales) -> dict[str, Tensor]:
+    """Return weight (and bias) of the joined map, its rows scaled."""
+    joined = {"weight": joint_weight(frozen, added)}
+    if frozen.bias is not None:
+        biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
+        joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])
+    for tensor in joined.values():
+        tensor[: frozen.out_features] *= rows.base
+        tensor[frozen.out_features :] *= rows.expansion
     return joined

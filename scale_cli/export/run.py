@@ -20,7 +20,7 @@ from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
-from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
@@ -91,7 +91,10 @@ def export(config: RunConfig) -> ExportSummary:
         if settings.format == "llama":
             plain_model(model, settings.dtype, prompts).save_pretrained(partial)
         elif settings.format == "transformers":
-            _write_self_contained(model, partial, settings.dtype)
+            lowered = copy.deepcopy(model)
+            nn.Module.to(lowered, getattr(torch, settings.dtype))
+            assert isinstance(lowered, ScaleForCausalLM), "check_format"
+            write_self_contained(lowered, partial)
         else:
             write_trained(partial, model, config.method, read_record(run.final))
         loaded = _load_export(partial, config)
@@ -164,19 +167,6 @@ def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], confi
     parity = measure_parity(loaded.eval(), model, expected, prompts)
     check_parity(parity, str(loaded.dtype).removeprefix("torch."))
     return parity
-
-
-def _write_self_contained(model: MethodModel, folder: Path, dtype: str) -> None:
-    # Registered here and not where the classes are defined: only this folder carries its own code.
-    ScaleConfig.register_for_auto_class()
-    ScaleForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    try:
-        lowered = copy.deepcopy(model)
-        nn.Module.to(lowered, getattr(torch, dtype))
-        lowered.save_pretrained(str(folder))
-    finally:
-        ScaleConfig._auto_class = None
-        ScaleForCausalLM._auto_class = None
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:

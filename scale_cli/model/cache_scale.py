@@ -25,8 +25,9 @@ class RouterState:
 class ScaleCache(DynamicCache):
     """A DynamicCache with one slot for each stream of each layer, and the router's state beside it.
 
-    With L layers, slot i holds base layer i, slot L + i the expansion's heads in it, and slot 2L + i the base's heads
-    as the adapted stream sees them: from the first collaborating layer up, where the untouched stream is served too.
+    With L layers and K expansions, slot i holds base layer i, slot kL + i the heads of the k-th expansion in it, and
+    slot (K + k)L + i the base's heads as the stream that the k-th adapts sees them: from its first collaborating layer
+    up, where the untouched stream is served too.
     """
 
     def __init__(self) -> None:

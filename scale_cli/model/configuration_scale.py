@@ -24,7 +24,7 @@ class ScaleConfig(PreTrainedConfig):
     """Sizes of the expansion, where it collaborates, and how its head is served beside the base's.
 
     Args:
-        base_config: the base model's configuration as a dictionary, `model_type` included.
+        base_config: the base model's configuration as a dictionary, `model_type` included; of a widened base, nested.
         variant: `preserve` | `adapt` | `route`.
         expansion_hidden_size: channels of the expansion stream (d').
         expansion_intermediate_size: MLP channels added.
@@ -85,6 +85,68 @@ class ScaleConfig(PreTrainedConfig):
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
     def base(self) -> PreTrainedConfig:
+        """Return the base model's configuration as an object of its own class; a base may be widened itself."""
+        fields = dict(self.base_config)
+        if fields.get("model_type") == self.model_type:
+            return ScaleConfig(**fields)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+    def root(self) -> PreTrainedConfig:
+        """Return the configuration of the plain model at the bottom."""
+        base = self.base()
+        return base.root() if isinstance(base, ScaleConfig) else base
+
+    def stages(self) -> list[ScaleConfig]:
+        """Return the configurations of all expansions that stand upon one another here, bottom up, this one last."""
+        base = self.base()
+        return [*(base.stages() if isinstance(base, ScaleConfig) else []), self]
+
+
+class JoinedConfig(PreTrainedConfig):
+    """Several expansions on one base, and how is routed among their heads.
+
+    Args:
+        base_config: the plain base's configuration as a dictionary, `model_type` included.
+        members: of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and its sizes:
+            `expansion`, as ScaleConfig takes them.
+        router_prior: weight of the base head at the first token, the rest being shared evenly by the members; None for
+            an even share of every head.
+        router_switch_rate: fixed share alpha of the posterior rule, per token.
+        use_cache: whether generation keeps keys, values and the router's state.
+        **kwargs: what every configuration of transformers takes.
+    """
+
+    model_type = "scale-joined"
+
+    def __init__(
+        self,
+        base_config: dict[str, Any] | None = None,
+        members: list[dict[str, Any]] | None = None,
+        router_prior: float | None = None,
+        router_switch_rate: float = 0.0,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.base_config = dict(base_config or {})
+        self.members = list(members or [])
+        self.router_prior = 1.0 / (len(self.members) + 1) if router_prior is None else router_prior
+        self.router_switch_rate = router_switch_rate
+        self.use_cache = use_cache
+        for name in _READ_FROM_BASE:
+            kwargs[name] = self.base_config.get(name)
+        kwargs["tie_word_embeddings"] = False
+        super().__init__(**kwargs)
+
+    @property
+    def head_names(self) -> list[str]:
+        """The names of all heads, the base's first."""
+        return ["base", *(member["name"] for member in self.members)]
+
+    def base(self) -> PreTrainedConfig:
         """Return the base model's configuration as an object of its own class."""
         fields = dict(self.base_config)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+    def expansions(self) -> list[ScaleConfig]:
+        """Return the sizes of every member's expansion."""
+        return [ScaleConfig(base_config=self.base_config, **member["expansion"]) for member in self.members]

@@ -5,6 +5,8 @@ Every linear map W of the decoder is widened in both directions; W itself is nev
     [ y  ]   [ W    W12 ] [ x ]        x : base stream,      D channels
     [ y' ] = [ W21  W22 ] [ u ]        u : expansion stream, E channels
 
+An expansion may stand upon other expansions: W21 then reads x and their streams, joined.
+
 Shapes: B batch, T positions, D base channels, E expansion channels, N attention heads, A channels a head.
 A tensor that several sizes fit carries no suffix.
 
@@ -13,9 +15,9 @@ Source: SCALE, arXiv 2511.03270; the norm of both streams by the base stream's R
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +36,29 @@ class ExpansionLinear(nn.Module):
 
     W12 is absent, not zero, where nothing is to be written into the base stream: no parameter, no product, and a
     non-finite u cannot reach x.
+
+    Args:
+        base_linear: W.
+        below: what widens it already, bottom up; W21 reads their channels after the base's own.
+        in_features: channels of u.
+        out_features: channels of y'.
+        collaborates: whether there is a W12.
     """
 
-    def __init__(self, base_linear: nn.Linear, in_features: int, out_features: int, *, collaborates: bool) -> None:
+    weight_22: nn.Parameter
+
+    def __init__(
+        self,
+        base_linear: nn.Linear,
+        below: Sequence[ExpansionLinear],
+        in_features: int,
+        out_features: int,
+        *,
+        collaborates: bool,
+    ) -> None:
         super().__init__()
-        self.weight_21 = nn.Parameter(torch.empty(out_features, base_linear.in_features))
+        read_features = base_linear.in_features + sum(linear.weight_22.shape[1] for linear in below)
+        self.weight_21 = nn.Parameter(torch.empty(out_features, read_features))
         self.weight_22 = nn.Parameter(torch.empty(out_features, in_features))
         weight_12 = torch.empty(base_linear.out_features, in_features) if collaborates else None
         self.weight_12 = None if weight_12 is None else nn.Parameter(weight_12)
@@ -82,6 +102,10 @@ class LayerContext:
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
 
+    def slot(self, stream: int, layer_index: int) -> int:
+        """Return the cache's place for one stream's heads in one layer; stream 0 is the base."""
+        return stream * self.num_layers + layer_index
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of a layer; where checkpointing, keep of it only what went in."""
         if not self.checkpointing:
@@ -119,15 +143,15 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
 
 
 @dataclass
-class BaseReads:
-    """What the added blocks read of a frozen layer.
+class LayerReads:
+    """What the blocks that are added to a layer read of the streams that are there already.
 
     Args:
         attention_BTD: what q, k, v read.
-        attention_inverse_rms_BT1: of the stream before the first norm.
+        attention_inverse_rms_BT1: of the base stream before the first norm.
         heads: (B, T, N A), what o reads.
         mlp_BTD: what gate and up read.
-        mlp_inverse_rms_BT1: of the stream before the second norm.
+        mlp_inverse_rms_BT1: of the base stream before the second norm.
         channels: (B, T, MLP channels), what down reads.
     """
 
@@ -138,8 +162,19 @@ class BaseReads:
     mlp_inverse_rms_BT1: Tensor
     channels: Tensor
 
+    def joined(self, above: LayerReads) -> LayerReads:
+        """Return what is read by an expansion that stands upon these streams and the one above them."""
+        return LayerReads(
+            torch.cat([self.attention_BTD, above.attention_BTD], dim=-1),
+            self.attention_inverse_rms_BT1,
+            torch.cat([self.heads, above.heads], dim=-1),
+            torch.cat([self.mlp_BTD, above.mlp_BTD], dim=-1),
+            self.mlp_inverse_rms_BT1,
+            torch.cat([self.channels, above.channels], dim=-1),
+        )
 
-def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, BaseReads]:
+
+def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, LayerReads]:
     """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
     attention, mlp = base_layer.self_attn, base_layer.mlp
     x, attention_inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
@@ -147,14 +182,27 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
     x_BTD = x_BTD + attention.o_proj(heads)
     y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
     channels = gated(mlp.act_fn, mlp.gate_proj(y), mlp.up_proj(y))
-    read = BaseReads(x, attention_inverse_rms, heads, y, mlp_inverse_rms, channels)
+    read = LayerReads(x, attention_inverse_rms, heads, y, mlp_inverse_rms, channels)
     return x_BTD + mlp.down_proj(channels), read
+
+
+@dataclass
+class LayerStep:
+    """What an expansion's layer leaves to those that read the same streams, or its own too.
+
+    Args:
+        below: what it read.
+        own: what its own stream gave.
+    """
+
+    below: LayerReads
+    own: LayerReads
 
 
 class ExpansionLayer(nn.Module):
     """What one decoder layer gains: heads, MLP channels, and the blocks between the two streams."""
 
-    def __init__(self, base_layer: Any, config: ScaleConfig, layer_index: int) -> None:
+    def __init__(self, base_layer: Any, below: Sequence[ExpansionLayer], config: ScaleConfig, layer_index: int) -> None:
         super().__init__()
         attention, mlp = base_layer.self_attn, base_layer.mlp
         hidden_size, intermediate_size = config.expansion_hidden_size, config.expansion_intermediate_size
@@ -162,42 +210,59 @@ class ExpansionLayer(nn.Module):
         key_value_size = config.expansion_num_key_value_heads * attention.head_dim
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
+
+        def widened(name: str, in_features: int, out_features: int) -> ExpansionLinear:
+            in_this = in_attention if hasattr(attention, name) else in_mlp
+            frozen = getattr(attention if hasattr(attention, name) else mlp, name)
+            linears = [getattr(layer, name) for layer in below]
+            return ExpansionLinear(frozen, linears, in_features, out_features, collaborates=in_this)
+
         self.layer_index = layer_index
         self.collaborates = in_attention or in_mlp
         self.input_layernorm = ExpansionNorm(hidden_size)
-        self.q_proj = ExpansionLinear(attention.q_proj, hidden_size, query_size, collaborates=in_attention)
-        self.k_proj = ExpansionLinear(attention.k_proj, hidden_size, key_value_size, collaborates=in_attention)
-        self.v_proj = ExpansionLinear(attention.v_proj, hidden_size, key_value_size, collaborates=in_attention)
-        self.o_proj = ExpansionLinear(attention.o_proj, query_size, hidden_size, collaborates=in_attention)
+        self.q_proj = widened("q_proj", hidden_size, query_size)
+        self.k_proj = widened("k_proj", hidden_size, key_value_size)
+        self.v_proj = widened("v_proj", hidden_size, key_value_size)
+        self.o_proj = widened("o_proj", query_size, hidden_size)
         self.post_attention_layernorm = ExpansionNorm(hidden_size)
-        self.gate_proj = ExpansionLinear(mlp.gate_proj, hidden_size, intermediate_size, collaborates=in_mlp)
-        self.up_proj = ExpansionLinear(mlp.up_proj, hidden_size, intermediate_size, collaborates=in_mlp)
-        self.down_proj = ExpansionLinear(mlp.down_proj, intermediate_size, hidden_size, collaborates=in_mlp)
+        self.gate_proj = widened("gate_proj", hidden_size, intermediate_size)
+        self.up_proj = widened("up_proj", hidden_size, intermediate_size)
+        self.down_proj = widened("down_proj", intermediate_size, hidden_size)
 
     def forward(
-        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return both streams after this layer.
+        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
+    ) -> tuple[Tensor, Tensor, LayerStep]:
+        """Return both streams after this layer, and what it leaves to be read.
 
         Where nothing has written into x (below every collaborating layer: always in Preserve) the base layer runs by
         itself, without autograd: it costs a forward pass and no more, and is never computed twice.
         """
         if self.collaborates or x_BTD.requires_grad:
-            return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot)
+            return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot, own_slot)
         with torch.no_grad():
             x_BTD, read = read_base(base_layer, x_BTD, context, base_slot)
-        return x_BTD, context.run(self._added, base_layer, read, u_BTE, context)
+        return x_BTD, *self.read_on(base_layer, read, u_BTE, context, own_slot)
 
-    def _added(self, base_layer: Any, read: BaseReads, u_BTE: Tensor, context: LayerContext) -> Tensor:
+    def read_on(
+        self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
+    ) -> tuple[Tensor, LayerStep]:
+        """Return the expansion stream after this layer, where what it reads has been computed already."""
+        return context.run(self._added, base_layer, read, u_BTE, context, own_slot)
+
+    def _added(
+        self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
+    ) -> tuple[Tensor, LayerStep]:
         u = self.input_layernorm(read.attention_inverse_rms_BT1, u_BTE)
-        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, context)
+        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, context, own_slot)
         u_BTE = u_BTE + self.o_proj(read.heads, heads)
-        u = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
-        return u_BTE + self.down_proj(read.channels, self._channels(base_layer.mlp, read.mlp_BTD, u))
+        y = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
+        channels = self._channels(base_layer.mlp, read.mlp_BTD, y)
+        own = LayerReads(u, read.attention_inverse_rms_BT1, heads, y, read.mlp_inverse_rms_BT1, channels)
+        return u_BTE + self.down_proj(read.channels, channels), LayerStep(read, own)
 
     def _both(
-        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int
-    ) -> tuple[Tensor, Tensor]:
+        self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
+    ) -> tuple[Tensor, Tensor, LayerStep]:
         attention, mlp = base_layer.self_attn, base_layer.mlp
         x, inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
         u = self.input_layernorm(inverse_rms, u_BTE)
@@ -205,19 +270,22 @@ class ExpansionLayer(nn.Module):
         k = self.k_proj.collaborate(attention.k_proj, x, u)
         v = self.v_proj.collaborate(attention.v_proj, x, u)
         base_heads = attend(attention, q, k, v, context, base_slot)
-        added_heads = self._heads(attention, x, u, context)
+        added_heads = self._heads(attention, x, u, context, own_slot)
         x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads)
         u_BTE = u_BTE + self.o_proj(base_heads, added_heads)
-        x, inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
-        u = self.post_attention_layernorm(inverse_rms, u_BTE)
-        gate = self.gate_proj.collaborate(mlp.gate_proj, x, u)
-        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, x, u))
-        added_channels = self._channels(mlp, x, u)
+        y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
+        z = self.post_attention_layernorm(mlp_inverse_rms, u_BTE)
+        gate = self.gate_proj.collaborate(mlp.gate_proj, y, z)
+        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, y, z))
+        added_channels = self._channels(mlp, y, z)
+        step = LayerStep(
+            LayerReads(x, inverse_rms, base_heads, y, mlp_inverse_rms, base_channels),
+            LayerReads(u, inverse_rms, added_heads, z, mlp_inverse_rms, added_channels),
+        )
         x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels)
-        return x_BTD, u_BTE + self.down_proj(base_channels, added_channels)
+        return x_BTD, u_BTE + self.down_proj(base_channels, added_channels), step
 
-    def _heads(self, attention: Any, x: Tensor, u: Tensor, context: LayerContext) -> Tensor:
-        slot = context.num_layers + self.layer_index
+    def _heads(self, attention: Any, x: Tensor, u: Tensor, context: LayerContext, slot: int) -> Tensor:
         return attend(attention, self.q_proj(x, u), self.k_proj(x, u), self.v_proj(x, u), context, slot)
 
     def _channels(self, mlp: Any, x: Tensor, u: Tensor) -> Tensor:
@@ -225,14 +293,24 @@ class ExpansionLayer(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Everything that is added to a base model, and everything that trains."""
+    """Everything that one expansion adds to a base model.
 
-    def __init__(self, base: Any, config: ScaleConfig) -> None:
+    Args:
+        base: the plain model at the bottom.
+        below: the expansions between it and this one, bottom up; none where it stands on the base alone.
+        config: sizes, and where it collaborates.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(self, base: Any, below: Sequence[Expansion], config: ScaleConfig) -> None:
         super().__init__()
         decoder = base.model
+        self.first_collaborating_layer = config.first_collaborating_layer
         self.embed_tokens = nn.Embedding(decoder.embed_tokens.num_embeddings, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
-            ExpansionLayer(base_layer, config, index) for index, base_layer in enumerate(decoder.layers)
+            ExpansionLayer(base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
+            for index, base_layer in enumerate(decoder.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)
         self.lm_head = nn.Linear(config.expansion_hidden_size, decoder.embed_tokens.num_embeddings, bias=False)

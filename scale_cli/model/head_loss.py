@@ -5,6 +5,7 @@ Shapes: N tokens, D base channels, E expansion channels, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,7 +98,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def adaptation_cross_entropy(
-    x_BTD: Tensor, u_BTE: Tensor, base_head_VD: Tensor, head_VE: Tensor, targets_BT: Tensor
+    x_BTD: Tensor,
+    u_BTE: Tensor,
+    base_head_VD: Tensor,
+    head_VE: Tensor,
+    targets_BT: Tensor,
+    between: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
 
@@ -107,9 +113,11 @@ def adaptation_cross_entropy(
         base_head_VD: H; frozen, it gets no gradient.
         head_VE: H'.
         targets_BT: the token after each position, or IGNORED.
+        between: streams and heads of the frozen expansions that this one stands upon, whose logits are added.
     """
+    frozen = [tensor for u, head in between for tensor in (u.flatten(0, 1), head)]
     return _ChunkedCrossEntropy.apply(
-        targets_BT.flatten(), x_BTD.flatten(0, 1), base_head_VD.detach(), u_BTE.flatten(0, 1), head_VE
+        targets_BT.flatten(), x_BTD.flatten(0, 1), base_head_VD.detach(), *frozen, u_BTE.flatten(0, 1), head_VE
     )
 
 

@@ -1,11 +1,11 @@
-"""What two heads said of a text that came, one number a token, without the logits of all positions at once.
+"""What several heads said of a text that came, one number a token, without the logits of all positions at once.
 
-Shapes: K heads (base, trained), B batch, T positions, V vocabulary.
+Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,32 +24,36 @@ class Observation:
 
     Args:
         log_probs_KBT: log-probability each head gave the token that came, float32, nats.
-        cosine_BT: cosine of the two heads' logit vectors.
+        cosine_BT: cosine of the logit vectors of the first and the last head.
     """
 
     log_probs_KBT: Tensor
     cosine_BT: Tensor
 
 
-# (B, positions, V) logits of the base head and of the trained one at some positions of one forward pass.
-HeadLogits = Callable[[slice], tuple[Tensor, Tensor]]
+# (B, positions, V) logits of every head at some positions of one forward pass.
+HeadLogits = Callable[[slice], Sequence[Tensor]]
 
 
-class TwoHeaded(Protocol):
-    """A model whose base head and trained head are observed together."""
+class Observable(Protocol):
+    """A model whose heads are observed together."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return its parameters: they tell its device."""
 
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        """Return what the heads said of the tokens that came."""
+
+
+class TwoHeaded(Observable, Protocol):
+    """A model whose base head and trained head are observed together."""
+
     def head_logits(self, input_ids: Tensor) -> HeadLogits:
         """Run the decoder over `input_ids` (B, T) and return what gives both heads' logits at any positions."""
 
-    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
-        """Return what both heads said of the tokens that came."""
-
 
 def observe_logits(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) -> Observation:
-    """Judge both heads by the tokens that came.
+    """Judge the heads by the tokens that came.
 
     Args:
         logits_at: of T positions, or of more that come after them.
@@ -61,10 +65,9 @@ def observe_logits(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) 
     num_observed = next_ids_BT.shape[1]
     for start in range(0, num_observed, num_positions):
         chunk = slice(start, min(start + num_positions, num_observed))
-        base, trained = (logits.float() for logits in logits_at(chunk))
-        next_ids = next_ids_BT[:, chunk]
-        said = torch.stack([observed_log_probs(base, next_ids), observed_log_probs(trained, next_ids)])
-        observations.append(Observation(said, logit_cosine(base, trained)))
+        heads = [logits.float() for logits in logits_at(chunk)]
+        said = torch.stack([observed_log_probs(logits, next_ids_BT[:, chunk]) for logits in heads])
+        observations.append(Observation(said, logit_cosine(heads[0], heads[-1])))
     return Observation(
         torch.cat([o.log_probs_KBT for o in observations], dim=-1),
         torch.cat([o.cosine_BT for o in observations], dim=-1),

@@ -17,7 +17,7 @@ from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.flops import TokenFlops, ideal_flops_per_token
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import write_json
-from scale_cli.upscale.base import base_without_weights, load_base_config, load_tokenizer
+from scale_cli.upscale.base import base_without_weights, load_base_config, load_tokenizer, stage_folder
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes
 
@@ -121,8 +121,11 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
 
     Raises:
         BaseModelError: the base's configuration is not found, or not supported.
-        ConfigError: the config's own method, batch or window does not fit the base or the processes.
+        ConfigError: the base is widened already, or the config's own method, batch or window does not fit it or the
+            processes.
     """
+    if stage_folder(config.model) is not None:
+        raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     base_config = load_base_config(config.model)
     check_context(config, base_config)
     check_processes(config, num_processes)

@@ -36,7 +36,7 @@ from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer
-from scale_cli.upscale.folder import TRAINED, MethodModel, load_model, read_record
+from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_model, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import check_context, check_processes
@@ -165,7 +165,7 @@ def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> boo
 
 def _check_same_content(folder: Path, config: RunConfig) -> None:
     """Hold a base and corpora that lie elsewhere than they did to what they were."""
-    check_same_base(load_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+    check_same_base(load_any_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
     corpora = open_training_corpora(config, load_tokenizer(config.model), show_progress=False)
     _check_same_text(folder, [corpus.folder.name for corpus in corpora])
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import TrainConfig
+from scale_cli.errors import ConfigError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import tensor_sha256
@@ -46,7 +47,12 @@ def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig
         model: whole, on the CPU: one layer at a time goes to the device before it is split.
         accelerator: processes and devices.
         train: `sharding` decides whether what does not train is replicated.
+
+    Raises:
+        ConfigError: the base is widened already.
     """
+    if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
+        raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
     root = for_training(model, train)
     _shard(model, root, accelerator, keep_frozen_whole=train.sharding == "expansion")
     return root

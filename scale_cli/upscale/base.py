@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, StorageError
+from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
-# What a configuration holds beside what is computed.
+BASE_RECORD = "base.json"
+# What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
 _NOT_COMPUTING = {
     "_name_or_path",
     "architectures",
@@ -25,8 +28,13 @@ _NOT_COMPUTING = {
     "dtype",
     "eos_token_id",
     "pad_token_id",
+    "router_prior",
+    "router_rule",
+    "router_switch_rate",
+    "router_threshold",
     "transformers_version",
     "use_cache",
+    "variant",
 }
 _LONGEST_REASON = 200
 _REMEDY = "give back the one that was, or start anew in another output_dir"
@@ -81,8 +89,33 @@ class BaseRecord:
         return cls(value["name"], value["revision"], value["dtype"], *hashes)
 
 
+def stage_folder(model: ModelConfig) -> Path | None:
+    """Return the folder of the widened model that a config has for its base: a finished run's, or one of its own.
+
+    None where the base is a plain model.
+
+    Raises:
+        BaseModelError: a run that is not finished.
+    """
+    run = RunFolder(Path(model.base))
+    if run.final.is_dir():
+        return run.final
+    if (run.root / BASE_RECORD).is_file():
+        return run.root
+    if (run.upscaled / BASE_RECORD).is_file():
+        raise BaseModelError(f"model.base: {model.base} is a run that is not finished: it has no final/")
+    return None
+
+
+def root_model(model: ModelConfig) -> ModelConfig:
+    """Return where the plain model lies that a base is, or that a widened base stands on."""
+    while (folder := stage_folder(model)) is not None:
+        model = load_config(folder / "scale.yaml").model
+    return model
+
+
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """Load the base model, frozen and in evaluation mode.
+    """Load a plain base model, frozen and in evaluation mode.
 
     Raises:
         BaseModelError: not found, not of a supported family, or without safetensors weights for every tensor.
@@ -135,12 +168,13 @@ def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
 
 
 def load_base_config(model: ModelConfig) -> Any:
-    """Load the base model's configuration, or say why it cannot be widened.
+    """Load the configuration of the plain model at the bottom, or say why it cannot be widened.
 
     Raises:
         BaseModelError: not found, or not of a supported family.
     """
     supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+    model = root_model(model)
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
     _check_stays_inside(Path(model.base))
@@ -171,11 +205,12 @@ def _check_stays_inside(folder: Path) -> None:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the base model's tokenizer.
+    """Load the base model's tokenizer; of a widened base, that of the plain model at its bottom.
 
     Raises:
         BaseModelError: there is none, or it needs remote code.
     """
+    model = root_model(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model.base, revision=model.revision, trust_remote_code=False
@@ -206,9 +241,16 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 def config_sha256(base: PreTrainedModel) -> str:
     """Return one hash over what a configuration says about computing; names, versions and token ids do not count."""
-    fields = base.config.to_diff_dict()
-    computing = {name: value for name, value in fields.items() if name not in _NOT_COMPUTING}
+    computing = _computing(base.config.to_diff_dict())
     return hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _computing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a configuration, and of that of a base that it holds, what is not computed with."""
+    kept = {name: value for name, value in fields.items() if name not in _NOT_COMPUTING}
+    if "base_config" in kept:
+        kept["base_config"] = _computing(kept["base_config"])
+    return kept
 
 
 def record_base(

@@ -15,17 +15,17 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, ModelConfig
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import BaseModelError, RunFolderError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import BaseRecord, check_same_base, load_base
+from scale_cli.upscale.base import BASE_RECORD, BaseRecord, check_same_base, load_base, stage_folder
 from scale_cli.upscale.baselines import prepare_baseline
 
 TRAINED = "trained.safetensors"
-BASE_RECORD = "base.json"
 _METHOD = "method.json"
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
@@ -86,13 +86,32 @@ def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
     return load_onto_base(folder, base, seed)
 
 
+def load_any_base(model: ModelConfig) -> PreTrainedModel:
+    """Load a base, frozen and in evaluation mode: a plain model, or one that an earlier run has widened.
+
+    Raises:
+        BaseModelError: not found, not supported, or not held in `model.dtype`.
+        StorageError: the earlier run's folder is damaged.
+    """
+    folder = stage_folder(model)
+    if folder is None:
+        return load_base(model)
+    below = load_config(folder / "scale.yaml").model
+    if below.dtype != model.dtype:
+        raise BaseModelError(f"model.dtype: {model.dtype}, but {model.base} was trained on a base in {below.dtype}")
+    widened = load_model(folder, below)
+    if not isinstance(widened, ScaleForCausalLM):
+        raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
+    return widened.requires_grad_(False)
+
+
 def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
     """Load a base, check that it is the recorded one, and put a folder's parameters on it.
 
     Raises:
         BaseModelError: the base is not the one that the folder belongs to.
     """
-    loaded = load_base(base)
+    loaded = load_any_base(base)
     check_same_base(loaded, read_record(folder), where=f"model.base {base.base}")
     method = MethodConfig.model_validate(read_json(folder / _METHOD))
     model: MethodModel

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
 
 Start = Literal["svd", "normal", "copy"]
 
@@ -27,24 +28,23 @@ def initialise_expansion(model: ScaleForCausalLM, start: Start, seed: int) -> No
     | g'    | gains of the norms    | 1                           | 1                   | 1         |
     | b2    | bias, where W has one | 0                           | 0                   | 0         |
 
+    W and E are those of all streams that are read: on a widened base, x and the streams of its expansions, joined.
     s is the base's initializer_range. Where W has fewer directions (or rows) than are asked for, the rest is N(0, s^2).
     Everything starts the same whatever the device and dtype: numbers are drawn on the CPU, in float32.
 
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
     generator = torch.Generator().manual_seed(seed)
-    std = float(model.base.config.initializer_range)
-    decoder = model.base.model
-    expansion = model.expansion
+    std = float(model.root.config.initializer_range)
+    *below, expansion = (branch.expansion for branch in model.branches)
+    embedding = joint_embedding(model.root, below)
     expansion.embed_tokens.weight.copy_(
-        _start_from(decoder.embed_tokens.weight.T, expansion.embed_tokens.weight.T.shape, start, std, generator).T
+        _start_from(embedding.T, expansion.embed_tokens.weight.T.shape, start, std, generator).T
     )
     expansion.lm_head.weight.zero_()
-    for base_layer, added in zip(decoder.layers, expansion.layers, strict=True):
-        for name, widened in added.named_children():
-            if isinstance(widened, ExpansionLinear):
-                owner = base_layer.self_attn if hasattr(base_layer.self_attn, name) else base_layer.mlp
-                _initialise_linear(widened, getattr(owner, name).weight, start, std, generator)
+    for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
+        for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
+            _initialise_linear(widened, joint_weight(frozen, widening), start, std, generator)
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)

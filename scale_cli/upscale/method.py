@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
+from scale_cli.errors import ConfigError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
@@ -33,6 +34,11 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
     Raises:
         ConfigError: the method asks for layers or modules that the base does not have.
     """
+    if isinstance(base, ScaleForCausalLM) and not method.widens:
+        raise ConfigError(
+            f"method.variant: {method.variant}: a widened base is only widened further (preserve, route); to train it "
+            "otherwise, export it as llama and start from that"
+        )
     if not method.widens:
         return prepare_baseline(base, method, seed)
     return ScaleForCausalLM(plan_expansion(base.config, method), base)

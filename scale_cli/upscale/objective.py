@@ -53,7 +53,7 @@ def set_attention(model: MethodModel, implementation: str) -> None:
         ConfigError: it is not installed, or cannot train on the model's device.
     """
     plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    plain = plain.base if isinstance(plain, ScaleForCausalLM) else plain
+    plain = plain.root if isinstance(plain, ScaleForCausalLM) else plain
     if implementation == plain.config._attn_implementation:
         return
     if implementation == "flex_attention" and plain.device.type == "cpu":

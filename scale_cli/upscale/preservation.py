@@ -28,15 +28,23 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 
 @torch.no_grad()
-def plain_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return a model's logits on some (1, T) prompts, each at its own shape."""
+def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
+    """Return a model's logits on some (1, T) prompts, each at its own shape; a widened one's are its adaptation head's.
+
+    They are what stays when the model becomes the base of another.
+    """
     model.eval()
+    if isinstance(model, ScaleForCausalLM):
+        states = (model.final_states(ids.to(model.device), preserved=False) for ids in prompts)
+        return [model.adaptation_logits(state) for state in states]
     return [model(input_ids=ids.to(model.device), use_cache=False).logits for ids in prompts]
 
 
 @torch.no_grad()
 def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, base_logits: list[Tensor]) -> None:
     """Compare a method's model with its base, bit for bit: the base head of a widened one, any other's only head.
+
+    Where the base is widened too, it is held to its own base likewise.
 
     Args:
         model: at its start; a widened one at any time.
@@ -54,3 +62,5 @@ def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, b
             logits = model(input_ids=ids.to(model.device), use_cache=False).logits.to(expected.dtype)
         if not torch.equal(logits, expected):
             raise PreservationError(f"the base logits are not preserved on {text!r}")
+    if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
+        check_preservation(model.base, tokenizer, own_logits(model.base.base, sample_ids(tokenizer)))

@@ -12,10 +12,10 @@ from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, check_same_base, load_base, load_tokenizer, record_base
-from scale_cli.upscale.folder import MethodModel, describe_method, read_record, write_trained
+from scale_cli.upscale.base import BaseRecord, check_same_base, load_tokenizer, record_base
+from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.preservation import check_preservation, plain_logits, sample_ids
+from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,26 @@ class UpscaleSummary:
 
 
 def _expansion_lines(model: ScaleForCausalLM) -> list[str]:
-    base, config = model.base.config, model.config
+    base, config = model.root.config, model.config
     layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
-    sizes = (
-        ("hidden", base.hidden_size, config.expansion_hidden_size),
-        ("MLP", base.intermediate_size, config.expansion_intermediate_size),
-        ("heads", base.num_attention_heads, config.expansion_num_attention_heads),
-        ("KV heads", base.num_key_value_heads, config.expansion_num_key_value_heads),
-    )
+    names = {
+        "hidden": "hidden_size",
+        "MLP": "intermediate_size",
+        "heads": "num_attention_heads",
+        "KV heads": "num_key_value_heads",
+    }
+    sizes = {
+        name: [getattr(base, key), *(getattr(stage, f"expansion_{key}") for stage in config.stages())]
+        for name, key in names.items()
+    }
     return [
-        f"sizes          {', '.join(f'{name} {size:,} + {more:,}' for name, size, more in sizes)}",
+        f"sizes          {', '.join(f'{name} {_sum(parts)}' for name, parts in sizes.items())}",
         f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
     ]
+
+
+def _sum(parts: list[int]) -> str:
+    return " + ".join(f"{part:,}" for part in parts)
 
 
 def upscale(config: RunConfig) -> UpscaleSummary:
@@ -74,7 +82,7 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     run, method = RunFolder(config.output_dir), config.method
     if run.final.is_dir() or run.checkpoints.is_dir():
         raise RunFolderError(_already_begun(run, config))
-    base = load_base(config.model)
+    base = load_any_base(config.model)
     tokenizer = load_tokenizer(config.model)
     if len(tokenizer) > base.config.vocab_size:
         raise BaseModelError(
@@ -84,7 +92,7 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
-    base_logits = plain_logits(base, sample_ids(tokenizer))
+    base_logits = own_logits(base, sample_ids(tokenizer))
     model = start_model(base, method, config.seed)
     check_preservation(model, tokenizer, base_logits)
     with new_folder(run.upscaled) as partial:
@@ -118,5 +126,5 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if differences(before, config, UPSCALE_SECTIONS, BASE_PLACE):
         return False
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
-        check_same_base(load_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+        check_same_base(load_any_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
     return True

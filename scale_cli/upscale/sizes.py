@@ -15,28 +15,34 @@ _DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
     """Return the configuration of the widened model.
 
+    A widened base is widened by a share of the plain model at its bottom, whatever was added before.
+
     Whole key/value heads are added, at the base's head_dim and query to key/value ratio; stream and MLP grow in the
     same proportion as the heads, so a ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head).
 
     Args:
-        base_config: the base's configuration, transformers' class.
+        base_config: the base's configuration, transformers' class or ours.
         method: the method section of the config.
 
     Raises:
-        ConfigError: a collaborating layer that the base does not have.
+        ConfigError: a collaborating layer that the base does not have, or any on a base that is widened already.
     """
-    num_key_value_heads = max(1, round(method.expansion.ratio * base_config.num_key_value_heads))
-    num_heads = num_key_value_heads * (base_config.num_attention_heads // base_config.num_key_value_heads)
-    layers = collaborating_layers(method.collaboration, method.variant, base_config.num_hidden_layers)
+    root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
+    num_key_value_heads = max(1, round(method.expansion.ratio * root.num_key_value_heads))
+    num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
+    layers = collaborating_layers(method.collaboration, method.variant, root.num_hidden_layers)
+    if layers and root is not base_config:
+        raise ConfigError(
+            f"method.collaboration.layers: {method.variant} writes into layers {', '.join(map(str, layers))}, but the "
+            "base is widened already, and what stands upon it may only read: none (the variants preserve and route)"
+        )
     modules = method.collaboration.modules
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),
         variant=method.variant,
         # In proportion to the heads: Llama requires hidden_size to be a multiple of num_attention_heads.
-        expansion_hidden_size=base_config.hidden_size * num_heads // base_config.num_attention_heads,
-        expansion_intermediate_size=round(
-            base_config.intermediate_size * num_key_value_heads / base_config.num_key_value_heads
-        ),
+        expansion_hidden_size=root.hidden_size * num_heads // root.num_attention_heads,
+        expansion_intermediate_size=round(root.intermediate_size * num_key_value_heads / root.num_key_value_heads),
         expansion_num_attention_heads=num_heads,
         expansion_num_key_value_heads=num_key_value_heads,
         attention_collaboration_layers=layers if "attention" in modules else [],

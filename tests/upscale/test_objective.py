@@ -32,6 +32,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def start(name: str, **sizes: Any) -> MethodModel:
+    if name == "stack":
+        below = as_if_trained(widen(tiny_llama(**sizes), "adapt", "top:1", ratio=0.5))
+        return start_model(below, MethodConfig(variant="preserve"), seed=0).train()
     model = start_model(tiny_llama(**sizes), MethodConfig.model_validate(METHODS[name]), seed=0)
     return model.train()
 
@@ -66,7 +69,7 @@ def test_adapters_in_the_head_keep_transformers_own_loss() -> None:
     assert any("lm_head" in name for name in moved)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "stack"])
 def test_activation_checkpointing_changes_no_loss(name: str) -> None:
     assert losses(start(name), activation_checkpointing=True) == losses(start(name))
 
@@ -99,8 +102,9 @@ def test_checkpointing_computes_no_frozen_layer_twice() -> None:
     assert len(calls) == 2 * (3 + 1)
 
 
-# Compiling takes a quarter of a minute each: two layers, one below and one with collaboration, and one plain method.
-@pytest.mark.parametrize("name", ["route", "lora"])
+# Compiling takes a quarter of a minute each: two layers, one below and one with collaboration, one plain method, and an
+# expansion upon another.
+@pytest.mark.parametrize("name", ["route", "lora", "stack"])
 def test_compiled_training_has_the_losses_of_plain_training(name: str) -> None:
     compiled_model, plain_model = start(name, num_hidden_layers=2), start(name, num_hidden_layers=2)
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
@@ -123,7 +127,7 @@ def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit() 
         states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
         return states
 
-    preserved = compiled(model.final_states)(ids, preserved=True).preserved_BTD
+    preserved = compiled(model.final_states)(ids, preserved=True).x_BTD[0]
     assert torch.equal(preserved, compiled(base_states)(ids))
     assert torch.equal(model.base.lm_head(preserved), alone.lm_head(compiled(base_states)(ids)))
 

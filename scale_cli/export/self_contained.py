@@ -1,0 +1,21 @@
+"""A widened model as a folder that holds its base, its blocks and its own code, and needs nothing of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from scale_cli.model.serving_scale import WidenedModel
+
+
+def write_self_contained(model: WidenedModel, folder: Path) -> None:
+    """Write weights, configuration and code; it loads with trust_remote_code=True, and here without."""
+    # Registered here and not where the classes are defined: only this folder carries its own code.
+    classes: tuple[Any, Any] = (type(model).config_class, type(model))
+    classes[0].register_for_auto_class()
+    classes[1].register_for_auto_class("AutoModelForCausalLM")
+    try:
+        model.save_pretrained(str(folder))
+    finally:
+        for registered in classes:
+            registered._auto_class = None

@@ -1,0 +1,199 @@
+"""What is joined: the expansions of finished runs on one plain base, each once, every one after its parent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import RunFolderError
+from scale_cli.model.configuration_scale import JoinedConfig
+from scale_cli.model.expansion_scale import Expansion
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import (
+    BASE_RECORD,
+    BaseRecord,
+    check_same_base,
+    check_tokenizer,
+    load_tokenizer,
+    record_base,
+    root_model,
+    stage_folder,
+    tensor_sha256,
+)
+from scale_cli.upscale.folder import load_model
+from scale_cli.upscale.preservation import own_logits, sample_ids
+
+# What a member's expansion takes of its run's configuration; the router is the joined model's own.
+_SIZES = (
+    "expansion_hidden_size",
+    "expansion_intermediate_size",
+    "expansion_num_attention_heads",
+    "expansion_num_key_value_heads",
+    "attention_collaboration_layers",
+    "mlp_collaboration_layers",
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One expansion.
+
+    Args:
+        name: of its head.
+        parent: the head whose streams it reads: 0 for the base, k for the k-th member.
+        expansion: its blocks.
+        config: of the run's model; its sizes are read.
+        folder: where it was read.
+        sha256: of its tensors, and of those of its parents.
+        logits: its head's on the sample texts, from the run alone.
+    """
+
+    name: str
+    parent: int
+    expansion: Expansion
+    config: PreTrainedConfig
+    folder: Path
+    sha256: str
+    logits: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Several runs put together.
+
+    Args:
+        model: on the CPU, in evaluation mode.
+        members: its expansions.
+        configs: of the runs, as they were given.
+        record: of the plain base.
+        tokenizer: the base's.
+        base_logits: the base's own on the sample texts.
+    """
+
+    model: JoinedForCausalLM
+    members: list[Member]
+    configs: list[RunConfig]
+    record: BaseRecord
+    tokenizer: PreTrainedTokenizerBase
+    base_logits: list[Tensor]
+
+
+def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> Joint:
+    """Load finished runs, one after another, and put their expansions on the first one's base.
+
+    A run upon another run brings that one along.
+
+    Args:
+        runs: at least one; folders of runs, their `final/`, or adapter exports.
+        prior: weight of the base head at the first token; None for an even share of every head.
+        switch_rate: of the posterior rule.
+
+    Raises:
+        RunFolderError: a run that is not finished, or has no expansion.
+        BaseModelError: a run on another base than the first.
+    """
+    widened, folder, config = _open_run(runs[0])
+    base, tokenizer = widened.root, load_tokenizer(config.model)
+    record, prompts = record_base(base, root_model(config.model), tokenizer), sample_ids(tokenizer)
+    members: list[Member] = []
+    configs = []
+    for run in runs:
+        if run is not runs[0]:
+            widened, folder, config = _open_run(run)
+            check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
+            check_tokenizer(load_tokenizer(config.model), record)
+        _add_stages(members, widened, folder, config, prompts)
+        configs.append(_where_it_lies(config, folder))
+    base_logits = own_logits(base, prompts)
+    return Joint(put_together(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
+
+
+def _open_run(run: Path) -> tuple[ScaleForCausalLM, Path, RunConfig]:
+    folder = _finished_folder(run)
+    config = load_config(folder / "scale.yaml")
+    widened = load_model(folder, config.model)
+    if not isinstance(widened, ScaleForCausalLM):
+        raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
+    return widened, folder, config
+
+
+def _finished_folder(run: Path) -> Path:
+    layout = RunFolder(run)
+    folder = layout.final if layout.final.is_dir() else run
+    if layout.upscaled.is_dir() and folder is run:
+        raise RunFolderError(f"{run}: is not finished: it has no final/; run `scale train` first")
+    if not (folder / BASE_RECORD).is_file():
+        raise RunFolderError(f"{run}: neither a finished run, nor its final/, nor an adapter export")
+    return folder
+
+
+def _where_it_lies(config: RunConfig, folder: Path) -> RunConfig:
+    """Return a run's config with the folder that the run lies in now."""
+    root = folder.parent if folder.name == "final" else config.output_dir
+    return config.model_copy(update={"output_dir": root})
+
+
+def _add_stages(
+    members: list[Member], widened: ScaleForCausalLM, folder: Path, config: RunConfig, prompts: list[Tensor]
+) -> int:
+    """Add what a model widens its base by, after what that base itself is widened by; return its head."""
+    parent = 0
+    below = stage_folder(config.model)
+    if isinstance(widened.base, ScaleForCausalLM) and below is not None:
+        parent = _add_stages(members, widened.base, below, load_config(below / "scale.yaml"), prompts)
+    sha256 = _expansion_sha256(widened, members[parent - 1].sha256 if parent else "")
+    known = [member.sha256 for member in members]
+    if sha256 in known:
+        return known.index(sha256) + 1
+    name = _free_name(config.output_dir.name, [member.name for member in members])
+    logits = own_logits(widened, prompts)
+    members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits))
+    return len(members)
+
+
+def _expansion_sha256(widened: ScaleForCausalLM, parent_sha256: str) -> str:
+    lines = [f"{name} {tensor_sha256(tensor)}\n" for name, tensor in sorted(widened.expansion.named_parameters())]
+    return hashlib.sha256("".join([parent_sha256, "\n", *lines]).encode()).hexdigest()
+
+
+def _free_name(name: str, taken: list[str]) -> str:
+    """Return a name that no head has yet."""
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in ["base", *taken])
+
+
+def put_together(
+    base: Any, members: Sequence[Member], prior: float | None = None, switch_rate: float = 0.0
+) -> JoinedForCausalLM:
+    """Return one model of a plain base and copies of some expansions, in evaluation mode.
+
+    Args:
+        base: becomes a part of it.
+        members: each after its parent.
+        prior: weight of the base head at the first token; None for an even share of every head.
+        switch_rate: of the posterior rule.
+    """
+    described = [
+        {
+            "name": member.name,
+            "parent": member.parent,
+            "expansion": {size: getattr(member.config, size) for size in _SIZES},
+        }
+        for member in members
+    ]
+    config = JoinedConfig(base.config.to_diff_dict(), described, prior, switch_rate)
+    model = JoinedForCausalLM(config, base)
+    for place, member in zip(model.members, members, strict=True):
+        place.load_state_dict(member.expansion.state_dict(), strict=True)
+    return model.eval()

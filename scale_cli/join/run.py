@@ -1,0 +1,149 @@
+"""The verb `scale join`: put finished runs together, prove that nothing changed, measure, write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scale_cli.errors import ConfigError, ExportParityError, PreservationError
+from scale_cli.export.self_contained import write_self_contained
+from scale_cli.join.members import Joint, join_runs
+from scale_cli.join.render import markdown, table_lines
+from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.replaceable import check_replaceable
+from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
+
+KIND = "scale join"
+
+
+@dataclass(frozen=True)
+class JoinReport:
+    """What was joined, and what it costs.
+
+    Args:
+        base: name of the plain base.
+        base_sha256: of its tensors.
+        members: of every expansion name, parent (0 for the base), where it was read, and SHA-256.
+        router_prior: weight of the base head at the first token.
+        router_switch_rate: of the posterior rule.
+        max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
+        corpora: what was measured.
+    """
+
+    base: str
+    base_sha256: str
+    members: list[dict[str, Any]]
+    router_prior: float
+    router_switch_rate: float
+    max_cost_nats: float | None
+    corpora: list[JoinedCorpus]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what report.json holds."""
+        return {"kind": KIND, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class JoinSummary:
+    """What was joined, for the terminal."""
+
+    folder: Path
+    report: JoinReport
+
+    def lines(self) -> list[str]:
+        """Return aligned lines."""
+        names = ["base", *(member["name"] for member in self.report.members)]
+        members = [
+            f"member         {member['name']}, upon {names[member['parent']]} (sha256 {member['sha256'][:12]})"
+            for member in self.report.members
+        ]
+        return [
+            f"base           {self.report.base} (sha256 {self.report.base_sha256[:12]})",
+            *members,
+            f"proved         base logits, and every head's against its run alone, bitwise equal on "
+            f"{len(SAMPLE_TEXTS)} prompts",
+            *table_lines(self.report.corpora, self.report.max_cost_nats),
+            f"written        {self.folder}",
+        ]
+
+
+def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: float) -> JoinSummary:
+    """Put the expansions of finished runs on one base, measure them, and write the joined model.
+
+    Args:
+        runs: folders of runs, their `final/`, or adapter exports, on the same plain base.
+        output: a new folder, or an earlier join, which is replaced.
+        prior: weight of the base head at the first token; None for an even share of every head.
+        switch_rate: of the posterior rule.
+
+    Raises:
+        ConfigError: the runs name no held-out corpus.
+        RunFolderError: a run is not finished or holds no expansion, or `output` holds something else.
+        BaseModelError: a run stands on another base than the first.
+        PreservationError: a head does not compute what it does alone; nothing is written then.
+    """
+    check_replaceable(output, KIND)
+    joint = join_runs(runs, prior, switch_rate)
+    if not any(config.evaluation.perplexity for config in joint.configs):
+        raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
+    prove(joint)
+    corpora = open_corpora(joint.configs, joint.tokenizer)
+    report = JoinReport(
+        base=joint.record.name,
+        base_sha256=joint.record.content_sha256,
+        members=[
+            {"name": m.name, "parent": m.parent, "folder": str(m.folder), "sha256": m.sha256} for m in joint.members
+        ],
+        router_prior=joint.model.config.router_prior,
+        router_switch_rate=switch_rate,
+        max_cost_nats=_max_cost_nats(joint.model),
+        corpora=[score(joint.model, name, held_out) for name, held_out in corpora.items()],
+    )
+    with new_folder(output) as partial:
+        write_self_contained(joint.model, partial)
+        joint.tokenizer.save_pretrained(partial)
+        write_json(partial / "report.json", report.to_json())
+        write_text(partial / "report.md", markdown(report.corpora, report.max_cost_nats))
+        _check_written(partial, joint)
+    return JoinSummary(output, report)
+
+
+def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
+    """Return the bound of the posterior rule: -ln of the smallest prior, ln(K + 1) where it is even."""
+    return None if model.config.router_switch_rate else -float(model.log_prior().min())
+
+
+@torch.no_grad()
+def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[Tensor]]:
+    """Return the logits of every head on every prompt, from one forward each."""
+    states = (model.final_states(ids, preserved=True) for ids in prompts)
+    return [list(of_head) for of_head in zip(*(model.routed_logits(state) for state in states), strict=True)]
+
+
+def prove(joint: Joint) -> None:
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
+
+    Raises:
+        PreservationError: naming the first head that does not.
+    """
+    wanted = {"base": joint.base_logits, **{member.name: member.logits for member in joint.members}}
+    got = _head_logits(joint.model, sample_ids(joint.tokenizer))
+    for (name, expected), logits in zip(wanted.items(), got, strict=True):
+        if not all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True)):
+            raise PreservationError(f"the head {name} does not compute what it does alone")
+
+
+def _check_written(folder: Path, joint: Joint) -> None:
+    """Load what was written, and hold its heads to those that were measured, bit for bit."""
+    loaded = JoinedForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
+    prompts = sample_ids(joint.tokenizer)
+    for one, other in zip(_head_logits(loaded, prompts), _head_logits(joint.model, prompts), strict=True):
+        if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+            raise ExportParityError("the folder that was written does not compute what was measured; it was removed")

@@ -1,0 +1,245 @@
+"""One forward pass of a frozen base for every expansion that stands on it, directly or upon another expansion.
+
+Heads are counted from the bottom: head 0 is the base's own, head k that of the k-th expansion, whose parent is a head
+below it. An expansion reads the streams of its parent: x alone where that is head 0, else x and every u on the way
+down. Nothing it computes reaches its parent, so all heads below keep their bits.
+
+    head 0           H x                        the base, run once
+    head k           logits of its parent + H'_k u_k, or, where it writes into x (W12) and so has an x of its own,
+                     H x_k + H'_k u_k
+
+Only an expansion on the base alone may write into x; what stands upon it reads the x it has written.
+
+Shapes: B batch, T positions, D base channels, E expansion channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .cache_scale import ScaleCache
+from .expansion_scale import Expansion, LayerContext, LayerReads
+from .fused_scale import frozen_norm
+
+
+@dataclass(frozen=True)
+class Branch:
+    """An expansion, and the head whose streams it reads."""
+
+    expansion: Expansion
+    parent: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into x in any layer, and so has an x of its own."""
+        return self.expansion.first_collaborating_layer < len(self.expansion.layers)
+
+
+@dataclass
+class FinalStates:
+    """What the vocabulary heads read after the last norm.
+
+    Args:
+        branches: the expansions.
+        x_BTD: base streams by the head that they belong to: 0, where it was asked for or read, and every expansion
+            that writes into x.
+        u_KBTE: the stream of every expansion.
+    """
+
+    branches: Sequence[Branch]
+    x_BTD: dict[int, Tensor]
+    u_KBTE: list[Tensor]
+
+    def at(self, positions: slice) -> FinalStates:
+        """Return the states at some positions only."""
+        x_BTD = {head: x[:, positions] for head, x in self.x_BTD.items()}
+        return FinalStates(self.branches, x_BTD, [u[:, positions] for u in self.u_KBTE])
+
+    def path(self, head: int) -> list[int]:
+        """Return the heads whose expansions add to a head's logits, itself last."""
+        path: list[int] = []
+        while head != 0:
+            path.insert(0, head)
+            head = self.branches[head - 1].parent
+        return path
+
+    def base_stream(self, head: int) -> Tensor:
+        """Return the base stream that a head reads."""
+        path = self.path(head)
+        return self.x_BTD[path[0] if path and self.branches[path[0] - 1].writes else 0]
+
+    def logits(self, vocabulary_head: Any, head: int) -> Tensor:
+        """Return the logits of one head.
+
+        Args:
+            vocabulary_head: H.
+            head: which one.
+        """
+        return self.logits_of(vocabulary_head, [head])[0]
+
+    def logits_of(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
+        """Return the logits of some heads, each after its parent; what two of them share is computed once."""
+        known: dict[int, Tensor] = {}
+        for head in heads:
+            known[head] = self._logits(vocabulary_head, head, known)
+        return [known[head] for head in heads]
+
+    def _logits(self, vocabulary_head: Any, head: int, known: dict[int, Tensor]) -> Tensor:
+        if head in known:
+            return known[head]
+        if head == 0:
+            of_base: Tensor = vocabulary_head(self.x_BTD[0])
+            return of_base
+        branch = self.branches[head - 1]
+        if branch.writes:
+            return vocabulary_head(self.x_BTD[head]) + self._own_logits(head)
+        return self._logits(vocabulary_head, branch.parent, known) + self._own_logits(head)
+
+    def _own_logits(self, head: int) -> Tensor:
+        weight = self.branches[head - 1].expansion.lm_head.weight
+        return F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
+
+
+def run_branches(
+    base: Any,
+    branches: Sequence[Branch],
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cache: ScaleCache | None = None,
+    *,
+    preserved: bool,
+    checkpointing: bool = False,
+) -> FinalStates:
+    """Run the base's decoder once, with every expansion beside it.
+
+    Args:
+        base: the plain model at the bottom.
+        branches: at least one, each after its parent.
+        input_ids: (B, T).
+        attention_mask: (B, past + T) or None.
+        position_ids: (B, T), or None: counted from the cache's length.
+        cache: extended in place.
+        preserved: whether head 0 is wanted; where no expansion reads the untouched stream any more it costs one more
+            frozen pass of the layers that are left.
+        checkpointing: whether activations of what trains are computed again in backward.
+    """
+    decoder = base.model
+    x_BTD = decoder.embed_tokens(input_ids)
+    if position_ids is None:
+        past = 0 if cache is None else cache.get_seq_length()
+        position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
+    masks = _attention_masks(decoder.config, x_BTD, attention_mask, cache, position_ids)
+    rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
+    context = LayerContext(rotary, masks, cache, len(decoder.layers), checkpointing)
+    streams = {0: x_BTD}
+    u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
+    for index, base_layer in enumerate(decoder.layers):
+        base_is_read = _base_is_read(branches, index)
+        alone = {}
+        if preserved and not base_is_read:
+            alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
+        # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
+        streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
+    normed = {head: frozen_norm(decoder.norm, x) for head, x in streams.items()}
+    ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
+    for place, branch in enumerate(branches):
+        first = ends.path(place + 1)[0]
+        _, inverse_rms_BT1 = normed[first if branches[first - 1].writes else 0]
+        u_KBTE[place] = branch.expansion.norm(inverse_rms_BT1, u_KBTE[place])
+    return ends
+
+
+def _base_is_read(branches: Sequence[Branch], layer_index: int) -> bool:
+    """Return whether any expansion reads the untouched base stream in a layer."""
+    firsts = [branch.expansion.first_collaborating_layer for branch in branches if branch.parent == 0]
+    return layer_index < max(firsts)
+
+
+def _run_layer(
+    base_layer: Any,
+    index: int,
+    branches: Sequence[Branch],
+    streams: dict[int, Tensor],
+    u_KBTE: list[Tensor],
+    context: LayerContext,
+    *,
+    apart: bool,
+) -> dict[int, Tensor]:
+    """Take every expansion through one layer, and the base with the first that reads it.
+
+    Args:
+        base_layer: the base's.
+        index: of the layer.
+        branches: the expansions.
+        streams: base streams by head, before the layer.
+        u_KBTE: before the layer; replaced by those after it.
+        context: what all layers share.
+        apart: whether the untouched stream has the base's own places in the cache, so that adapted ones need others.
+
+    Returns:
+        Base streams by head, after the layer.
+    """
+    after: dict[int, Tensor] = {}
+    reads: dict[int, LayerReads] = {}
+    parents = [branch.parent for branch in branches]
+    for head, branch in enumerate(branches, start=1):
+        added: Any = branch.expansion.layers[index]
+        own_slot, u_BTE = context.slot(head, index), u_KBTE[head - 1]
+        if index >= branch.expansion.first_collaborating_layer:
+            x_BTD = streams[head] if head in streams else streams[0]
+            slot = context.slot(len(branches) + head if apart else 0, index)
+            after[head], u_KBTE[head - 1], step = added(base_layer, x_BTD, u_BTE, context, slot, own_slot)
+        elif branch.parent in reads:
+            u_KBTE[head - 1], step = added.read_on(base_layer, reads[branch.parent], u_BTE, context, own_slot)
+        else:  # the first that reads the base computes it
+            slot = context.slot(0, index)
+            after[0], u_KBTE[head - 1], step = added(base_layer, streams[0], u_BTE, context, slot, own_slot)
+            reads[0] = step.below
+        if head in parents:
+            reads[head] = step.below.joined(step.own)
+    return after
+
+
+def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+    with torch.no_grad():
+        return base_layer(
+            p_BTD,
+            attention_mask=context.attention_masks[base_layer.self_attn.layer_idx],
+            position_ids=position_ids,
+            past_key_values=context.cache,
+            use_cache=context.cache is not None,
+            position_embeddings=context.position_embeddings,
+        )
+
+
+# How far back a layer looks, by the names of transformers' configurations.
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def _attention_masks(
+    config: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor
+) -> list[Any]:
+    """Return every layer's mask, made once for each kind of layer that the base has."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # a family whose layers are all of one kind
+        windowed = getattr(config, "sliding_window", None) is not None
+        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    masks = {
+        kind: _MASKS[kind](
+            config=config,
+            inputs_embeds=x_BTD,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    return [masks[kind] for kind in kinds]

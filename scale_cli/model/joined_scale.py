@@ -1,0 +1,83 @@
+"""Several expansions on one frozen base, and the posterior router over all their heads: one forward of the base.
+
+Source: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py` with K + 1 heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .branches_scale import Branch
+from .cache_scale import ScaleCache
+from .configuration_scale import JoinedConfig
+from .expansion_scale import Expansion
+from .serving_scale import WidenedModel
+
+
+class JoinedForCausalLM(WidenedModel):
+    """A frozen causal language model and K expansions, each on it or upon an earlier one; it is served, not trained.
+
+    The logits are the log-probabilities of the mixture of all K + 1 heads.
+    """
+
+    config_class = JoinedConfig
+    # A base in bfloat16 is loaded as it is; what was trained beside it stays in the precision it was trained in.
+    _keep_in_fp32_modules_strict = ["members"]  # noqa: RUF012 (declared by transformers)
+
+    def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        if base is None:
+            base = AutoModelForCausalLM.from_config(
+                config.base(), attn_implementation=config._attn_implementation, dtype=config.dtype
+            )
+        self.base: Any = base
+        paths: list[list[Expansion]] = [[]]  # of every head, what stands below the next one
+        for member, sizes in zip(config.members, config.expansions(), strict=True):
+            below = paths[member["parent"]]
+            paths.append([*below, Expansion(base, below, sizes)])
+        self.members = nn.ModuleList(path[-1] for path in paths[1:])
+        self.branches = [
+            Branch(path[-1], member["parent"]) for path, member in zip(paths[1:], config.members, strict=True)
+        ]
+        self.routed_heads = range(len(paths))
+        self.generation_config = base.generation_config
+        self.requires_grad_(False)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a self-contained folder, and freeze it: transformers leaves every parameter it loads trainable."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).requires_grad_(False)
+        return loaded
+
+    @property
+    def root(self) -> Any:
+        """The plain model at the bottom."""
+        return self.base
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ScaleCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the router's logits, a loss for `labels`, and the cache; arguments as of ScaleForCausalLM."""
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        cache = self._own_cache(past_key_values) if use_cache else None
+        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
+        kept = slice(-logits_to_keep if logits_to_keep else None, None)
+        logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)

@@ -1,0 +1,159 @@
+"""What every widened model does when it serves: one forward of the base, its heads, and the router over them.
+
+Shapes: B batch, T positions, V vocabulary, K heads (those that are routed among).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+from .branches_scale import Branch, FinalStates, run_branches
+from .cache_scale import RouterState, ScaleCache
+from .observing import HeadLogits, Observation, observe_logits
+from .routing import head_log_probs, log_prior, mix_log_probs, posterior_log_weights
+
+
+class WidenedModel(PreTrainedModel, GenerationMixin):
+    """A frozen causal language model, its expansions, and the heads among which is routed.
+
+    A class of this kind sets `root` (the plain model at the bottom), `branches` (its expansions) and `routed_heads`
+    (those of its heads that are routed among, a head after its parent, the first being the base's).
+    """
+
+    base_model_prefix = "base"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _no_split_modules = ["LlamaDecoderLayer", "ExpansionLayer"]  # noqa: RUF012 (declared by transformers)
+
+    root: Any
+    branches: Sequence[Branch]
+    routed_heads: Sequence[int]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the base's token embedding."""
+        return self.root.get_input_embeddings()
+
+    @staticmethod
+    def _own_cache(past_key_values: Any) -> ScaleCache:
+        if isinstance(past_key_values, ScaleCache):
+            return past_key_values
+        plain = past_key_values is None or isinstance(past_key_values, DynamicCache)
+        if not plain or (past_key_values is not None and past_key_values.get_seq_length() > 0):
+            raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
+        return ScaleCache()
+
+    def final_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: ScaleCache | None = None,
+        *,
+        preserved: bool,
+    ) -> FinalStates:
+        """Run the base's decoder once, every expansion beside it, and return what the vocabulary heads read.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, past + T) or None.
+            position_ids: (B, T) or None.
+            cache: extended in place.
+            preserved: whether every routed head is wanted, or the last alone. The base's own costs one more frozen
+                pass of the layers in which nobody else reads the untouched stream, and nothing where that is read.
+        """
+        return run_branches(
+            self.root,
+            self.branches,
+            input_ids,
+            attention_mask,
+            position_ids,
+            cache,
+            preserved=preserved and 0 in self.routed_heads,
+            checkpointing=self.is_checkpointing,
+        )
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether activations of what trains are computed again in backward."""
+        return False
+
+    def routed_logits(self, states: FinalStates) -> list[Tensor]:
+        """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
+        return states.logits_of(self.root.lm_head, self.routed_heads)
+
+    def observe(self, states: FinalStates, next_ids_BT: Tensor) -> Observation:
+        """Return what the heads said of the tokens that came, without holding the logits of all positions.
+
+        Args:
+            states: with the preserved stream, T positions.
+            next_ids_BT: the token after each position.
+        """
+        return observe_logits(lambda at: self.routed_logits(states.at(at)), next_ids_BT, self.config.vocab_size)
+
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
+        states = self.final_states(input_ids, preserved=True)
+        return lambda positions: self.routed_logits(states.at(positions))
+
+    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+        """Return what the heads said of the tokens that came after each of `input_ids` (B, T)."""
+        return self.observe(self.final_states(input_ids, preserved=True), next_ids_BT)
+
+    def log_prior(self, device: torch.device | None = None) -> Tensor:
+        """Return (K,) log-weights of the heads before the first token."""
+        return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
+
+    def _posterior_logits(
+        self,
+        states: FinalStates,
+        kept: slice,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: ScaleCache | None,
+    ) -> Tensor:
+        """Return the mixture's log-probabilities at the kept positions, and leave the router's state in the cache."""
+        prior_K = self.log_prior(input_ids.device)
+        past = None if cache is None else cache.router
+        evidence_KBT = self._evidence(states, input_ids, attention_mask, past)
+        start_KB = prior_K[:, None].expand(-1, len(input_ids)) if past is None else past.log_weights_KB
+        log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self.config.router_switch_rate)[
+            ..., 1:
+        ]
+        said_KBTV = torch.stack([head_log_probs(logits) for logits in self.routed_logits(states.at(kept))])
+        if cache is not None:
+            cache.router = RouterState(log_weights_KBS[..., -1], said_KBTV[:, :, -1])
+        return mix_log_probs(log_weights_KBS[..., kept].unsqueeze(-1).to(said_KBTV.dtype), said_KBTV)
+
+    def _evidence(
+        self,
+        states: FinalStates,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        past: RouterState | None,
+    ) -> Tensor:
+        """Return (K, B, T): what each head had said of every token of `input_ids`; 0 where nothing had been said."""
+        num_heads = len(self.routed_heads)
+        if past is None:
+            first_KB1 = torch.zeros(num_heads, len(input_ids), 1, device=input_ids.device)
+        else:
+            ids = input_ids[:, :1].expand(num_heads, -1, -1)
+            first_KB1 = past.last_log_probs_KBV.gather(-1, ids)
+        evidence_KBT = first_KB1
+        if input_ids.shape[1] > 1:
+            said = self.observe(states.at(slice(0, -1)), input_ids[:, 1:]).log_probs_KBT
+            evidence_KBT = torch.cat([first_KB1, said], dim=-1)
+        if attention_mask is None:
+            return evidence_KBT
+        # A padding token is no evidence, and neither is the token after one: nothing was predicted from padding.
+        seen = F.pad(attention_mask.bool(), (1, 0))[:, -input_ids.shape[1] - 1 :]
+        return torch.where(seen[:, 1:] & seen[:, :-1], evidence_KBT, 0.0)

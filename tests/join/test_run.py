@@ -1,0 +1,244 @@
+"""`scale join`: one model of several runs, what it is held to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scale_cli.cli import main
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import EvaluationConfig, RunConfig
+from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError
+from scale_cli.export.run import export
+from scale_cli.generate import Generator, Sampling
+from scale_cli.join.members import join_runs
+from scale_cli.join.run import join
+from scale_cli.join.scoring import open_corpora, score
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.run import upscale
+from scale_cli.verify import verify
+from tests.export.conftest import configured
+from tests.join.conftest import trained
+from tests.widening import load_widened
+
+Runs = dict[str, RunConfig]
+
+
+@pytest.fixture(scope="module")
+def joined(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("joining") / "all"
+    join([config.output_dir for config in runs.values()], output, prior=None, switch_rate=0.0)
+    return output
+
+
+def test_the_report_has_every_head_and_routing_is_within_ln_4_of_the_best_on_every_document(joined: Path) -> None:
+    report = json.loads((joined / "report.json").read_text())
+    assert [(m["name"], m["parent"]) for m in report["members"]] == [("korean", 0), ("writer", 0), ("upon", 1)]
+    assert report["max_cost_nats"] == pytest.approx(math.log(4))
+    assert [corpus["name"] for corpus in report["corpora"]] == ["tiny", "petitions-held-out"], "each once"
+    for corpus in report["corpora"]:
+        assert list(corpus["heads"]) == ["base", "korean", "writer", "upon"]
+        assert 0.0 <= corpus["worst_document_nats"] <= math.log(4) + 1e-6
+        assert sum(head["share"] for head in corpus["heads"].values()) == pytest.approx(1.0)
+        best = min(head["nats_per_token"] for head in corpus["heads"].values())
+        allowed = math.log(4) * corpus["num_documents"] / corpus["num_tokens"]
+        assert corpus["routed"]["nats_per_token"] <= best + allowed
+
+
+@torch.no_grad()
+def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(runs: Runs, joined: Path) -> None:
+    model = JoinedForCausalLM.from_pretrained(joined, dtype="auto").eval()
+    ids = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+    base, *members = model.routed_logits(model.final_states(ids, preserved=True))
+    plain = AutoModelForCausalLM.from_pretrained(runs["korean"].model.base).eval()
+    assert torch.equal(base, plain(ids, use_cache=False).logits)
+    for config, logits in zip(runs.values(), members, strict=True):
+        alone = load_widened(config.output_dir / "final", config.model)
+        assert torch.equal(logits, alone.adaptation_logits(alone.final_states(ids, preserved=False)))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once(runs: Runs, tmp_path: Path) -> None:
+    upon, korean = (runs[name].output_dir for name in ("upon", "korean"))
+    for given in ([upon], [korean, upon], [upon, korean], [upon / "final", korean / "final"]):
+        joint = join_runs(given, prior=None, switch_rate=0.0)
+        assert [(m.name, m.parent) for m in joint.members] == [("korean", 0), ("upon", 1)]
+
+
+def test_an_adapter_export_is_joined_as_its_run_is(runs: Runs) -> None:
+    config = runs["writer"]
+    folder = export(config.model_copy(update={"export": config.export.model_copy(update={"format": "adapter"})})).folder
+    (run,), (adapter,) = (join_runs([path], None, 0.0).members for path in (config.output_dir, folder))
+    assert (adapter.name, adapter.sha256) == (run.name, run.sha256)
+
+
+def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
+    from scale_cli.evaluation.run import evaluate
+
+    config = runs["writer"]
+    report = evaluate(config).report
+    joint = join_runs([config.output_dir], prior=None, switch_rate=0.0)
+    opened = open_corpora(joint.configs, joint.tokenizer)
+    for wanted, (name, held_out) in zip(report.corpora, opened.items(), strict=True):
+        got = score(joint.model, name, held_out)
+        assert got.heads["base"].nats_per_token == pytest.approx(wanted.heads["base"].nats_per_token)
+        assert got.heads["writer"].bits_per_byte == pytest.approx(wanted.heads["adapted"].bits_per_byte)
+        assert got.routed.nats_per_token == pytest.approx(wanted.heads["posterior"].nats_per_token)
+        assert got.heads["base"].share == pytest.approx(wanted.heads["posterior"].base_share)
+
+
+def test_a_prior_and_a_switch_rate_are_the_models_own(runs: Runs, tmp_path: Path) -> None:
+    summary = join([runs["korean"].output_dir], tmp_path / "out", prior=0.9, switch_rate=0.0)
+    assert summary.report.max_cost_nats == pytest.approx(-math.log(0.1))
+    switching = join([runs["korean"].output_dir], tmp_path / "out", prior=None, switch_rate=0.01)
+    assert switching.report.max_cost_nats is None
+    config = JoinedForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (config.router_prior, config.router_switch_rate) == (0.5, 0.01)
+
+
+def test_it_generates_and_tells_every_heads_share(joined: Path) -> None:
+    (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
+    assert len(continued.tokens) > 0
+    for token in continued.tokens:
+        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer", "upon"]
+        assert sum(token.shares.values()) == pytest.approx(1.0)
+        assert token.base_weight == token.shares["base"]
+
+
+def test_the_verb_prints_a_table_and_the_folder_is_whole(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(runs[name].output_dir) for name in ("korean", "writer")]
+    for command, told in (
+        (["join", *given, "--output", str(tmp_path / "out")], "1.099 at most"),
+        (["generate", str(tmp_path / "out"), "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads"], "spoken by"),
+    ):
+        monkeypatch.setattr("sys.argv", ["scale", *command])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        assert told in capsys.readouterr().out
+    assert not [check for check in verify(tmp_path / "out").checks if check.failed]
+    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8").count("| nats/token |") == 2
+
+
+_OPEN_ELSEWHERE = """
+import sys
+sys.modules["scale_cli"] = None  # importing it is an error from here on
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    ids = load_file(f"{folder}/ids.safetensors")["ids"]
+    answers = {"logits": model(input_ids=ids, use_cache=False).logits.detach()}
+    for use_cache in (True, False):
+        generated = model.generate(ids[:, :12], max_new_tokens=12, do_sample=False, pad_token_id=0, use_cache=use_cache)
+        answers[f"generated_{use_cache}"] = generated
+    save_file(answers, f"{folder}/answers.safetensors")
+"""
+
+
+def test_a_joined_model_and_a_stack_open_elsewhere_without_this_package(
+    runs: Runs, joined: Path, tmp_path: Path
+) -> None:
+    config = runs["upon"].model_copy(
+        update={"export": runs["upon"].export.model_copy(update={"format": "transformers"})}
+    )
+    ids = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+    folders = {tmp_path / "joined": joined, tmp_path / "stack": export(config).folder}
+    for folder, source in folders.items():
+        shutil.copytree(source, folder)
+        save_file({"ids": ids}, folder / "ids.safetensors")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
+    environment |= {"HF_HOME": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-I", "-c", _OPEN_ELSEWHERE, *map(str, folders)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    for folder, ours in zip(folders, (JoinedForCausalLM, ScaleForCausalLM), strict=True):
+        answers = load_file(folder / "answers.safetensors")
+        model = ours.from_pretrained(folder).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(answers["logits"], model(input_ids=ids, use_cache=False).logits)
+        assert torch.equal(answers["generated_True"], answers["generated_False"])
+
+
+def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(shared_data: Path, tmp_path: Path) -> None:
+    config = configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16")
+    upscale(config)
+    shutil.copytree(config.output_dir / "upscaled", config.output_dir / "final")  # its start will do
+    join([config.output_dir], tmp_path / "out", prior=None, switch_rate=0.0)
+    loaded = JoinedForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in loaded.base.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in loaded.members.parameters()} == {torch.float32}
+
+
+def test_a_run_on_another_base_is_refused_naming_the_tensor(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    with torch.no_grad():
+        other.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf").save_pretrained(tmp_path / "other")
+    stranger = trained(shared_data, tmp_path / "stranger", base=str(tmp_path / "other"))
+    with pytest.raises(BaseModelError, match=r"stranger: stands on another base than .*layers\.2\.mlp\.up_proj"):
+        join([runs["korean"].output_dir, stranger.output_dir], tmp_path / "out", None, 0.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unfinished_runs_other_folders_and_baselines_are_refused(shared_data: Path, tmp_path: Path) -> None:
+    begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
+    upscale(begun)
+    with pytest.raises(RunFolderError, match=r"begun: is not finished: it has no final/"):
+        join([begun.output_dir], tmp_path / "out", None, 0.0)
+    with pytest.raises(RunFolderError, match=r"nothing: neither a finished run"):
+        join([tmp_path / "nothing"], tmp_path / "out", None, 0.0)
+    plain = trained(shared_data, tmp_path / "plain", variant="freeze")
+    with pytest.raises(RunFolderError, match=r"plain: holds no expansion \(method\.variant: freeze\)"):
+        join([plain.output_dir], tmp_path / "out", None, 0.0)
+
+
+def test_an_output_that_is_something_else_is_left_alone(runs: Runs, tmp_path: Path) -> None:
+    run = runs["korean"].output_dir
+    (tmp_path / "notes.txt").write_text("mine")
+    for output in (tmp_path, RunFolder(run).final):
+        before = sorted(output.iterdir())
+        with pytest.raises(RunFolderError, match="holds something other than a scale join"):
+            join([run], output, None, 0.0)
+        assert sorted(output.iterdir()) == before
+
+
+def test_runs_without_a_held_out_corpus_are_refused(runs: Runs, tmp_path: Path) -> None:
+    config = runs["korean"].model_copy(update={"evaluation": EvaluationConfig()})
+    with new_folder(tmp_path / "bare") as partial:
+        shutil.copytree(config.output_dir / "final", partial, dirs_exist_ok=True)
+        (partial / "scale.yaml").write_text(dump_config(config))
+    with pytest.raises(ConfigError, match=r"^evaluation\.perplexity: "):
+        join([tmp_path / "bare"], tmp_path / "out", None, 0.0)
+
+
+def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = JoinedForCausalLM.routed_logits
+
+    def off_by_a_bit(model: JoinedForCausalLM, states: object) -> list[torch.Tensor]:
+        *others, last = exact(model, states)  # type: ignore[arg-type]
+        return [*others, torch.nextafter(last, last + 1)]
+
+    monkeypatch.setattr(JoinedForCausalLM, "routed_logits", off_by_a_bit)
+    with pytest.raises(PreservationError, match="the head korean does not compute what it does alone"):
+        join([runs["korean"].output_dir], tmp_path / "out", None, 0.0)
+    assert not (tmp_path / "out").exists()

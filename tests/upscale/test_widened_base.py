@@ -1,0 +1,183 @@
+"""`model.base` that is a finished run: every verb, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from scale_cli.cli import main
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import ModelConfig, RunConfig, TrainConfig
+from scale_cli.errors import BaseModelError, ConfigError, StorageError
+from scale_cli.export.dense import dense_model
+from scale_cli.planning.run import plan
+from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
+from scale_cli.training.sharding import shard_model
+from scale_cli.upscale.base import root_model
+from scale_cli.upscale.folder import TRAINED, load_any_base, load_model
+from scale_cli.upscale.run import upscale
+from scale_cli.verify import verify
+from tests.export.conftest import configured
+from tests.join.conftest import trained
+from tests.widening import as_if_trained, load_widened, tiny_llama, widen
+
+
+@pytest.fixture(scope="module")
+def below(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A finished run that writes into its base's last layer."""
+    folder = tmp_path_factory.mktemp("below") / "korean"
+    return trained(shared_data, folder, collaboration={"layers": "top:1"})
+
+
+def stacked(shared_data: Path, folder: Path, base: Path, **method: Any) -> RunConfig:
+    config = configured(shared_data, folder, {"variant": "route", **method})
+    return config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
+
+
+def scale(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["scale", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_every_verb_takes_a_finished_run_for_its_base(
+    shared_data: Path, below: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    config = stacked(shared_data, tmp_path / "upon", below.output_dir)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    before = {file: file.read_bytes() for file in (below.output_dir / "final").iterdir()}
+    for verb in ("upscale", "train", "evaluate"):
+        assert scale(monkeypatch, verb, str(path)) == 0
+    assert "hidden 64 + 16 + 16" in capsys.readouterr().out
+    for name in ("llama", "transformers", "adapter"):
+        assert scale(monkeypatch, "export", str(path), f"export.format={name}") == 0
+    parity = json.loads((tmp_path / "upon" / "export" / "llama" / "parity.json").read_text())
+    assert parity["max_logit_difference"] <= 1e-4
+    assert not [check for check in verify(tmp_path / "upon").checks if check.failed or check.unchecked]
+    assert scale(monkeypatch, "generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3") == 0
+    assert {file: file.read_bytes() for file in before} == before
+
+    report = json.loads((tmp_path / "upon" / "evaluation" / "report.json").read_text())
+    assert scale(monkeypatch, "evaluate", str(below.output_dir / "final" / "scale.yaml")) == 0
+    of_parent = json.loads((below.output_dir / "evaluation" / "report.json").read_text())
+    for mine, parents in zip(report["corpora"], of_parent["corpora"], strict=True):
+        adapted = parents["heads"]["adapted"]["nats_per_token"]
+        assert mine["heads"]["base"]["nats_per_token"] == adapted, "its base head is the parent's adaptation head"
+
+
+@pytest.mark.parametrize("parent", [("preserve", None), ("route", "top:1"), ("adapt", None)])
+@pytest.mark.parametrize("biases", [False, True])
+@torch.no_grad()
+def test_a_dense_export_of_a_stack_has_its_logits(parent: tuple[Any, Any], biases: bool) -> None:
+    first = as_if_trained(widen(tiny_llama(attention_bias=biases, mlp_bias=biases), *parent, ratio=0.5))
+    second = as_if_trained(widen(first, "preserve", ratio=1.0), seed=2)
+    third = as_if_trained(widen(second, "route", ratio=0.5), seed=3)
+    ids = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
+    dense = dense_model(third, "float32", [ids])
+    expected = third.adaptation_logits(third.final_states(ids, preserved=False))
+    assert type(dense) is type(third.root)
+    assert dense.config.hidden_size == 32 + 16 + 32 + 16
+    assert (dense(input_ids=ids, use_cache=False).logits - expected).abs().max() <= 1e-4
+    assert (expected - second.adaptation_logits(second.final_states(ids, preserved=False))).abs().max() > 0.1
+
+
+def test_the_record_holds_every_tensor_below_and_an_altered_stage_is_refused(
+    shared_data: Path, below: RunConfig, tmp_path: Path
+) -> None:
+    base = tmp_path / "korean"
+    shutil.copytree(below.output_dir, base)
+    config = stacked(shared_data, tmp_path / "upon", base)
+    summary = upscale(config)
+    names = set(summary.record.tensors)
+    assert {"base.model.embed_tokens.weight", "expansion.lm_head.weight"} < names
+    assert names == {name for name, _ in load_any_base(config.model).named_parameters()}
+
+    tensors = load_tensors(base / "final" / TRAINED)
+    tensors["expansion.norm.weight"][0] += 1e-3
+    altered = tmp_path / "altered"
+    with new_folder(altered / "final") as partial:  # whole by its manifest, and yet another
+        shutil.copytree(base / "final", partial, dirs_exist_ok=True)
+        save_tensors(partial / TRAINED, tensors)
+    with pytest.raises(BaseModelError, match=r"not the base that was widened .*expansion\.norm\.weight differs"):
+        load_model(config.output_dir / "upscaled", ModelConfig(base=str(altered)))
+    plain = root_model(config.model)
+    with pytest.raises(BaseModelError, match="not the base that was widened"):
+        load_model(config.output_dir / "upscaled", plain)
+    (base / "final" / TRAINED).write_bytes((base / "final" / TRAINED).read_bytes()[:-1] + b"\x01")
+    with pytest.raises(StorageError, match="damaged"):
+        load_model(config.output_dir / "upscaled", config.model)
+
+
+def test_a_run_its_final_folder_and_its_adapter_are_the_same_base(
+    shared_data: Path, below: RunConfig, tmp_path: Path
+) -> None:
+    from scale_cli.export.run import export
+
+    adapter = export(below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})).folder
+    config = stacked(shared_data, tmp_path / "upon", below.output_dir)
+    upscale(config)
+    for place in (below.output_dir, below.output_dir / "final", adapter):
+        load_widened(config.output_dir / "upscaled", ModelConfig(base=str(place)))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"variant": "adapt"}, r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* widened already"),
+        ({"collaboration": {"layers": "top:1"}}, r"^method\.collaboration\.layers: route writes into layers 4, but"),
+        ({"variant": "full"}, r"^method\.variant: full: a widened base is only widened further"),
+        ({"variant": "lora"}, r"^method\.variant: lora: a widened base is only widened further"),
+    ],
+)
+def test_a_method_that_would_change_what_is_below_is_refused(
+    shared_data: Path, below: RunConfig, tmp_path: Path, method: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        upscale(stacked(shared_data, tmp_path / "upon", below.output_dir, **method))
+    assert not (tmp_path / "upon" / "upscaled").exists()
+
+
+def test_an_unfinished_run_a_baseline_and_another_dtype_are_no_base(
+    shared_data: Path, below: RunConfig, tmp_path: Path
+) -> None:
+    begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
+    upscale(begun)
+    baseline = trained(shared_data, tmp_path / "baseline", variant="freeze")
+    for base, dtype, message in (
+        (begun.output_dir, "float32", r"begun is a run that is not finished: it has no final/"),
+        (baseline.output_dir, "float32", r"baseline holds no expansion; export it as llama and widen that"),
+        (below.output_dir, "bfloat16", r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32"),
+    ):
+        with pytest.raises(BaseModelError, match=message):
+            load_any_base(ModelConfig(base=str(base), dtype=dtype))
+
+
+def test_planning_and_sharding_over_a_widened_base_are_refused(
+    shared_data: Path, below: RunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
+        plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, None, 1)
+    model = widen(widen(tiny_llama(), "preserve"), "preserve")
+    with pytest.raises(ConfigError, match=r"^train\.sharding: all: not over a base that is widened already"):
+        shard_model(model, Accelerator(cpu=True), TrainConfig(max_steps=1, sharding="all"))
+
+
+def test_a_dense_export_of_a_stack_loads_as_a_plain_model(shared_data: Path, below: RunConfig, tmp_path: Path) -> None:
+    config = stacked(shared_data, tmp_path / "upon", below.output_dir)
+    upscale(config)
+    model = as_if_trained(load_widened(config.output_dir / "upscaled", config.model))
+    dense_model(model, "float32").save_pretrained(tmp_path / "dense")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=False).eval()
+    ids = torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.adaptation_logits(model.final_states(ids, preserved=False))
+        assert (loaded(ids, use_cache=False).logits - expected).abs().max() <= 1e-4
