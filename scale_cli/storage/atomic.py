@@ -57,6 +57,10 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"{error.filename or path}: could not be written ({told})") from None
     except SafetensorError as error:
         raise StorageError(f"{path}: could not be written ({error})") from None
+    except Exception as error:
+        if type(error) is not Exception or "(os error" not in str(error):  # how tokenizers tells of the system's errors
+            raise
+        raise StorageError(f"{path}: could not be written ({error})") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,7 +86,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON; NaN and infinities are refused, they are not JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, _json_text(value))
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
@@ -293,12 +301,13 @@ def verify_folder(folder: Path) -> None:
     """
     manifest = read_json(folder / MANIFEST)
     try:
+        as_written = _json_text(manifest) == (folder / MANIFEST).read_text(encoding="utf-8")
         described = {key: value for key, value in manifest.items() if key != _SEAL}
         files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        sealed = manifest[_SEAL] == _seal(described)
-    except (KeyError, TypeError, AttributeError):
+        as_written = as_written and manifest[_SEAL] == _seal(described)
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
-    if not sealed:
+    if not as_written:
         raise StorageError(f"{folder / MANIFEST}: damaged, its content is not what was written")
     for name, (num_bytes, sha256) in files.items():
         _verify_file(folder / name, num_bytes, sha256)

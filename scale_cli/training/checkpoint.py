@@ -30,6 +30,7 @@ from scale_cli.data.ledger import Ledger
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
+    MANIFEST,
     load_tensors,
     new_folder,
     partial_folder,
@@ -160,6 +161,7 @@ def write_checkpoint(origin: Origin, model: MethodModel, snapshot: Snapshot) -> 
     run, step = RunFolder(origin.config.output_dir), snapshot.position.step
     with _beside_the_training_stream(model.device):
         raise_for_changed_base(changed_base_tensors(model, origin.record), step)
+    _remove_unfit(run.checkpoint(step))
     with new_folder(run.checkpoint(step)) as partial:
         describe_run(partial, origin, model, snapshot.position)
         save_tensors(partial / TRAINED, snapshot.trained)
@@ -188,6 +190,8 @@ def write_sharded_checkpoint(
     run = RunFolder(origin.config.output_dir)
     check_base(origin, accelerator, model, position)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
+    if accelerator.is_main_process:
+        _remove_unfit(run.checkpoint(position.step))
     with _folder_of_all(run.checkpoint(position.step), accelerator) as partial:
         if accelerator.is_main_process:
             describe_run(partial, origin, model, position)
@@ -195,6 +199,12 @@ def write_sharded_checkpoint(
     if accelerator.is_main_process:
         _remove_old_checkpoints(run, position.step, origin.config.train.keep_checkpoints)
     accelerator.wait_for_everyone()
+
+
+def _remove_unfit(folder: Path) -> None:
+    """Remove what is where a checkpoint goes, where it is so damaged that nobody could tell it was one."""
+    if folder.is_dir() and not (folder / MANIFEST).is_file():
+        remove_folder(folder)
 
 
 def _remove_old_checkpoints(run: RunFolder, newest_step: int, num_kept: int) -> None:

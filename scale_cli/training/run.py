@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from scale_cli.config.compare import TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import RunFolderError, StorageError, TrainingError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
@@ -45,7 +46,7 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.upscale.base import check_tokenizer, load_base, load_tokenizer
+from scale_cli.upscale.base import check_tokenizer, load_base, load_tokenizer, one_line
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_onto_base, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
@@ -98,10 +99,28 @@ def train(config: RunConfig, resume: str | None, say: Callable[[str], None]) -> 
             remove_leftovers(run_folder.checkpoints)
         start = _starting_point(run_folder, config, resume, say)
         run = _open_run(config, accelerator, start, say)
-        run_loop(run)
-        _write_final(run)
+        with _peers_named(run):
+            run_loop(run)
+            _write_final(run)
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
+
+
+@contextmanager
+def _peers_named(run: TrainingRun) -> Iterator[None]:
+    """Tell in one line that another process is gone, which is where the reason is to be found.
+
+    Raises:
+        TrainingError: it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo's own errors are no more than that
+        lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+        if run.accelerator.num_processes == 1 or not lost:
+            raise
+        told = f"step {run.position.step + 1}: another process is gone; its own message says why"
+        raise TrainingError(f"{told} ({one_line(error)})") from None
 
 
 def _finished(final: Path, config: RunConfig) -> TrainSummary:
