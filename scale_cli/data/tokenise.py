@@ -22,7 +22,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Encoded, Recipe, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
-from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_json
+from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_json, writing
 from scale_cli.storage.lock import sole_user
 
 TOKENS, OFFSETS, NUM_BYTES, LEDGER = "tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json"
@@ -128,26 +128,29 @@ class _Shards:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         try:
-            if failed is None or not issubclass(failed, OSError):  # of a full disk nothing more is asked
+            if failed is None or not issubclass(failed, StorageError):  # of a full disk nothing more is asked
                 self._record()
         finally:
-            for file in self._files.values():
-                file.close()
+            with writing(self._folder):
+                for file in self._files.values():
+                    file.close()
 
     def append(self, part: Encoded) -> None:
         """Write some documents; after enough of them, make what is written certain."""
-        self._files[TOKENS].write(part.ids.tobytes())
-        self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
-        self._files[NUM_BYTES].write(part.num_bytes.tobytes())
-        self.num_documents += len(part.lengths)
-        self.num_tokens += len(part.ids)
+        with writing(self._folder):
+            self._files[TOKENS].write(part.ids.tobytes())
+            self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
+            self._files[NUM_BYTES].write(part.num_bytes.tobytes())
+        # In one statement: a signal that ends the process here must not record one without the other.
+        self.num_documents, self.num_tokens = self.num_documents + len(part.lengths), self.num_tokens + len(part.ids)
         if self.num_tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
             self._record()
 
     def _record(self) -> None:
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        with writing(self._folder):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
         write_json(self._progress, {"documents": self.num_documents, "tokens": self.num_tokens})
         self._recorded_tokens = self.num_tokens
 

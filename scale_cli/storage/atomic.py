@@ -1,13 +1,25 @@
-"""Files and folders that are either whole or absent: written beside, synced, renamed."""
+"""Files and folders that are either whole or absent: written beside, synced, renamed.
+
+What a kill leaves behind has a name of its own, which nobody takes for the folder NAME, and goes at the next start:
+
+    .NAME.partial    being filled, or just replaced by the new one
+    .NAME.removed    being deleted
+    .NAME.previous   only where a file system cannot swap two names: the old one, put back if the new one never came
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +30,11 @@ from torch import Tensor
 from scale_cli.errors import RunFolderError, StorageError
 
 MANIFEST = "manifest.json"
+_SEAL = "manifest_sha256"
+# What a folder's numbers may hang on.
+_LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+# renameat2(2): relative to the working directory; swap the two names.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def file_sha256(path: Path) -> str:
@@ -26,16 +43,42 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says of a write that failed into one line that names the file.
+
+    Raises:
+        StorageError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        told = error.strerror or error
+        raise StorageError(f"{error.filename or path}: could not be written ({told})") from None
+    except SafetensorError as error:
+        raise StorageError(f"{path}: could not be written ({error})") from None
+    except Exception as error:
+        if type(error) is not Exception or "(os error" not in str(error):  # how tokenizers tells of the system's errors
+            raise
+        raise StorageError(f"{path}: could not be written ({error})") from None
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file so that a reader sees the old text or the new, never a part of it.
+
+    Raises:
+        StorageError: it could not be written; the old text is still there.
+    """
     beside = path.with_name(f".{path.name}.partial")
     try:
-        with beside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        with writing(path):
+            _make_folder(path.parent)
+            with beside.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+            _sync(path.parent)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -43,7 +86,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON; NaN and infinities are refused, they are not JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, _json_text(value))
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
@@ -56,6 +103,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(f"{path}: missing") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StorageError(f"{path}: damaged, not JSON ({error})") from None
 
@@ -66,11 +115,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         StorageError: the file could not be written.
     """
-    try:
+    with writing(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         path.chmod(0o644)  # safetensors leaves a file that only its owner can read
-    except SafetensorError as error:
-        raise StorageError(f"{path}: could not be written ({error})") from None
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -84,6 +131,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise StorageError(f"{path}: missing") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
         raise StorageError(f"{path}: damaged ({error})") from None
 
@@ -98,33 +147,51 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
 
     A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
+
+    Raises:
+        RunFolderError: what is at `path` is not a folder of ours.
+        StorageError: something could not be written.
     """
+    _settle(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
     beside = partial_folder(path)
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     try:
-        yield beside
-        publish_folder(beside, path)
+        with writing(path):
+            _make_folder(path.parent)
+            beside.mkdir()
+            yield beside
+            publish_folder(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
 
 
 def publish_folder(beside: Path, path: Path) -> None:
-    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
-    (beside / MANIFEST).unlink(missing_ok=True)
-    write_json(beside / MANIFEST, {"files": _describe_files(beside)})
-    for file in [*beside.rglob("*"), beside]:
-        _sync(file)
-    _rename(beside, path)
-    _sync(path.parent)
+    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder.
+
+    Raises:
+        StorageError: something could not be written.
+    """
+    with writing(path):
+        (beside / MANIFEST).unlink(missing_ok=True)
+        described = {"files": _describe_files(beside), "versions": _versions()}
+        write_json(beside / MANIFEST, {**described, _SEAL: _seal(described)})
+        for file in [*beside.rglob("*"), beside]:
+            _sync(file)
+        _rename(beside, path)
 
 
 def _rename(beside: Path, path: Path) -> None:
+    """Rename a folder to `path`, where a folder may be; at every instant the old one or the new one is there whole."""
     if not path.exists():
         beside.rename(path)
+        _sync(path.parent)
+        return
+    if _swap(beside, path):
+        _sync(path.parent)
+        shutil.rmtree(beside)
         return
     previous = path.with_name(f".{path.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)
@@ -134,7 +201,55 @@ def _rename(beside: Path, path: Path) -> None:
     except BaseException:
         previous.rename(path)
         raise
+    _sync(path.parent)
     shutil.rmtree(previous)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Swap two names in one step; return False where the system or the file system cannot: Linux mostly can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _settle(path: Path) -> None:
+    """End a replacement that was killed between or after its two renames, where two were needed."""
+    previous = path.with_name(f".{path.name}.previous")
+    if not path.exists() and is_whole(previous):
+        previous.rename(path)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder: it is gone at once, even where this process dies before its last file is."""
+    removed = path.with_name(f".{path.name}.removed")
+    with writing(path):
+        shutil.rmtree(removed, ignore_errors=True)
+        path.rename(removed)
+        shutil.rmtree(removed)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the folders that killed processes left half-written or half-deleted where nobody else writes now."""
+    for leftover in folder.glob(".*"):
+        if leftover.suffix == ".previous":
+            _settle(folder / leftover.stem.removeprefix("."))
+        elif leftover.suffix in (".partial", ".removed"):
+            shutil.rmtree(leftover)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and what it lies in, and each new name durable."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -143,6 +258,22 @@ def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
         for file in files
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{library: version(library) for library in _LIBRARIES}}
+
+
+def changed_versions(folder: Path) -> list[str]:
+    """Return one `library before -> now` for every library that was another version when a folder was written."""
+    before = read_json(folder / MANIFEST)["versions"]
+    return [f"{name} {before.get(name)} -> {now}" for name, now in _versions().items() if before.get(name) != now]
+
+
+def _seal(described: Mapping[str, Any]) -> str:
+    """Return the hash of a manifest's content: what it says of others is held by them, what it says beside by this."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -166,18 +297,30 @@ def verify_folder(folder: Path) -> None:
     """Check every file of a folder against its manifest.
 
     Raises:
-        StorageError: naming the first file that is missing or is not what was written.
+        StorageError: naming the first file that is missing, is not what was written, or cannot be read.
     """
     manifest = read_json(folder / MANIFEST)
     try:
+        as_written = _json_text(manifest) == (folder / MANIFEST).read_text(encoding="utf-8")
+        described = {key: value for key, value in manifest.items() if key != _SEAL}
         files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (KeyError, TypeError, AttributeError):
+        as_written = as_written and manifest[_SEAL] == _seal(described)
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
+    if not as_written:
+        raise StorageError(f"{folder / MANIFEST}: damaged, its content is not what was written")
     for name, (num_bytes, sha256) in files.items():
-        file = folder / name
-        if not file.is_file():
-            raise StorageError(f"{file}: missing")
-        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
+        if os.path.realpath(folder / name) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
             raise StorageError(f"{folder}: {name} leads out of the folder")
-        if file.stat().st_size != num_bytes or file_sha256(file) != sha256:
-            raise StorageError(f"{file}: damaged, its content is not what was written")
+        _verify_file(folder / name, num_bytes, sha256)
+
+
+def _verify_file(file: Path, num_bytes: int, sha256: str) -> None:
+    if not file.is_file():
+        raise StorageError(f"{file}: missing")
+    try:
+        good = file.stat().st_size == num_bytes and file_sha256(file) == sha256
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if not good:
+        raise StorageError(f"{file}: damaged, its content is not what was written")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from scale_cli.errors import RunFolderError
 
 
 @contextmanager
@@ -29,3 +31,24 @@ def sole_user(folder: Path) -> Iterator[None]:
                 return
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a folder; another process that wants it is refused.
+
+    Where a file system knows no locks, nobody is.
+
+    Raises:
+        RunFolderError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(f"{folder}: another process is training here; wait for it, or end it") from None
+        yield
+    finally:
+        os.close(descriptor)

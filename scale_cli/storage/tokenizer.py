@@ -9,16 +9,21 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.storage.atomic import file_sha256
+from scale_cli.storage.atomic import file_sha256, writing
 
 # What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one hash over the files that a tokenizer saves."""
+    """Return one hash over the files that a tokenizer saves.
+
+    Raises:
+        StorageError: they could not be written, to a temporary folder.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        with writing(Path(folder)):
+            tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         lines = "".join(f"{file.name} {_content(file)}\n" for file in files)
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -13,15 +13,15 @@ kind is read by any number of processes, sharded or not.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
@@ -30,10 +30,12 @@ from scale_cli.data.ledger import Ledger
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
+    MANIFEST,
     load_tensors,
     new_folder,
     partial_folder,
     read_json,
+    remove_folder,
     save_tensors,
     verify_folder,
     write_json,
@@ -67,6 +69,7 @@ class Position:
         elapsed_s: seconds of training, over all resumes.
         skipped_steps: of the steps done, those left out because their loss or gradient was not finite.
         skipped_tokens: the target tokens of those.
+        evaluation_due: a signal came in this step's periodic evaluation, which a resume begins with.
     """
 
     step: int = 0
@@ -74,6 +77,7 @@ class Position:
     elapsed_s: float = 0.0
     skipped_steps: int = 0
     skipped_tokens: int = 0
+    evaluation_due: bool = False
 
     def advanced(self, num_tokens: int, elapsed_s: float) -> Position:
         """Return the position one step on."""
@@ -118,36 +122,95 @@ class Origin:
         }
 
 
-def save_checkpoint(
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds, as it was at one instant: copies, so that training may go on.
+
+    Args:
+        position: where the run stood.
+        trained: every parameter that trains, on the CPU.
+        moments: the optimiser's, on the CPU.
+    """
+
+    position: Position
+    trained: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+def take_snapshot(model: MethodModel, optimiser: torch.optim.Optimizer, position: Position) -> Snapshot:
+    """Copy what a checkpoint of a model that is not sharded has to hold."""
+    return Snapshot(position, _copied(trainable_parameters(model)), _copied(optimiser_tensors(optimiser, model)))
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def write_checkpoint(origin: Origin, model: MethodModel, snapshot: Snapshot) -> None:
+    """Write a snapshot as a checkpoint, then delete the oldest; on any thread of one process, while the model trains.
+
+    Args:
+        origin: what the checkpoint says of the run.
+        model: whose frozen base is held to its hashes, and whose configuration is written.
+        snapshot: of what trains.
+
+    Raises:
+        PreservationError: a tensor of the base is not what it was; nothing is written then.
+        StorageError: it could not be written; those before it are still there.
+    """
+    run, step = RunFolder(origin.config.output_dir), snapshot.position.step
+    with _beside_the_training_stream(model.device):
+        raise_for_changed_base(changed_base_tensors(model, origin.record), step)
+    _remove_unfit(run.checkpoint(step))
+    with new_folder(run.checkpoint(step)) as partial:
+        describe_run(partial, origin, model, snapshot.position)
+        save_tensors(partial / TRAINED, snapshot.trained)
+        save_tensors(partial / _OPTIMISER, snapshot.moments)
+    _remove_old_checkpoints(run, step, origin.config.train.keep_checkpoints)
+
+
+def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Let copies from a GPU not wait for the steps under way, nor those for them: what is frozen needs no order."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def write_sharded_checkpoint(
     origin: Origin,
     accelerator: Accelerator,
     model: MethodModel,
     optimiser: torch.optim.Optimizer,
     position: Position,
 ) -> None:
-    """Write a checkpoint, then delete all but the newest `keep_checkpoints`; every process has to call this.
+    """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps.
 
     Raises:
         PreservationError: a tensor of the base is not what it was; nothing is written then.
+        StorageError: it could not be written; those before it are still there.
     """
     run = RunFolder(origin.config.output_dir)
-    folder = run.checkpoint(position.step)
     check_base(origin, accelerator, model, position)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
-    if is_sharded(model):
-        with _folder_of_all(folder, accelerator) as partial:
-            if accelerator.is_main_process:
-                describe_run(partial, origin, model, position)
-            save_shards(partial, {**tensors, **moments})
-    elif accelerator.is_main_process:
-        with new_folder(folder) as partial:
-            describe_run(partial, origin, model, position)
-            save_tensors(partial / TRAINED, tensors)
-            save_tensors(partial / _OPTIMISER, moments)
     if accelerator.is_main_process:
-        for old in checkpoints(run)[: -origin.config.train.keep_checkpoints]:
-            shutil.rmtree(old)
+        _remove_unfit(run.checkpoint(position.step))
+    with _folder_of_all(run.checkpoint(position.step), accelerator) as partial:
+        if accelerator.is_main_process:
+            describe_run(partial, origin, model, position)
+        save_shards(partial, {**tensors, **moments})
+    if accelerator.is_main_process:
+        _remove_old_checkpoints(run, position.step, origin.config.train.keep_checkpoints)
     accelerator.wait_for_everyone()
+
+
+def _remove_unfit(folder: Path) -> None:
+    """Remove what is where a checkpoint goes, where it is so damaged that nobody could tell it was one."""
+    if folder.is_dir() and not (folder / MANIFEST).is_file():
+        remove_folder(folder)
+
+
+def _remove_old_checkpoints(run: RunFolder, newest_step: int, num_kept: int) -> None:
+    """Remove all but the newest; one of a later step is a damaged one that a resume has skipped, and does not count."""
+    for old in [folder for folder in checkpoints(run) if step_of(folder) <= newest_step][:-num_kept]:
+        remove_folder(old)
 
 
 @contextmanager
@@ -170,15 +233,27 @@ def check_base(origin: Origin, accelerator: Accelerator, model: MethodModel, pos
     Raises:
         PreservationError: a tensor of the base is not what it was.
     """
-    if not isinstance(model, ScaleForCausalLM):
-        return
     changed: list[str] = []
-    if origin.base_parts:
+    if origin.base_parts and isinstance(model, ScaleForCausalLM):
         changed = changed_parts(model.base, origin.base_parts)
     elif accelerator.is_main_process:
-        changed = changed_tensors(model.base, origin.record)
+        changed = changed_base_tensors(model, origin.record)
+    raise_for_changed_base(changed, position.step)
+
+
+def changed_base_tensors(model: MethodModel, record: BaseRecord) -> list[str]:
+    """Return the tensors of a widened model's base that are not what was recorded; other methods have no such base."""
+    return changed_tensors(model.base, record) if isinstance(model, ScaleForCausalLM) else []
+
+
+def raise_for_changed_base(changed: list[str], step: int) -> None:
+    """Raise where any tensor has changed.
+
+    Raises:
+        PreservationError: naming the first ones.
+    """
     if changed:
-        raise PreservationError(f"step {position.step}: the base has changed: {', '.join(changed[:3])}")
+        raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
 
 def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Position) -> None:
@@ -191,8 +266,14 @@ def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Pos
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    return sorted(run.checkpoints.glob("step-*"))
+    """Return the checkpoints of a run, oldest first; folders of any other name are somebody else's."""
+    folders = [folder for folder in run.checkpoints.glob("step-*") if folder.name.removeprefix("step-").isdecimal()]
+    return sorted(folders, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:

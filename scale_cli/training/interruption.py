@@ -15,37 +15,90 @@ from accelerate import Accelerator
 _OUT_OF_TIME = 1
 
 
+class StopNow(Exception):
+    """Leaves a step or an evaluation half-way; nothing of it has had any effect."""
+
+
 class StopRequest:
     """What has asked this process to stop, if anything.
 
+    A process that is alone stops between two micro-batches and within an evaluation. Several would have to exchange at
+    every micro-batch to agree, so they stop at the ends of steps.
+
     Args:
         max_hours: after which the clock asks; None for never.
+        alone: whether this is the only process.
     """
 
-    def __init__(self, max_hours: float | None) -> None:
+    def __init__(self, max_hours: float | None, *, alone: bool) -> None:
         self.signals: list[int] = []
+        self._alone = alone
+        self._leaving = False
         self._deadline_s = float("inf") if max_hours is None else time.monotonic() + 3600 * max_hours
+
+    def _mine(self) -> int:
+        return self.signals[0] if self.signals else _OUT_OF_TIME * (time.monotonic() > self._deadline_s)
 
     def agreed(self, accelerator: Accelerator) -> int:
         """Return what any process was asked by: a signal's number, 1 for the clock, 0 for nothing; the same on all."""
-        mine = self.signals[0] if self.signals else _OUT_OF_TIME * (time.monotonic() > self._deadline_s)
-        if accelerator.num_processes == 1:
-            return mine
-        asked = accelerator.gather(torch.tensor([mine], device=accelerator.device))
+        if self._alone:
+            return self._mine()
+        asked = accelerator.gather(torch.tensor([self._mine()], device=accelerator.device))
         return int(asked.max().item())
+
+    def between_micro_batches(self, *, clock_too: bool) -> None:
+        """Leave the step under way, if this process is alone and was asked to stop.
+
+        Args:
+            clock_too: not in the first step: a budget shorter than a step would never come to its end.
+
+        Raises:
+            StopNow: it was.
+        """
+        if self._alone and (self.signals or (clock_too and self._mine())):
+            raise StopNow
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal end the body where it stands; for work without any effect until it is done.
+
+        Raises:
+            StopNow: in the middle of the body, or before it.
+        """
+        self._leaving = self._alone
+        try:
+            self._leave_if_asked()
+            yield
+        finally:
+            self._leaving = False
+
+    def _leave_if_asked(self) -> None:
+        if self._leaving and self.signals:
+            self._leaving = False
+            raise StopNow
+
+    def catch(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal: remember it; a second SIGINT stops at once.
+
+        Raises:
+            KeyboardInterrupt: this was the second one.
+        """
+        if signal.SIGINT in self.signals and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signals.append(number)
+        self._leave_if_asked()
 
 
 @contextmanager
-def stop_requests(max_hours: float | None) -> Iterator[StopRequest]:
-    """Collect SIGTERM and SIGINT instead of dying of them; a second SIGINT stops at once."""
-    request = StopRequest(max_hours)
+def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopRequest]:
+    """Collect SIGTERM and SIGINT instead of dying of them.
 
-    def catch(number: int, _frame: FrameType | None) -> None:
-        if signal.SIGINT in request.signals and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        request.signals.append(number)
-
-    previous = {number: signal.signal(number, catch) for number in (signal.SIGTERM, signal.SIGINT)}
+    Args:
+        max_hours: after which the clock asks to stop too; None for never.
+        alone: whether this is the only process.
+    """
+    request = StopRequest(max_hours, alone=alone)
+    previous = {number: signal.signal(number, request.catch) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield request
     finally:

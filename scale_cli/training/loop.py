@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -21,9 +23,10 @@ from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import Origin, Position, save_checkpoint
-from scale_cli.training.interruption import describe_stop, stop_requests
-from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.checkpoint import Origin, Position
+from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
+from scale_cli.training.metrics import EVALUATION, MetricsLog
+from scale_cli.training.saving import Saver
 from scale_cli.training.sharding import gathered_roots
 from scale_cli.training.spikes import SpikeWatch
 from scale_cli.training.step import StepResult, train_step
@@ -48,8 +51,10 @@ class TrainingRun:
         held_out: corpora of the periodic evaluation.
         position: where the run stands.
         metrics: the log; None except on the main process.
+        saved_step: of the checkpoint in this run's folder that it began with, if it did.
         stepped_tokens: target tokens of the steps that this process took part in.
         stepping_s: seconds inside those steps, without evaluations and checkpoints.
+        saving_s: seconds that training waited for checkpoints.
         spikes: warns of losses far above the usual.
     """
 
@@ -64,8 +69,10 @@ class TrainingRun:
     held_out: list[TokenisedCorpus]
     position: Position
     metrics: MetricsLog | None
+    saved_step: int | None = None
     stepped_tokens: int = 0
     stepping_s: float = 0.0
+    saving_s: float = 0.0
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
 
     @property
@@ -79,38 +86,87 @@ def run_loop(run: TrainingRun) -> None:
 
     Raises:
         TrainingError: losses or gradients are not finite, more often than the config allows.
+        StorageError: a checkpoint or the log could not be written.
         Interrupted: SIGTERM or SIGINT came, or the time is over; a checkpoint was written.
     """
-    train = run.config.train
-    before_s, started_s = run.position.elapsed_s, time.monotonic()
     run.wrapped.train()
-    processes = run.accelerator.process_index, run.accelerator.num_processes
+    accelerator, max_hours = run.accelerator, run.config.train.max_hours
+    processes = accelerator.process_index, accelerator.num_processes
     ahead = BatchesAhead(run.batches, run.position.step, *processes)
-    with _progress_bar(run) as bar, stop_requests(train.max_hours) as stop, ahead:
-        while run.position.step < train.max_steps:
-            result = _step(run, ahead)
-            elapsed_s = before_s + time.monotonic() - started_s
-            if result is None:
-                run.position = run.position.skipped(run.batches.num_target_tokens(run.position.step), elapsed_s)
-            else:
-                run.position = run.position.advanced(result.num_tokens, elapsed_s)
-                _log(run, result, bar)
-            bar.update(1)
-            if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
-                _evaluate(run)
-            asked = stop.agreed(run.accelerator)
-            if asked or run.position.step % train.save_every_steps == 0 or run.position.step == train.max_steps:
-                _save(run)
-            if asked and run.position.step < train.max_steps:
-                raise _interrupted(run, asked)
+    saver = Saver(run.origin, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
+    alone = accelerator.num_processes == 1
+    with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
+        _take_steps(run, ahead, stop, saver, bar)
+    run.saving_s += saver.stalled_s
 
 
-def _step(run: TrainingRun, batches: BatchSource) -> StepResult | None:
+def _take_steps(run: TrainingRun, batches: BatchSource, stop: StopRequest, saver: Saver, bar: Any) -> None:
+    train, first_step = run.config.train, run.position.step
+    before_s, started_s = run.position.elapsed_s, time.monotonic()
+    if run.position.evaluation_due:
+        run.position = replace(run.position, evaluation_due=False)
+        _evaluate_unless_asked(run, stop, saver)
+    while run.position.step < train.max_steps:
+        saver.check()
+        try:
+            look = partial(stop.between_micro_batches, clock_too=run.position.step > first_step)
+            result = _step(run, batches, look)
+        except StopNow:
+            _stop(run, stop, saver)
+        elapsed_s = before_s + time.monotonic() - started_s
+        if result is None:
+            run.position = run.position.skipped(run.batches.num_target_tokens(run.position.step), elapsed_s)
+        else:
+            run.position = run.position.advanced(result.num_tokens, elapsed_s)
+            _log(run, result, bar)
+        bar.update(1)
+        if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
+            _evaluate_unless_asked(run, stop, saver)
+        last = run.position.step == train.max_steps
+        if not last and stop.agreed(run.accelerator):
+            _stop(run, stop, saver)
+        if last or run.position.step % train.save_every_steps == 0:
+            saver.save(run.position)
+
+
+def _evaluate_unless_asked(run: TrainingRun, stop: StopRequest, saver: Saver) -> None:
+    """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
+    try:
+        with stop.at_once():
+            records = _evaluate(run)
+    except StopNow:
+        run.position = replace(run.position, evaluation_due=True)
+        _stop(run, stop, saver)
+    if run.metrics is not None:
+        for record in records:
+            run.metrics.append(record)
+
+
+def _stop(run: TrainingRun, stop: StopRequest, saver: Saver) -> NoReturn:
+    """Save the position, wait until it is safe, and leave; every process has to call this.
+
+    Raises:
+        Interrupted: always.
+    """
+    asked = stop.agreed(run.accelerator)
+    run.optimiser.zero_grad(set_to_none=True)
+    saver.save(run.position)
+    saver.finish()
+    run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
+    words, exit_code = describe_stop(asked)
+    raise Interrupted(
+        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}\n"
+        "continue with: scale train CONFIG --resume auto",
+        exit_code,
+    )
+
+
+def _step(run: TrainingRun, batches: BatchSource, between_micro_batches: Callable[[], None]) -> StepResult | None:
     """Take one step, or return None where it was left out for not being finite."""
     train, step = run.config.train, run.position.step
     started_s = time.monotonic()
     try:
-        result = train_step(run.accelerator, run.wrapped, run.optimiser, batches, step, train)
+        result = train_step(run.accelerator, run.wrapped, run.optimiser, batches, step, train, between_micro_batches)
     except NonFiniteError as error:
         told = f"{error}; its batch: {_sources(run, step)}"
         if train.on_nonfinite == "stop":
@@ -183,19 +239,20 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
         )
 
 
-def _evaluate(run: TrainingRun) -> None:
-    """Score a few documents of every held-out corpus, on the main process; the others wait.
+def _evaluate(run: TrainingRun) -> list[dict[str, Any]]:
+    """Score a few documents of every held-out corpus, on the main process; the others wait. Return what to log.
 
     The parts of a sharded model are only together on all processes, so there all of them score, and the main one tells.
     """
+    records = []
     if run.observed is not None:
         run.model.eval()
         with gathered_roots(run.wrapped, run.observed):
             losses = _held_out_losses(run, run.observed)
         run.model.train()
-        if run.metrics is not None:
-            run.metrics.append({"step": run.position.step, "evaluation_nats_per_token": losses})
+        records.append({"step": run.position.step, EVALUATION: losses})
     run.accelerator.wait_for_everyone()
+    return records
 
 
 def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[str, float | None]]:
@@ -220,18 +277,3 @@ def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[st
         per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
         losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
     return losses
-
-
-def _save(run: TrainingRun) -> None:
-    if run.metrics is not None:
-        run.metrics.sync()
-    save_checkpoint(run.origin, run.accelerator, run.model, run.optimiser, run.position)
-
-
-def _interrupted(run: TrainingRun, asked: int) -> Interrupted:
-    words, exit_code = describe_stop(asked)
-    return Interrupted(
-        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}\n"
-        "continue with: scale train CONFIG --resume auto",
-        exit_code,
-    )

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import write_text
+from scale_cli.storage.atomic import write_text, writing
+
+EVALUATION = "evaluation_nats_per_token"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -36,24 +38,41 @@ def _whole_lines(path: Path) -> list[str]:
     return whole.splitlines()
 
 
-class MetricsLog:
-    """Appends records to a file; a resumed run first drops what came after its checkpoint."""
+def _place(record: dict[str, Any]) -> tuple[int, bool]:
+    """Return what records are in order of: the step, and whether it is the evaluation that follows it."""
+    return int(record["step"]), EVALUATION in record
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+
+class MetricsLog:
+    """Appends records to a file; a resumed run first drops what came after its checkpoint.
+
+    Args:
+        path: of the log.
+        resumed_step: of the checkpoint.
+        evaluation_due: whether the run begins with the evaluation of that step, which may be in the log already.
+    """
+
+    def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
         self._path = path
-        kept = [
-            line
-            for line, record in zip(_whole_lines(path), read_records(path), strict=True)
-            if int(record["step"]) <= resumed_step
-        ]
+        lines = zip(_whole_lines(path), read_records(path), strict=True)
+        kept = [line for line, record in lines if _place(record) <= (resumed_step, not evaluation_due)]
         write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record; it is on its way to the disk before the next step starts."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        """Write one record; it is on its way to the disk before the next step starts.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
     def sync(self) -> None:
-        """Make what was appended durable, before a checkpoint that counts on it."""
-        with self._path.open("a", encoding="utf-8") as file:
+        """Make what was appended durable, before a checkpoint that counts on it.
+
+        Raises:
+            StorageError: it could not be made so.
+        """
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             os.fsync(file.fileno())

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import RunFolderError, StorageError, TrainingError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
-from scale_cli.storage.atomic import new_folder, read_json, save_tensors, verify_folder, write_json
+from scale_cli.storage.atomic import (
+    changed_versions,
+    new_folder,
+    read_json,
+    remove_leftovers,
+    save_tensors,
+    verify_folder,
+    write_json,
+)
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.lock import claimed
 from scale_cli.training.checkpoint import (
     CORPORA,
     Origin,
@@ -35,8 +46,8 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer
-from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_model, read_record
+from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer, one_line
+from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import check_context, check_processes
@@ -83,16 +94,46 @@ def train(
     say = say if accelerator.is_main_process else _say_nothing
     run_folder = RunFolder(config.output_dir)
     if resume == "auto" and run_folder.final.is_dir() and not _is_longer(run_folder.final, config, accepted):
-        verify_folder(run_folder.final)
-        if _check_same_run(run_folder.final, config, TRAIN_SECTIONS, PLACES, accepted):
-            _check_same_content(run_folder.final, config)
-        return TrainSummary(run_folder.final, read_position(run_folder.final))
-    start = _starting_point(run_folder, config, resume, say, accepted)
-    run = _open_run(config, accelerator, start, say)
-    run_loop(run)
-    _write_final(run)
+        return _finished(run_folder.final, config, accepted)
+    if not run_folder.upscaled.is_dir():
+        raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
+    with claimed(run_folder.root) if accelerator.is_main_process else nullcontext():
+        if accelerator.is_main_process:
+            remove_leftovers(run_folder.checkpoints)
+        start = _starting_point(run_folder, config, resume, say, accepted)
+        run = _open_run(config, accelerator, start, say)
+        with _peers_named(run):
+            run_loop(run)
+            _write_final(run)
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
+
+
+@contextmanager
+def _peers_named(run: TrainingRun) -> Iterator[None]:
+    """Tell in one line that another process is gone, which is where the reason is to be found.
+
+    Raises:
+        TrainingError: it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo's own errors are no more than that
+        lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+        if run.accelerator.num_processes == 1 or not lost:
+            raise
+        told = f"step {run.position.step + 1}: another process is gone; its own message says why"
+        raise TrainingError(f"{told} ({one_line(error)})") from None
+
+
+def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> TrainSummary:
+    try:
+        verify_folder(final)
+    except StorageError as error:
+        raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
+    if _check_same_run(final, config, TRAIN_SECTIONS, PLACES, accepted):
+        _check_same_content(final, config)
+    return TrainSummary(final, read_position(final))
 
 
 def _write_final(run: TrainingRun) -> None:
@@ -143,11 +184,14 @@ def _starting_point(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
             )
     if start is not None:
+        verify_folder(start)
         for line in _check_same_run(start, config, TRAIN_SECTIONS, PLACES, accepted):
             say(f"changed        {line}")
         if (step := read_position(start).step) > config.train.max_steps:
             raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
         say(f"resuming       {start}")
+        if changed := changed_versions(start):
+            say(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
     return start
 
 
@@ -186,8 +230,7 @@ def _open_run(
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
     check_processes(config, accelerator.num_processes)
-    if not run_folder.upscaled.is_dir():
-        raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
+    verify_folder(run_folder.upscaled)
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_PLACE)
     tokenizer = load_tokenizer(config.model)
     check_tokenizer(tokenizer, read_record(run_folder.upscaled))
@@ -203,7 +246,7 @@ def _open_run(
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None:
         _check_same_text(start, contents)
-    model = load_model(run_folder.upscaled, config.model, config.seed)
+    model = load_onto_base(run_folder.upscaled, config.model, config.seed)
     check_context(config, model.config)
     if sizes.sharding != "none" and accelerator.num_processes > 1:
         # Accelerate would wrap a sharded model once more.
@@ -215,6 +258,7 @@ def _open_run(
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     batches = build_batches(config, corpora)
     ledgers = [corpus.ledger for corpus in corpora]
+    saved = run_folder.checkpoint(position.step)
     return TrainingRun(
         config=config,
         accelerator=accelerator,
@@ -226,8 +270,13 @@ def _open_run(
         batches=batches,
         held_out=held_out,
         position=position,
-        metrics=MetricsLog(run_folder.metrics, position.step) if main else None,
+        metrics=_opened_log(run_folder, position) if main else None,
+        saved_step=None if start is None or start.resolve() != saved.resolve() else position.step,
     )
+
+
+def _opened_log(run_folder: RunFolder, position: Position) -> MetricsLog:
+    return MetricsLog(run_folder.metrics, position.step, evaluation_due=position.evaluation_due)
 
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded | None:

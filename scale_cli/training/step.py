@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -34,6 +35,10 @@ class StepResult:
     num_tokens: int
 
 
+def _nothing() -> None:
+    """Between two micro-batches."""
+
+
 def train_step(
     accelerator: Accelerator,
     model: nn.Module,
@@ -41,6 +46,7 @@ def train_step(
     batches: BatchSource,
     step: int,
     train: TrainConfig,
+    between_micro_batches: Callable[[], None] = _nothing,
 ) -> StepResult:
     """Accumulate the gradient of a global batch, clip it, and update.
 
@@ -54,6 +60,7 @@ def train_step(
         batches: of the whole run.
         step: counted from 0.
         train: learning rate, clipping, precision.
+        between_micro_batches: what it raises ends the step before anything is updated.
 
     Raises:
         NonFiniteError: the loss or the gradient is not finite; the weights are left as they were.
@@ -62,6 +69,8 @@ def train_step(
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
     loss = torch.zeros((), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
+        if index:
+            between_micro_batches()
         last = index == len(micro_batches) - 1
         # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
         with nullcontext() if last else accelerator.no_sync(model):

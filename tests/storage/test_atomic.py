@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.errors import StorageError
+from scale_cli.storage import atomic
 from scale_cli.storage.atomic import (
     MANIFEST,
+    changed_versions,
     load_tensors,
     new_folder,
     read_json,
+    remove_folder,
+    remove_leftovers,
     save_tensors,
     verify_folder,
     write_json,
@@ -80,7 +84,7 @@ def test_what_a_killed_writer_left_is_no_part_of_the_next_folder(tmp_path: Path)
     assert [child.name for child in tmp_path.iterdir()] == ["folder"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, StorageError])
 @pytest.mark.parametrize("written", range(len(FILES) + 1))
 @pytest.mark.parametrize("previous", [None, {"old": b"content"}])
 def test_a_failed_write_leaves_the_previous_folder(
@@ -111,22 +115,86 @@ def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
     return fail_once
 
 
-# Synced before the folder takes its place: the manifest when it is written, then 4 files, 2 folders, and the folder.
+def cannot_swap(one: Path, other: Path) -> bool:
+    return False
+
+
+# Synced before the folder takes its place: the manifest and its name, then 4 files, 2 folders, and the folder.
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
-    [(os, "fsync", call) for call in range(1, 9)] + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
+    [(os, "fsync", call) for call in range(1, 10)] + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
 )
+@pytest.mark.parametrize("swaps", [True, False])
 def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, swaps: bool
 ) -> None:
     write_folder(tmp_path / "folder", {"old": b"content"})
     with monkeypatch.context() as patch:
+        if not swaps:
+            patch.setattr(atomic, "_swap", cannot_swap)
+        elif name == "rename":  # the swap is the only one
+            patch.setattr(atomic, "_swap", failing(cannot_swap, 1))
         patch.setattr(owner, name, failing(getattr(owner, name), call))
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(StorageError, match=r"folder.*no space"):
             write_folder(tmp_path / "folder", FILES)
     verify_folder(tmp_path / "folder")
     assert contents(tmp_path / "folder") == {"old": b"content"}
     assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_replaced_folder_is_never_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "folder", {"old": b"content"})
+    seen = []
+
+    def swap_and_look(one: Path, other: Path) -> bool:
+        seen.append(contents(other))
+        swapped = swap(one, other)
+        seen.append(contents(other))
+        return swapped
+
+    swap = atomic._swap
+    monkeypatch.setattr(atomic, "_swap", swap_and_look)
+    write_folder(tmp_path / "folder", FILES)
+    assert seen == [{"old": b"content"}, FILES], "one step of the file system, on Linux"
+
+
+@pytest.mark.parametrize("clean_up", ["write", "remove_leftovers"])
+def test_where_names_cannot_be_swapped_a_kill_between_two_renames_is_undone(tmp_path: Path, clean_up: str) -> None:
+    write_folder(tmp_path / "folder", {"old": b"content"})
+    (tmp_path / "folder").rename(tmp_path / ".folder.previous")
+    fill(tmp_path / ".folder.partial", FILES)
+    if clean_up == "write":
+        with pytest.raises(RuntimeError), new_folder(tmp_path / "folder"):
+            raise RuntimeError
+    else:
+        remove_leftovers(tmp_path)
+    verify_folder(tmp_path / "folder")
+    assert contents(tmp_path / "folder") == {"old": b"content"}
+    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_removed_folder_is_gone_whatever_becomes_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "folder", FILES)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing(os.unlink, 2))
+        with pytest.raises(StorageError, match="no space"):
+            remove_folder(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_tells_the_versions_and_every_changed_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "folder", FILES)
+    versions = read_json(tmp_path / "folder" / MANIFEST)["versions"]
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
+    assert changed_versions(tmp_path / "folder") == []
+    monkeypatch.setattr(atomic, "_versions", lambda: {**versions, "numpy": "0.1"})
+    assert changed_versions(tmp_path / "folder") == [f"numpy {versions['numpy']} -> 0.1"]
 
 
 # verify_folder
@@ -236,7 +304,7 @@ def test_a_file_that_cannot_be_written_keeps_its_old_text(
 ) -> None:
     write_text(tmp_path / "file.txt", "old")
     monkeypatch.setattr(*owner, failing(getattr(*owner), 1))
-    with pytest.raises((OSError, UnicodeEncodeError)):
+    with pytest.raises((StorageError, UnicodeEncodeError)):
         write_text(tmp_path / "file.txt", text)
     assert (tmp_path / "file.txt").read_text(encoding="utf-8") == "old"
     assert [child.name for child in tmp_path.iterdir()] == ["file.txt"]

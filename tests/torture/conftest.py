@@ -1,9 +1,37 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from tests.torture.tiny_run import Runs, write_base_and_texts
+from tests.torture.verbs import run_verb
 
 
 @pytest.fixture(scope="session")
 def in_full(pytestconfig: pytest.Config) -> bool:
     """Whether this is `make torture`, and not the shortened form in the normal tests."""
     return bool(pytestconfig.getoption("--torture"))
+
+
+@pytest.fixture(scope="session")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs that nothing has happened to: `whole`, and `kept` with every one of its checkpoints."""
+    root = tmp_path_factory.mktemp("torture")
+    write_base_and_texts(root)
+    runs = Runs(root, root)
+    done = [run_verb(*runs.arguments("upscale", "upscaled-once"))]
+    for name, *overrides in (("whole",), ("kept", "train.keep_checkpoints=9")):
+        runs.upscaled(name)
+        done.append(run_verb(*runs.arguments("train", name), *overrides))
+    for ended in done:
+        assert ended.exit_code == 0, ended.printed
+    return runs
+
+
+@pytest.fixture
+def runs(whole_runs: Runs, tmp_path: Path) -> Runs:
+    """The same base, corpora and whole runs, in a folder of this test's own."""
+    for name in ("whole", "kept"):
+        (tmp_path / name).symlink_to(whole_runs.root / name)
+    return Runs(tmp_path, whole_runs.root)

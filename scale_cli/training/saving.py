@@ -1,0 +1,129 @@
+"""Checkpoints off the critical path: training pauses for a copy of what trains, the rest is done beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from accelerate import Accelerator
+
+from scale_cli.training.checkpoint import Origin, Position, take_snapshot, write_checkpoint, write_sharded_checkpoint
+from scale_cli.training.metrics import MetricsLog
+from scale_cli.training.sharding import is_sharded
+from scale_cli.upscale.folder import MethodModel
+
+
+class Job:
+    """Some work on a thread of its own; what went wrong there is raised by whoever asks."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        # A process that is told to stop at once does not wait for it: what it leaves is never taken for whole.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+    def is_done(self) -> bool:
+        """Return whether the work has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the work has ended; raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass
+class Saver:
+    """Saves the checkpoints of one run; use it in a `with` statement, which waits for the last one.
+
+    One is being written at most: the next one waits for it. The training thread copies what trains and the moments to
+    host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. The parts of a
+    sharded model are written by all processes together, on the training thread: their exchanges must not meet a step's.
+
+    Args:
+        origin: what checkpoints say of the run.
+        accelerator: processes; the main one writes, unless the model is sharded.
+        model: what is trained.
+        optimiser: over it.
+        metrics: made durable before a checkpoint that counts on it; None except on the main process.
+        saved_step: of the checkpoint that the run began with, if it is one of this run's own.
+        stalled_s: seconds that training has waited.
+    """
+
+    origin: Origin
+    accelerator: Accelerator
+    model: MethodModel
+    optimiser: torch.optim.Optimizer
+    metrics: MetricsLog | None
+    saved_step: int | None = None
+    stalled_s: float = 0.0
+    _job: Job | None = field(default=None, init=False)
+
+    def save(self, position: Position) -> None:
+        """Begin a checkpoint, unless that step already has one; every process has to call this.
+
+        Raises:
+            ScaleError: this one, or the one before, could not be written.
+        """
+        if self.saved_step == position.step:
+            return
+        started_s = time.monotonic()
+        self.finish()
+        if is_sharded(self.model):
+            if self.metrics is not None:
+                self.metrics.sync()
+            write_sharded_checkpoint(self.origin, self.accelerator, self.model, self.optimiser, position)
+        elif self.metrics is not None:
+            self._start(position, self.metrics)
+        self.saved_step = position.step
+        self.stalled_s += time.monotonic() - started_s
+
+    def _start(self, position: Position, metrics: MetricsLog) -> None:
+        snapshot = take_snapshot(self.model, self.optimiser, position)
+
+        def write() -> None:
+            metrics.sync()
+            write_checkpoint(self.origin, self.model, snapshot)
+
+        self._job = Job(write)
+
+    def check(self) -> None:
+        """Raise what went wrong with a checkpoint that has ended by now."""
+        if self._job is not None and self._job.is_done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            ScaleError: the checkpoint could not be written.
+        """
+        job, self._job = self._job, None
+        if job is not None:
+            job.wait()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            started_s = time.monotonic()
+            self.finish()
+            self.stalled_s += time.monotonic() - started_s
+        elif isinstance(error, Exception):
+            with suppress(Exception):  # the error under way is the one to tell
+                self.finish()

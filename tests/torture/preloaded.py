@@ -1,0 +1,9 @@
+"""What the server of `verbs.py` imports once, for all the processes that are forked from it."""
+
+from __future__ import annotations
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+torch.set_num_threads(1)  # a fork of a process with a pool of threads would wait for threads that it does not have
+get_checkpoint_conversion_mapping("llama")  # a quarter of a second in every process that loads a model

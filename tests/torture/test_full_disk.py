@@ -1,0 +1,172 @@
+"""Full disks, failing ones, folders that may not be written: one clear line, exit 1, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scale_cli.storage.atomic import MANIFEST, verify_folder
+from scale_cli.storage.layout import RunFolder
+from tests.torture.faults import Fault
+from tests.torture.tiny_run import Runs, assert_same
+from tests.torture.verbs import Ended, run_verb
+
+Record = Callable[[str, object], None]
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
+
+
+def beginning(runs: Runs, verb: str) -> RunFolder:
+    """Return a run in which a verb is the next one."""
+    if verb == "train":
+        return runs.midway("kept", "failing")
+    if verb == "prepare":
+        return runs.upscaled("failing")
+    return RunFolder(Path(shutil.copytree(runs.root / "whole", runs.root / "failing")))
+
+
+def written_by(verb: str, run: RunFolder) -> Path:
+    return {"prepare": run.tokens, "evaluate": run.evaluation, "export": run.root / "export"}[verb]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return what has to be the same in two results: all but the config, which names its folder, and its hash.
+
+    How far a tokenisation had come may stay written down after its end, where the end was disturbed.
+    """
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in (MANIFEST, "scale.yaml") and file.suffixes != [".progress", ".json"]
+    }
+
+
+def assert_previous_state_is_whole(run: RunFolder) -> None:
+    for manifest in run.root.rglob(MANIFEST):
+        if not any(part.startswith(".") for part in manifest.relative_to(run.root).parts):
+            verify_folder(manifest.parent)
+
+
+def assert_told_clearly(ended: Ended, place: str, reason: str) -> None:
+    assert ended.exit_code == 1, ended.printed
+    assert "Traceback" not in ended.printed
+    (line,) = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
+    assert place in line
+    assert reason in line
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a verb does when nothing is wrong.
+
+    Args:
+        written: hashes of what it leaves; of `train`, the whole run tells.
+        num_calls: how many calls of it change the disk.
+    """
+
+    written: dict[str, str]
+    num_calls: int
+
+
+def undisturbed(runs: Runs, verb: str) -> Undisturbed:
+    run, counted = beginning(runs, verb), runs.root / "calls.jsonl"
+    ended = run_verb(*runs.arguments(verb, "failing"), hook=Fault(run.root, 0, counted=counted))
+    assert ended.exit_code == 0, ended.printed
+    written = {} if verb == "train" else hashes(written_by(verb, run))
+    shutil.rmtree(run.root)
+    return Undisturbed(written, len(counted.read_text(encoding="utf-8").splitlines()))
+
+
+def assert_as_undisturbed(runs: Runs, verb: str, expected: Undisturbed) -> None:
+    run = runs.folder("failing")
+    if verb == "train":
+        assert_same(run, runs.folder("whole"))
+    else:
+        assert expected.written and hashes(written_by(verb, run)) == expected.written
+
+
+# In short, each verb meets the first of its errors, once.
+MET = {
+    "prepare": ("EIO", "ENOSPC", "EACCES"),
+    "train": ("ENOSPC", "EIO", "EACCES"),
+    "evaluate": ("EACCES", "ENOSPC", "EIO"),
+    "export": ("ENOSPC", "EIO", "EACCES"),
+}
+
+
+@pytest.mark.parametrize("verb", MET)
+def test_an_error_at_any_call_is_told_and_the_same_command_then_does_what_it_would_have_done(
+    runs: Runs, in_full: bool, record_property: Record, verb: str
+) -> None:
+    expected = undisturbed(runs, verb)
+    for reason in MET[verb] if in_full else MET[verb][:1]:
+        failed = tolerated = 0
+        every = 3 if verb == "train" and reason != "ENOSPC" else 1
+        first, every = (1, every) if in_full else (1 + expected.num_calls // 2, expected.num_calls)
+        for call in range(first, expected.num_calls + 1, every):
+            run = beginning(runs, verb)
+            fault = Fault(run.root, call, error=ERRORS[reason], half=bool(call % 2))
+            ended = run_verb(*runs.arguments(verb, "failing"), hook=fault)
+            assert_previous_state_is_whole(run)
+            if ended.exit_code == 0:  # the deletion of what is rubbish anyway
+                tolerated += 1
+            else:
+                assert_told_clearly(ended, str(run.root), os.strerror(ERRORS[reason]))
+                failed += 1
+                again = run_verb(*runs.arguments(verb, "failing"))
+                assert again.exit_code == 0, again.printed
+            assert_as_undisturbed(runs, verb, expected)
+            shutil.rmtree(run.root)
+        told = f"{failed} told, {tolerated} without effect, of {expected.num_calls} calls"
+        record_property(f"{reason} in {verb}", told)
+
+
+@dataclass(frozen=True)
+class SmallestFile:
+    """No file may grow over a size: what Rust and C write fails too, with the system's own error."""
+
+    num_bytes: int
+
+    def __call__(self) -> None:
+        """Put it into this process."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, self.num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("verb", "largest", "named"),
+    [
+        ("prepare", None, "/tmp"),
+        ("train", "checkpoints/step-00000012/optimiser.safetensors", "optimiser.safetensors"),
+        ("export", "export/llama/model.safetensors", "export/llama"),
+    ],
+)
+def test_a_file_that_the_system_itself_refuses_to_write_on(
+    runs: Runs, verb: str, largest: str | None, named: str
+) -> None:
+    """The tensors, written by Rust; and, where nothing can be written at all, the tokenizer's copy that is hashed."""
+    expected = undisturbed(runs, verb)
+    run = beginning(runs, verb)
+    num_bytes = 300
+    if largest is not None:
+        made = runs.folder("whole").root / largest
+        if not made.exists():
+            assert run_verb(*runs.arguments(verb, "failing")).exit_code == 0
+            made = run.root / largest
+        num_bytes = made.stat().st_size - 1
+    before = hashes(run.root)
+    ended = run_verb(*runs.arguments(verb, "failing"), hook=SmallestFile(num_bytes))
+    assert_told_clearly(ended, named, "File too large")
+    assert_previous_state_is_whole(run)
+    assert before.items() - hashes(run.root).items() <= {("metrics.jsonl", before.get("metrics.jsonl"))}
+    again = run_verb(*runs.arguments(verb, "failing"))
+    assert again.exit_code == 0, again.printed
+    assert_as_undisturbed(runs, verb, expected)

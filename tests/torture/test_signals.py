@@ -1,0 +1,136 @@
+"""SIGTERM and SIGINT wherever they come: the way to go on is told, and the run ends as the whole one, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+from tests.torture.signals import SignalAt
+from tests.torture.tiny_run import Runs, assert_same
+from tests.torture.verbs import ended_group, run_verb
+
+Record = Callable[[str, object], None]
+_GO_ON = "continue with: scale train CONFIG --resume auto"
+
+
+# Where the signal comes, and the step after which the run is stopped then.
+PLACES = {
+    "warm-up, in the middle of a step": (SignalAt("micro-batch", 7, signal.SIGTERM), 1),
+    "a save": (SignalAt("save", 1, signal.SIGTERM), None),
+    "evaluation, the second corpus": (SignalAt("evaluation", 4, signal.SIGINT), 8),
+    "warm-up, the first micro-batch of all": (SignalAt("micro-batch", 1, signal.SIGINT), 0),
+    "warm-up, the last micro-batch of a step": (SignalAt("micro-batch", 8, signal.SIGTERM), 2),
+    "the step after a checkpoint": (SignalAt("micro-batch", 26, signal.SIGTERM), 6),
+    "evaluation, the first corpus": (SignalAt("evaluation", 1, signal.SIGTERM), 4),
+    "the last save but one": (SignalAt("save", 3, signal.SIGINT), None),
+}
+
+
+def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(
+    runs: Runs, in_full: bool, record_property: Record
+) -> None:
+    for place, (signalled, step) in list(PLACES.items())[: None if in_full else 3]:
+        run = runs.upscaled("stopped")
+        for again in range(2 if in_full else 1):
+            ended = run_verb(*runs.arguments("train", "stopped"), hook=signalled)
+            if again and ended.exit_code == 0:
+                break  # resumed, it did not come to so many
+            assert ended.exit_code == 128 + signalled.number, (place, ended.printed)
+            assert _GO_ON in ended.printed
+            assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
+            assert "Traceback" not in ended.printed
+            if step is not None and not again:
+                assert f"after step {step};" in ended.printed
+                assert run.checkpoint(step).is_dir()
+        if not run.final.is_dir():
+            runs.finish("stopped")
+        assert_same(run, runs.folder("whole"))
+        shutil.rmtree(run.root)
+    record_property("signals in warm-up, steps, evaluations and saves", len(PLACES))
+
+
+def test_a_signal_in_every_evaluation_again_and_again_still_comes_to_the_end(runs: Runs) -> None:
+    """The first corpus of the evaluation gets done, the second is cut: nothing of it may be logged twice."""
+    run = runs.upscaled("stopped")
+    for _ in range(2):
+        ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("evaluation", 2, signal.SIGTERM))
+        assert ended.exit_code == 143, ended.printed
+        assert "after step 4;" in ended.printed
+    # The evaluation is made up for, logged, and then a step is left: the log is ahead of the checkpoint.
+    ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("micro-batch", 2, signal.SIGTERM))
+    assert "after step 4;" in ended.printed
+    runs.finish("stopped")
+    assert_same(run, runs.folder("whole"))
+
+
+def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpoint(runs: Runs) -> None:
+    run = runs.upscaled("stopped")
+    ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("micro-batch", 18, signal.SIGINT, times=2))
+    assert ended.exit_code == 130, ended.printed
+    assert _GO_ON not in ended.printed
+    assert "Traceback" not in ended.printed
+    assert not run.checkpoint(4).exists()
+    runs.finish("stopped")
+    assert_same(run, runs.folder("whole"))
+
+
+def test_a_budget_that_is_over_at_once_still_makes_a_step_each_time(runs: Runs) -> None:
+    run = runs.upscaled("stopped")
+    for step in (1, 2):
+        ended = run_verb(*runs.arguments("train", "stopped"), "train.max_hours=1e-9")
+        assert ended.exit_code == 0, ended.printed
+        assert f"train.max_hours are over, after step {step};" in ended.printed
+    runs.finish("stopped")
+    assert_same(run, runs.folder("whole"))
+
+
+def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(runs: Runs) -> None:
+    run = runs.upscaled("stopped")
+    ended = run_verb(*runs.arguments("prepare", "stopped"), hook=SignalAt("tokenisation", 2, signal.SIGTERM))
+    assert ended.exit_code == 143, ended.printed
+    assert "the same command" in ended.printed
+    assert run_verb(*runs.arguments("prepare", "stopped")).exit_code == 0
+    runs.finish("stopped")
+    assert_same(run, runs.folder("whole"))
+
+
+def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_property: Record) -> None:
+    """Loading, training, saving, writing `final/`, compiling: 143 with a way to go on, and the same end."""
+    for compile_it, num_signals in ((False, 40), (True, 4)) if in_full else ((False, 2),):
+        timed = Runs(runs.root, runs.inputs, (f"train.compile={str(compile_it).lower()}",))
+        whole = timed.upscaled("timed")
+        started_s = time.monotonic()
+        timed.finish("timed")
+        usual_s = time.monotonic() - started_s
+        run, stops = timed.upscaled("stopped"), 0
+        for part in range(num_signals):
+            verb = timed.start("stopped")
+            verb.process.join(usual_s * (part + 0.5) / num_signals)
+            verb.send(signal.SIGTERM)
+            ended = verb.ended()
+            assert ended.exit_code in (0, 143, -signal.SIGTERM), ended.printed  # before main() runs, the system's way
+            assert "Traceback" not in ended.printed
+            stops += ended.exit_code != 0
+        timed.finish("stopped")
+        assert_same(run, whole)
+        for folder in (whole.root, run.root):
+            shutil.rmtree(folder)
+        record_property(f"SIGTERMs from outside, train.compile {compile_it}", stops)
+
+
+def test_two_processes_agree_on_a_signal_that_only_one_got(runs: Runs) -> None:
+    whole, run = runs.upscaled("whole-of-two"), runs.upscaled("stopped")
+    assert all(ended.exit_code == 0 for ended in ended_group(runs.start_two("whole-of-two")))
+    verbs = runs.start_two("stopped")
+    deadline_s = time.monotonic() + 60
+    while not run.metrics.exists() or not run.metrics.read_bytes():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    verbs[1].send(signal.SIGTERM)
+    for ended in (verb.ended() for verb in verbs):
+        assert ended.exit_code == 143, ended.printed
+        assert _GO_ON in ended.printed
+    assert all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped")))
+    assert_same(run, whole)
