@@ -48,6 +48,10 @@ Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", h
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many for each prompt.")]
 Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, this share.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ..."),
+]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with the base's share.")]
@@ -196,6 +200,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    options: Options = None,
     show_heads: ShowHeads = False,
     as_json: AsJson = False,
 ) -> None:
@@ -206,9 +211,9 @@ def generate(
     _quieten_libraries()
     from scale_cli import generate as generation
 
+    sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed, generation.parsed_options(options or []))
     generator = generation.Generator(path)
-    sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed)
-    stream = len(prompts) == 1 and not show_heads and not as_json
+    stream = len(prompts) == 1 and not show_heads and not as_json and "num_beams" not in sampling.options
     continuations = generator.continue_all(prompts, sampling, stream=stream)
     for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
         typer.echo(line)  # coloured, where that was asked for

@@ -6,8 +6,8 @@ Shapes: K heads (base, trained; of a joined model base and every member), B prom
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,25 @@ from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.printable import printable
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
 from scale_cli.upscale.folder import load_model
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
 _COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
+# What of transformers' GenerationConfig may be set beside the options that have names of their own.
+_OPTIONS: dict[str, Callable[[str], float]] = {
+    "top_k": int,
+    "min_p": float,
+    "typical_p": float,
+    "epsilon_cutoff": float,
+    "eta_cutoff": float,
+    "repetition_penalty": float,
+    "no_repeat_ngram_size": int,
+    "min_new_tokens": int,
+    "num_beams": int,
+    "length_penalty": float,
+    "max_time": float,
+}
 
 
 @dataclass(frozen=True)
@@ -48,24 +62,53 @@ class Sampling:
         temperature: 0 takes the likeliest token.
         top_p: sample among the likeliest tokens that make up this share; 1 for all.
         seed: of the sampling.
+        options: further numbers of transformers' GenerationConfig, by its names: `top_k`, `num_beams` ...
     """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    options: Mapping[str, float] = field(default_factory=dict)
 
     def settings(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-        """Return them as transformers' own."""
+        """Return them as transformers' own.
+
+        Raises:
+            ConfigError: transformers does not take an option's value.
+        """
         sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         ends = tokenizer.eos_token_id
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends
-        return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=ends,
-            pad_token_id=0 if padding is None else padding,
-            **(sampled if self.temperature > 0 else {"do_sample": False}),
-        )
+        try:
+            settings = GenerationConfig(
+                max_new_tokens=self.max_new_tokens,
+                eos_token_id=ends,
+                pad_token_id=0 if padding is None else padding,
+                **{**(sampled if self.temperature > 0 else {"do_sample": False}), **self.options},
+            )
+            settings.validate(strict=True)
+        except ValueError as error:
+            raise ConfigError(f"--set: {one_line(error)}") from None
+        return settings
+
+
+def parsed_options(given: list[str]) -> dict[str, float]:
+    """Return `KEY=NUMBER` strings as numbers by name.
+
+    Raises:
+        ConfigError: a key is none of those that may be set, or a value is no number.
+    """
+    options: dict[str, float] = {}
+    for option in given:
+        key, _, value = option.partition("=")
+        if key not in _OPTIONS:
+            raise ConfigError(f"--set {option}: write KEY=NUMBER; KEY is one of {', '.join(_OPTIONS)}")
+        try:
+            options[key] = _OPTIONS[key](value)
+        except ValueError:
+            raise ConfigError(f"--set {option}: {value!r} is not a number of the kind that {key} takes") from None
+    return options
 
 
 @dataclass(frozen=True)
@@ -145,9 +188,15 @@ class Generator:
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
         set_seed(sampling.seed)
         streamer = _PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-        generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)[
-            :, width:
-        ]
+        try:
+            generated = self.model.generate(
+                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
+            )
+        except ValueError as error:  # some values are only looked at when they are used
+            if not sampling.options:
+                raise
+            raise ConfigError(f"--set: {one_line(error)}") from None
+        generated = generated[:, width:]
         return [
             self._continuation(prompt, row, new, settings)
             for prompt, row, new in zip(prompts, rows, generated, strict=True)

@@ -101,3 +101,33 @@ def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> 
     shutil.copy(run.output_dir / "final" / "trained.safetensors", tmp_path)
     with pytest.raises(RunFolderError, match="holds no model"):
         Generator(tmp_path)
+
+
+def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None:
+    generator = Generator(run.output_dir / "export" / "llama")
+    options = {"num_beams": 3, "repetition_penalty": 3.0}
+    (continued,) = generator.continue_all(PROMPTS[:1], Sampling(max_new_tokens=12, options=options))
+    prompt = generator.prompt_ids(PROMPTS[0])[None]
+    expected = generator.model.generate(prompt, do_sample=False, max_new_tokens=12, **options)[0, prompt.shape[1] :]
+    assert continued.completion == generator.tokenizer.decode(expected)
+    assert continued.completion != completions(run.output_dir / "export" / "llama")[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("temprature=1", "KEY is one of"),
+        ("top_k=many", "not a number of the kind"),
+        ("num_beams", "not a number of the kind"),
+        ("repetition_penalty=-1", "--set"),
+        ("top_k=5", "top_k"),  # greedy: it would say nothing
+    ],
+)
+def test_an_option_that_cannot_be_had_is_one_line(
+    run: RunConfig, option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--prompt", "x", "--set", option])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
