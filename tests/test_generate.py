@@ -106,11 +106,13 @@ def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> 
 def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None:
     generator = Generator(run.output_dir / "export" / "llama")
     options = {"num_beams": 3, "repetition_penalty": 3.0}
-    (continued,) = generator.continue_all(PROMPTS[:1], Sampling(max_new_tokens=12, options=options))
+    plain, continued = (
+        generator.continue_all(PROMPTS[:1], Sampling(max_new_tokens=40, options=given))[0] for given in ({}, options)
+    )
     prompt = generator.prompt_ids(PROMPTS[0])[None]
-    expected = generator.model.generate(prompt, do_sample=False, max_new_tokens=12, **options)[0, prompt.shape[1] :]
+    expected = generator.model.generate(prompt, do_sample=False, max_new_tokens=40, **options)[0, prompt.shape[1] :]
     assert continued.completion == generator.tokenizer.decode(expected)
-    assert continued.completion != completions(run.output_dir / "export" / "llama")[0]
+    assert continued.completion != plain.completion
 
 
 @pytest.mark.parametrize(
