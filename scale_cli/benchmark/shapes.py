@@ -75,9 +75,9 @@ class Shape:
         path = folder / f"{self.name}.npy"
         num_ids = 512 * self.num_tokens + 1
         ids = np.random.default_rng(seed).integers(0, self.sizes["vocab_size"], num_ids, dtype=np.uint32)
-        np.save(path, ids)
+        np.save(path, ids, allow_pickle=False)
         return Batches(
-            [PackedWindows(np.load(path, mmap_mode="r"), self.sequence_length)],
+            [PackedWindows(np.load(path, mmap_mode="r", allow_pickle=False), self.sequence_length)],
             [1.0],
             seed=seed,
             num_steps=_NUM_STEPS,

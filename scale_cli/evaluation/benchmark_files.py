@@ -131,7 +131,7 @@ def _read_tsv(name: str, text: str) -> Iterator[tuple[str, Row]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise CorpusError(f"{name}:{reader.line_num}: not TSV ({error})") from None
+            raise CorpusError(f"{name}:{reader.line_num + 1}: not TSV ({error})") from None
         place = f"{name}:{reader.line_num}"
         if "" in row or None in row.values():
             raise CorpusError(f"{place}: not as many columns as the first line has")

@@ -109,6 +109,23 @@ def test_a_file_of_several_compressed_parts_is_read_to_its_end(tmp_path: Path, c
     assert read(file) == DOCUMENTS
 
 
+@compressed
+@pytest.mark.parametrize("after", ["damaged part", "something else"])
+def test_what_follows_a_compressed_part_is_not_passed_over(tmp_path: Path, compression: str, after: str) -> None:
+    file = tmp_path / f"corpus.jsonl{compression}"
+    part = COMPRESSORS[compression](as_jsonl(DOCUMENTS))
+    file.write_bytes(part + (part[:12] + b"xx" + part[12:] if after == "damaged part" else b"something else"))
+    found = records(file)
+    assert kept(found) in ([], DOCUMENTS)  # what was decompressed together with the damage is lost
+    assert [reason for reason, _ in dropped(found)] == [Reason.DAMAGED_FILE]
+
+
+def test_zeros_may_pad_the_parts_of_an_xz_file(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl.xz"
+    file.write_bytes(b"\0\0\0\0".join(lzma.compress(as_jsonl([text])) for text in DOCUMENTS) + bytes(100_000))
+    assert read(file) == DOCUMENTS
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("blank", ["", " ", "\t \t", "\u3000"])
 @pytest.mark.parametrize("number", [1, 2, 5])

@@ -88,6 +88,7 @@ def test_a_separator_within_a_json_string_does_not_end_a_line(tmp_path: Path) ->
         ("x.tsv", "query\tchoice1\tchoice2\tgold\nq\ta\tb\n", "x.tsv:2: not as many columns"),
         ("x.tsv", "query\tchoice1\tchoice2\tgold\nq\ta\tb\t1\t2\n", "x.tsv:2: not as many columns"),
         ("x.tsv", "query\tchoice1\tchoice2\tgold\nq\ta\tb\tyes\n", "x.tsv:2: .*yes"),
+        ("x.tsv", "query\tchoice1\tchoice2\tgold\n" + "q" * 200_000, "x.tsv:2: not TSV"),
         ("x.zip", "no zip", "x.zip: cannot be read"),
         ("x.csv", "a,b", "x.csv: not a benchmark format"),
     ],

@@ -246,3 +246,65 @@ def test_fuzzed_configs_run_or_end_in_one_clean_error(
     record_property("fuzzed configs", len(taken))
     record_property("of them taken", sum(taken))
     assert 0 < sum(taken) < len(taken)
+
+
+@st.composite
+def good_overrides(draw: st.DrawFn) -> list[str]:
+    """Keys of a good config with other good values."""
+    values = {
+        "seed": st.integers(0, 2**32 - 1),
+        "method.variant": st.sampled_from(["preserve", "route", "full", "lora", "freeze", "llama-pro"]),
+        "method.expansion.init": st.sampled_from(["svd", "normal", "copy"]),
+        "method.expansion.ratio": st.floats(1e-3, 1.0),
+        "method.freeze.num_layers": st.integers(0, 4),
+        "corpus.sequence_length": st.integers(2, 64),
+        "corpus.isolate_documents": st.sampled_from(["true", "false"]),
+        "corpus.sources.0.weight": st.floats(1e-6, 1e6),
+        "train.lr": st.floats(1e-12, 1e-2),
+        "train.schedule": st.sampled_from(["cosine", "linear", "constant"]),
+        "train.micro_batch_size": st.sampled_from([1, 2, 4]),
+        "train.adam_epsilon": st.floats(1e-12, 1.0),
+        "train.max_grad_norm": st.floats(1e-3, 1e30),
+        "train.eval_every_steps": st.sampled_from(["null", "1", "10000000"]),
+        "train.keep_checkpoints": st.integers(1, 1_000_000),
+        "evaluation.batch_size": st.sampled_from([1, 7, 2**20]),
+        "evaluation.sequence_length": st.sampled_from(["null", "2", "63"]),
+    }
+    keys = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=8))
+    return [f"{key}={draw(values[key])}" for key in keys]
+
+
+def test_configs_that_are_taken_run_to_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    shared_data: Path,
+    in_full: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    scale, runs = command_line(monkeypatch, capfd), 0
+    source = {"name": "news", "language": "en"}
+    tree: dict[str, Any] = {
+        "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
+        "corpus": {"sequence_length": 16, "num_workers": 1},
+        "train": {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 2},
+        "evaluation": {"bootstrap_resamples": 100},
+    }
+
+    @settings(max_examples=25 if in_full else 2, deadline=None, database=None, derandomize=not in_full)
+    @given(good_overrides())
+    def run(overrides: list[str]) -> None:
+        nonlocal runs
+        with tempfile.TemporaryDirectory() as name:
+            folder, here = Path(name), copy.deepcopy(tree)
+            (folder / "news.txt").write_text("Once upon a time.\n\nThe cat was happy.\n" * 5, encoding="utf-8")
+            here["output_dir"] = str(folder / "run")
+            here["corpus"]["sources"] = [source | {"path": str(folder / "news.txt")}]
+            here["evaluation"]["perplexity"] = [source | {"path": str(folder / "news.txt"), "role": "retention"}]
+            (folder / "config.yaml").write_text(yaml.safe_dump(here), encoding="utf-8")
+            done = scale("run", folder / "config.yaml", *overrides)
+            assert done.exit_code == 0, (overrides, done.stderr)
+            assert (folder / "run" / "export").is_dir()
+        runs += 1
+
+    run()
+    record_property("taken configs that ran to their end", runs)

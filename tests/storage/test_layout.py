@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scale_cli.errors import RunFolderError
+from scale_cli.storage.layout import RunFolder
+
+
+@pytest.mark.parametrize("name", ["run", "a/b/c", ".", ".."])
+def test_what_is_free_or_a_folder_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder(Path(name)).check()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "file/a/b", "broken", "broken/run", "loop/run"])
+def test_a_file_in_the_way_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to("absent")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RunFolderError) as caught:
+        RunFolder(tmp_path / name).check()
+    assert f"{tmp_path / name.partition('/')[0]} is not a folder" in str(caught.value)
+
+
+def test_what_is_not_ours_in_the_folder_is_no_matter(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to("/")
+    (tmp_path / "upscaled").mkdir()
+    (tmp_path / "upscaled" / "inside").symlink_to("../upscaled")
+    RunFolder(tmp_path).check()

@@ -1,0 +1,166 @@
+"""A token in the environment is in nothing that is written or said, and no pickle is read or written."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from scale_cli.config import safe_yaml
+from tests.torture.command_line import command_line
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py"))
+NAMES = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"]
+NAMES += ["GITHUB_TOKEN", "SCALE_SECRET", "PGPASSWORD"]
+
+
+def write_config(folder: Path, base: Path) -> Path:
+    (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
+    (folder / "items.jsonl").write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8")
+    source = {"name": "news", "path": str(folder / "news.txt"), "language": "en"}
+    items = {"name": "items", "path": str(folder / "items.jsonl"), "language": "en"}
+    acquired = source | {"role": "acquisition", "name": "again"}
+    tree = {
+        "output_dir": str(folder / "run"),
+        "model": {"base": str(base)},
+        "corpus": {"sequence_length": 16, "sources": [source], "num_workers": 1},
+        "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 1, "save_every_steps": 1},
+        "evaluation": {
+            "perplexity": [source | {"role": "retention"}, acquired],
+            "benchmarks": [items],
+            "bootstrap_resamples": 100,
+        },
+        "export": {"format": "transformers"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def test_a_token_in_the_environment_is_in_nothing_that_is_written_or_said(
+    tmp_path: Path, shared_data: Path, in_full: bool, record_property: Callable[[str, object], None]
+) -> None:
+    config = write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+    planted = {name: f"hf_{secrets.token_hex(17)}" for name in NAMES}
+    stored = f"hf_{secrets.token_hex(17)}"  # as `hf auth login` leaves it
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "token").write_text(stored, encoding="utf-8")
+    environment = os.environ | planted | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    commands = [["run", str(config)]]
+    if in_full:
+        commands += [
+            ["verify", str(tmp_path / "run")],
+            ["generate", str(tmp_path / "run"), "--prompt", "One"],
+            ["compare", str(tmp_path / "run"), str(tmp_path / "run"), "--output", str(tmp_path / "run" / "compared")],
+            ["train", str(config)],
+            ["upscale", str(config), f"model.base={tmp_path / 'absent'}"],
+            ["prepare", str(config), "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
+            ["upscale", str(config), "model.base=nobody/nothing", f"output_dir={tmp_path / 'run' / 'other'}"],
+            ["export", str(config), "export.format=llama"],
+        ]
+    said = b""
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "scale_cli", *command], env=environment, capture_output=True, check=False
+        )
+        said += done.stdout + done.stderr
+        assert b"Traceback" not in done.stderr
+    written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert (tmp_path / "run" / "export" / "transformers" / "config.json") in written
+    searched = [said, *(file.read_bytes() for file in written), *(str(file).encode() for file in written)]
+    for secret in [*planted.values(), stored]:
+        assert not any(secret.encode() in content for content in searched)
+    record_property("files searched for planted tokens", len(written))
+
+
+def test_a_password_in_a_url_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scale, config = command_line(monkeypatch, capfd), write_config(tmp_path, tmp_path / "absent")
+    url = "https://user:hunter2@example.org/x.jsonl"
+    for key in (
+        "model.base",
+        "corpus.sources.0.path",
+        "output_dir",
+        "corpus.cache_dir",
+        "corpus.sources.9.path",
+        "a.b",
+    ):
+        for verb in ("upscale", "prepare", "train"):
+            done = scale(verb, config, f"{key}={url}")
+            assert done.exit_code == 2
+            assert "hunter2" not in done.stdout + done.error()
+    assert not (tmp_path / "run").exists()
+
+
+# No pickle
+
+
+def test_a_whole_run_neither_reads_nor_writes_a_pickle(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, shared_data: Path
+) -> None:
+    """Of files, that is: several processes of one run talk to each other in pickles, which is not tried here."""
+    config = write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+
+    def refused(*_: object, **__: object) -> Any:
+        raise AssertionError("a pickle")
+
+    class NoUnpickler(pickle.Unpickler):
+        load = refused
+
+    class NoPickler(pickle.Pickler):
+        dump = refused
+
+    replaced = {"load": refused, "dump": refused, "Unpickler": NoUnpickler, "Pickler": NoPickler}
+    for name, instead in replaced.items():
+        monkeypatch.setattr(pickle, name, instead)
+    monkeypatch.setattr(torch, "load", refused)
+    monkeypatch.setattr(torch, "save", refused)
+    scale = command_line(monkeypatch, capfd)
+    for command in (["run", config], ["verify", tmp_path / "run"], ["export", config, "export.format=adapter"]):
+        done = scale(*command)
+        assert done.exit_code == 0, done.stderr
+    written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert {file.suffix for file in written} <= {
+        *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".png", ".py", ".bin", ".jinja", ".lock", "")
+    }
+    for file in written:
+        beginning = file.read_bytes()[:2]
+        assert not (beginning[:1] == b"\x80" and beginning[1:] in (b"\2", b"\3", b"\4", b"\5")), file
+        assert beginning != b"PK", file  # torch.save
+
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+FORBIDDEN_CALLS = {"torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "eval", "exec"}
+FORBIDDEN_CALLS |= {"os.system", "os.popen", "pd.read_pickle", "__import__"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_code_of_ours_can_run_what_it_reads(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.partition(".")[0] for alias in node.names} & FORBIDDEN_MODULES
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES
+        elif isinstance(node, ast.Call):
+            called, given = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
+            assert called not in FORBIDDEN_CALLS
+            assert called != "yaml.load"
+            assert called not in ("np.load", "np.save") or "allow_pickle" in given
+            for name in ("allow_pickle", "trust_remote_code", "shell"):
+                assert not isinstance(given.get(name), ast.Constant) or ast.unparse(given[name]) == "False"
+
+
+def test_the_loader_of_configs_builds_plain_data_only() -> None:
+    assert issubclass(safe_yaml._Yaml12FloatLoader, yaml.SafeLoader)
+    assert not [tag for tag in safe_yaml._Yaml12FloatLoader.yaml_constructors if tag and "python" in tag]
