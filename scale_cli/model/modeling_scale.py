@@ -136,7 +136,9 @@ class ScaleForCausalLM(WidenedModel):
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
-        loss = adaptation_cross_entropy(states.base_stream(top), states.u_KBTE[-1], *heads, shift_labels, between)
+        loss = adaptation_cross_entropy(
+            states.x_BTD[states.owner(top)], states.u_KBTE[-1], *heads, shift_labels, between
+        )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     def base_logits(self, states: FinalStates) -> Tensor:
