@@ -70,10 +70,10 @@ class FinalStates:
             head = self.branches[head - 1].parent
         return path
 
-    def base_stream(self, head: int) -> Tensor:
-        """Return the base stream that a head reads."""
+    def owner(self, head: int) -> int:
+        """Return the head to which the base stream belongs that a head reads."""
         path = self.path(head)
-        return self.x_BTD[path[0] if path and self.branches[path[0] - 1].writes else 0]
+        return path[0] if path and self.branches[path[0] - 1].writes else 0
 
     def logits(self, vocabulary_head: Any, head: int) -> Tensor:
         """Return the logits of one head.
@@ -150,10 +150,9 @@ def run_branches(
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
     normed = {head: frozen_norm(decoder.norm, x) for head, x in streams.items()}
     ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
-    for place, branch in enumerate(branches):
-        first = ends.path(place + 1)[0]
-        _, inverse_rms_BT1 = normed[first if branches[first - 1].writes else 0]
-        u_KBTE[place] = branch.expansion.norm(inverse_rms_BT1, u_KBTE[place])
+    for head, branch in enumerate(branches, start=1):
+        _, inverse_rms_BT1 = normed[ends.owner(head)]
+        u_KBTE[head - 1] = branch.expansion.norm(inverse_rms_BT1, u_KBTE[head - 1])
     return ends
 
 

@@ -45,15 +45,12 @@ class JoinedForCausalLM(WidenedModel):
         ]
         self.routed_heads = range(len(paths))
         self.generation_config = base.generation_config
-        self.requires_grad_(False)
+        self.freeze()
         self.post_init()
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a self-contained folder, and freeze it: transformers leaves every parameter it loads trainable."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).requires_grad_(False)
-        return loaded
+    def freeze(self) -> None:
+        """Let nothing train."""
+        self.requires_grad_(False)
 
     @property
     def root(self) -> Any:
@@ -77,7 +74,4 @@ class JoinedForCausalLM(WidenedModel):
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         kept = slice(-logits_to_keep if logits_to_keep else None, None)
         logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return self._output(logits, labels, cache, **kwargs)

@@ -51,19 +51,11 @@ class ScaleForCausalLM(WidenedModel):
         self.expansion = Expansion(self.root, [branch.expansion for branch in below], config)
         self.branches = [*below, Branch(self.expansion, parent=len(below))]
         self.routed_heads = (len(below), len(below) + 1)
-        self.base.requires_grad_(False)
+        self.freeze()
         self.activation_checkpointing = False
         self.compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
         self.generation_config = base.generation_config
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a pair with output_loading_info
-        model.base.requires_grad_(False)
-        return loaded
 
     @property
     def root(self) -> Any:
@@ -115,10 +107,7 @@ class ScaleForCausalLM(WidenedModel):
             logits = self._cosine_logits(states.at(kept))
         else:
             logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return self._output(logits, labels, cache, **kwargs)
 
     def _training_loss(
         self,
@@ -136,7 +125,9 @@ class ScaleForCausalLM(WidenedModel):
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
-        loss = adaptation_cross_entropy(states.base_stream(top), states.u_KBTE[-1], *heads, shift_labels, between)
+        loss = adaptation_cross_entropy(
+            states.x_BTD[states.owner(top)], states.u_KBTE[-1], *heads, shift_labels, between
+        )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     def base_logits(self, states: FinalStates) -> Tensor:

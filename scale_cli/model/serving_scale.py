@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
 from .cache_scale import RouterState, ScaleCache
@@ -22,8 +23,8 @@ from .routing import head_log_probs, log_prior, mix_log_probs, posterior_log_wei
 class WidenedModel(PreTrainedModel, GenerationMixin):
     """A frozen causal language model, its expansions, and the heads among which is routed.
 
-    A class of this kind sets `root` (the plain model at the bottom), `branches` (its expansions) and `routed_heads`
-    (those of its heads that are routed among, a head after its parent, the first being the base's).
+    A class of this kind sets `base` (what is widened), `root` (the plain model at the bottom), `branches` (its
+    expansions) and `routed_heads` (those that are routed among, a head after its parent, the first being the base's).
     """
 
     base_model_prefix = "base"
@@ -32,9 +33,21 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _no_split_modules = ["LlamaDecoderLayer", "ExpansionLayer"]  # noqa: RUF012 (declared by transformers)
 
+    base: Any
     root: Any
     branches: Sequence[Branch]
     routed_heads: Sequence[int]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
+        return loaded
+
+    def freeze(self) -> None:
+        """Let the base not train."""
+        self.base.requires_grad_(False)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
@@ -108,6 +121,14 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
         """Return what the heads said of the tokens that came after each of `input_ids` (B, T)."""
         return self.observe(self.final_states(input_ids, preserved=True), next_ids_BT)
+
+    def _output(
+        self, logits: Tensor, labels: Tensor | None, cache: ScaleCache | None, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
         """Return (K,) log-weights of the heads before the first token."""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,8 @@ def test_a_joined_model_and_a_stack_open_elsewhere_without_this_package(
     command = [sys.executable, "-I", "-c", _OPEN_ELSEWHERE, *map(str, folders)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    for folder, ours in zip(folders, (JoinedForCausalLM, ScaleForCausalLM), strict=True):
+    classes: tuple[Any, Any] = (JoinedForCausalLM, ScaleForCausalLM)
+    for folder, ours in zip(folders, classes, strict=True):
         answers = load_file(folder / "answers.safetensors")
         model = ours.from_pretrained(folder).eval()
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -152,11 +152,12 @@ def test_an_unfinished_run_a_baseline_and_another_dtype_are_no_base(
     begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
     upscale(begun)
     baseline = trained(shared_data, tmp_path / "baseline", variant="freeze")
-    for base, dtype, message in (
+    refused: list[tuple[Path, Literal["float32", "bfloat16"], str]] = [
         (begun.output_dir, "float32", r"begun is a run that is not finished: it has no final/"),
         (baseline.output_dir, "float32", r"baseline holds no expansion; export it as llama and widen that"),
         (below.output_dir, "bfloat16", r"^model\.dtype: bfloat16, but .*korean was trained on a base in float32"),
-    ):
+    ]
+    for base, dtype, message in refused:
         with pytest.raises(BaseModelError, match=message):
             load_any_base(ModelConfig(base=str(base), dtype=dtype))
 
