@@ -8,7 +8,7 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
     scale.yaml             the resolved config
 
 A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
-kind is read by any number of processes, sharded or not.
+kind is read by any number of processes, sharded or not. When and on which thread: `training/saving.py`.
 """
 
 from __future__ import annotations

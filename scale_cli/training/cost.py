@@ -25,6 +25,7 @@ class TrainingCost:
             resident memory, the libraries' own included.
         device: `cpu`, or what the GPU calls itself.
         num_processes: that shared the work.
+        saving_s: seconds that training has waited for checkpoints, since it was last started.
     """
 
     trainable_parameters: int
@@ -33,6 +34,7 @@ class TrainingCost:
     peak_memory_bytes: int
     device: str
     num_processes: int
+    saving_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Return what `cost.json` holds."""
@@ -50,6 +52,7 @@ def measure_cost(run: TrainingRun) -> TrainingCost:
         peak_memory_bytes=_peak_memory_bytes(device),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_processes=run.accelerator.num_processes,
+        saving_s=round(run.saving_s, 4),
     )
 
 

@@ -124,6 +124,6 @@ class Saver:
             started_s = time.monotonic()
             self.finish()
             self.stalled_s += time.monotonic() - started_s
-        elif isinstance(error, Exception):
+        elif not isinstance(error, KeyboardInterrupt):  # a second SIGINT, which stops at once
             with suppress(Exception):  # the error under way is the one to tell
                 self.finish()

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -50,7 +51,8 @@ class Verb:
 
     def send(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self.process.pid, number)
 
     def ended(self, within_s: float = PATIENCE_S) -> Ended:
         """Wait for its end; a process that hangs fails the test."""

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import Interrupted, PreservationError, RunFolderError, StorageError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.lock import claimed
+from scale_cli.training import loop, saving
+from scale_cli.training.checkpoint import write_checkpoint
+from scale_cli.training.run import train
+from scale_cli.training.saving import Job
+from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale.run import upscale
+
+MakeConfig = Callable[..., RunConfig]
+_PATIENCE_S = 60
+
+
+def said_nothing(line: str) -> None:
+    """Swallow what a verb would print."""
+
+
+def before_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], object]) -> None:
+    """Call something with the number of steps done and the model, before every step."""
+
+    def step(*args: Any, **kwargs: Any) -> StepResult:
+        act(args[4], args[1])
+        return train_step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_them(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3's checkpoint is not written before step 5 is done: training would wait for ever for it."""
+    whole, delayed = make_config("whole"), make_config("delayed")
+    for config in (whole, delayed):
+        upscale(config)
+    train(whole, None, said_nothing)
+    five_steps_done = threading.Event()
+
+    def write_later(origin: Any, model: Any, snapshot: Any) -> None:
+        assert five_steps_done.wait(_PATIENCE_S)
+        write_checkpoint(origin, model, snapshot)
+
+    monkeypatch.setattr(saving, "write_checkpoint", write_later)
+    before_each_step(monkeypatch, lambda done, _: five_steps_done.set() if done == 5 else None)
+    kept = delayed.model_copy(update={"train": delayed.train.model_copy(update={"keep_checkpoints": 9})})
+    train(kept, None, said_nothing)
+    run = RunFolder(delayed.output_dir)
+    monkeypatch.undo()
+    for folder in (run.final, run.checkpoint(9), run.checkpoint(6)):
+        (run.root / "aside").mkdir(exist_ok=True)
+        folder.rename(run.root / "aside" / folder.name)
+    train(delayed, "auto", said_nothing)  # from step 3
+    ends = [(RunFolder(c.output_dir).final / "trained.safetensors").read_bytes() for c in (whole, delayed)]
+    assert ends[0] == ends[1]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_before(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run")
+    upscale(config)
+
+    def write_once(origin: Any, model: Any, snapshot: Any) -> None:
+        if snapshot.position.step > 3:
+            raise StorageError("no room")
+        write_checkpoint(origin, model, snapshot)
+
+    monkeypatch.setattr(saving, "write_checkpoint", write_once)
+    with pytest.raises(StorageError, match="no room"):
+        train(config, None, said_nothing)
+    run = RunFolder(config.output_dir)
+    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-00000003"]
+    verify_folder(run.checkpoint(3))
+    assert not run.final.exists()
+
+
+def test_a_base_that_changes_while_it_trains_is_found_and_nothing_more_is_saved(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run")
+    upscale(config)
+
+    def flip_a_bit(done: int, wrapped: Any) -> None:
+        if done == 4:
+            model = next(module for module in wrapped.modules() if isinstance(module, ScaleForCausalLM))
+            with torch.no_grad():
+                model.base.model.norm.weight[0] *= -1
+
+    before_each_step(monkeypatch, flip_a_bit)
+    with pytest.raises(PreservationError, match=r"step 6: the base has changed: model\.norm\.weight"):
+        train(config, None, said_nothing)
+    assert [folder.name for folder in RunFolder(config.output_dir).checkpoints.iterdir()] == ["step-00000003"]
+
+
+def test_a_step_that_has_a_checkpoint_is_not_saved_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run", "train.max_hours=1e-9", "train.save_every_steps=1")
+    upscale(config)
+    saved: list[int] = []
+
+    def write(origin: Any, model: Any, snapshot: Any) -> None:
+        saved.append(snapshot.position.step)
+        write_checkpoint(origin, model, snapshot)
+
+    monkeypatch.setattr(saving, "write_checkpoint", write)
+    for _ in range(8):
+        with pytest.raises(Interrupted):
+            train(config, "auto", said_nothing)
+    train(config, "auto", said_nothing)
+    assert saved == list(range(1, 10))
+    assert json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))["saving_s"] >= 0
+
+
+def test_an_error_of_a_job_is_raised_by_whoever_waits() -> None:
+    def fail() -> None:
+        raise StorageError("on the thread")
+
+    job = Job(fail)
+    with pytest.raises(StorageError, match="on the thread"):
+        job.wait()
+    assert job.is_done()
+
+
+def test_a_run_in_which_another_process_trains_is_refused(make_config: MakeConfig) -> None:
+    config = make_config("run")
+    upscale(config)
+    with claimed(config.output_dir), pytest.raises(RunFolderError, match="another process is training here"):
+        train(config, None, said_nothing)
+    train(config, None, said_nothing)
