@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.upscale.base import looks_local
+from scale_cli.upscale.base import looks_local, root_model
 
 # By the names that the hub's models use: Llama comes with USE_POLICY.md, Apache-licensed work may come with NOTICE.
 _FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -53,8 +53,10 @@ class Licence:
 def base_licence(model: ModelConfig) -> Licence:
     """Return what a base says of its licence: in its README.md's metadata, and in licence files beside it.
 
-    A base from the hub is asked there; offline, its cached copy is, and where that has neither, nothing is known.
+    A base from the hub is asked there; offline, its cached copy is, and where that has neither, nothing is known. Of a
+    widened base it is the plain model at its bottom that has a licence.
     """
+    model = root_model(model)
     folder = Path(model.base) if looks_local(model.base) else _hub_folder(model)
     if folder is None:
         return Licence()
