@@ -105,7 +105,15 @@ def reseal(folder: Path) -> None:
         }
         for file in files
     }
-    (folder / "manifest.json").write_text(json.dumps({"files": entries}), encoding="utf-8")
+    write_manifest(folder, entries)
+
+
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Put other files into a folder's manifest, and its own hash with them."""
+    tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | {"files": entries}
+    tree.pop("manifest_sha256", None)
+    sha256 = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(tree | {"manifest_sha256": sha256}), encoding="utf-8")
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -378,7 +386,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(
     manifest = json.loads((final / "manifest.json").read_text(encoding="utf-8"))
     content = Path(final, name).read_bytes()
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit_json(final / "manifest.json", files=manifest["files"])
+    write_manifest(final, manifest["files"])
     done = scale("verify", final)
     assert f"{name} leads out of the folder" in done.stdout
     assert done.exit_code == 3

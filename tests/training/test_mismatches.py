@@ -18,7 +18,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import read_position
 from scale_cli.training.run import train
 from scale_cli.upscale.folder import TRAINED
-from scale_cli.upscale.run import upscale
+from scale_cli.upscale.run import upscale, upscale_is_finished
 from scale_cli.upscale.sizes import check_processes
 
 YAML = """
@@ -146,6 +146,15 @@ def test_a_base_and_a_corpus_may_lie_elsewhere(make: Make, begun_once: Path, fol
     assert [line for line in said if line.startswith("changed        model.base: ")]
     assert [line for line in said if line.startswith("changed        corpus.sources.0.path: ")]
     assert file_sha256(folder / "run" / "final" / TRAINED) == before
+
+
+def test_what_was_upscaled_is_not_made_again_where_its_base_has_moved(
+    make: Make, begun_once: Path, folder: Path, shared_data: Path
+) -> None:
+    shutil.copytree(begun_once / "base", folder / "moved")
+    assert upscale_is_finished(make(f"model.base={folder / 'moved'}"))
+    with pytest.raises(BaseModelError, match="not the base that was widened"):
+        upscale_is_finished(make(f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
 
 
 @pytest.mark.parametrize("finished", [False, True])
