@@ -34,6 +34,7 @@ class Cost:
     peak_memory_bytes: int
     device: str
     num_processes: int
+    saving_s: float
 
 
 @dataclass(frozen=True)

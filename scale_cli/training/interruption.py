@@ -15,8 +15,11 @@ from accelerate import Accelerator
 _OUT_OF_TIME = 1
 
 
-class StopNow(Exception):
-    """Leaves a step or an evaluation half-way; nothing of it has had any effect."""
+class StopNow(BaseException):
+    """Leaves a step or an evaluation half-way; nothing of it has had any effect.
+
+    Not an Exception, as KeyboardInterrupt is none: no library on the way takes it for an error of its own.
+    """
 
 
 class StopRequest:

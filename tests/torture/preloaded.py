@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+for module in ("evaluation.run", "export.run", "training.prepare", "training.run", "verify", "upscale.run"):
+    import_module(f"scale_cli.{module}")
+for module in ("faults", "signals", "tiny_run"):
+    import_module(f"tests.torture.{module}")
 torch.set_num_threads(1)  # a fork of a process with a pool of threads would wait for threads that it does not have
 get_checkpoint_conversion_mapping("llama")  # a quarter of a second in every process that loads a model

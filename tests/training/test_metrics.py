@@ -89,6 +89,15 @@ def test_a_resumed_run_keeps_every_record_of_its_step(path: Path) -> None:
     assert [entry["step"] for entry in read(path)] == [1, 1, 2, 2]
 
 
+def test_a_run_that_is_to_make_up_for_an_evaluation_drops_the_one_that_is_in_the_log(path: Path) -> None:
+    log = MetricsLog(path, resumed_step=0)
+    for step in (1, 2):
+        log.append(record(step))
+        log.append({"step": step, "evaluation_nats_per_token": {}})
+    MetricsLog(path, resumed_step=2, evaluation_due=True)
+    assert [(entry["step"], "loss" in entry) for entry in read(path)] == [(1, True), (1, False), (2, True)]
+
+
 def test_resuming_leaves_no_partial_file(path: Path) -> None:
     write(path, range(1, 5))
     MetricsLog(path, resumed_step=2)
