@@ -288,9 +288,9 @@ class TrainConfig(Section):
         le=1e6,
         description="of one invocation: when they are over, a checkpoint is written and it ends",
     )
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = Field(
-        default="sdpa",
-        description="transformers' name of the kernels; on a GPU flex_attention skips what isolate_documents masks",
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None = Field(
+        default=None,
+        description="kernels by transformers' name, null: its choice; on a GPU flex_attention skips what is isolated",
     )
     compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
     activation_checkpointing: bool = Field(default=False, description="less memory for more time")

@@ -38,6 +38,17 @@ _NOT_COMPUTING = {
 }
 _LONGEST_REASON = 200
 _REMEDY = "give back the one that was, or start anew in another output_dir"
+# Sizes in a base's config.json; well above any model that there is.
+_LARGEST = {
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**32,
+}
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
@@ -186,7 +197,23 @@ def load_base_config(model: ModelConfig) -> Any:
     config.attention_dropout = 0.0
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
+    _check_sizes(config, model.base)
     return config
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """Refuse a configuration that no model could have, before memory is asked for by it."""
+    for key, most in _LARGEST.items():
+        size = getattr(config, key, None)
+        if size is None and key == "head_dim":  # where it is left out, it is what the heads divide the stream into
+            continue
+        if type(size) is not int or not 1 <= size <= most:
+            raise BaseModelError(f"model.base: {name}: {key} in config.json is {size!r}, not between 1 and {most:,}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise BaseModelError(
+            f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
+            f"{config.num_key_value_heads} num_key_value_heads"
+        )
 
 
 def _check_stays_inside(folder: Path) -> None:

@@ -32,7 +32,8 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     Raises:
         ConfigError: the attention that the config asks for is not to be had here.
     """
-    set_attention(model, train.attention)
+    if train.attention is not None:
+        set_attention(model, train.attention)
     if isinstance(model, ScaleForCausalLM):
         model.activation_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
@@ -54,10 +55,8 @@ def set_attention(model: MethodModel, implementation: str) -> None:
     """
     plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     plain = plain.root if isinstance(plain, ScaleForCausalLM) else plain
-    if implementation == plain.config._attn_implementation:
-        return
     if implementation == "flex_attention" and plain.device.type == "cpu":
-        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it at sdpa")
+        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it out")
     try:
         plain.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:

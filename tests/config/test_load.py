@@ -113,7 +113,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "max_grad_norm": 1.0,
             "sharding": "none",
             "mixed_precision": "no",
-            "attention": "sdpa",
+            "attention": None,
             "compile": False,
             "activation_checkpointing": False,
             "on_nonfinite": "stop",

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from scale_cli.storage.atomic import write_json
 from tests.torture.command_line import Scale, command_line
 
 
@@ -113,7 +114,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
     tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | {"files": entries}
     tree.pop("manifest_sha256", None)
     sha256 = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(tree | {"manifest_sha256": sha256}), encoding="utf-8")
+    write_json(folder / "manifest.json", tree | {"manifest_sha256": sha256})
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -27,7 +27,7 @@ TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = {
     "plan": (scale_cli.planning.run, "load_base_config"),
-    "upscale": (scale_cli.upscale.run, "load_base"),
+    "upscale": (scale_cli.upscale.run, "load_any_base"),
     "prepare": (scale_cli.training.prepare, "load_tokenizer"),
     "run": (scale_cli.pipeline, "upscale"),
     "biography": (scale_cli.biography.run, "run_biography"),

@@ -185,6 +185,34 @@ def test_a_damaged_base_is_one_line_that_names_it(checkpoint: Path, damage: str)
     assert "\n" not in str(error.value)
 
 
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("size", [0, -1, 10**30, 1.5, "many", True, [], {}])
+def test_a_size_that_no_model_has_is_refused_before_memory_is_asked_for(
+    checkpoint: Path, name: str, size: object
+) -> None:
+    edit_config(checkpoint, **{name: size})
+    with pytest.raises(BaseModelError, match=r"model\.base"):
+        load_base_config(named(checkpoint))
+
+
+def test_heads_that_do_not_share_evenly_are_refused(checkpoint: Path) -> None:
+    edit_config(checkpoint, num_key_value_heads=3)
+    with pytest.raises(BaseModelError, match="cannot share 3 num_key_value_heads"):
+        load_base_config(named(checkpoint))
+
+
 def test_pickled_weights_are_not_read(checkpoint: Path) -> None:
     torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
     (checkpoint / "model.safetensors").unlink()
