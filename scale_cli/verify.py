@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -195,17 +197,34 @@ def _check_log(folder: Path) -> None:
     metrics = RunFolder(folder.parent).metrics
     records = [record for record in read_records(metrics) if "evaluation_nats_per_token" not in record]
     steps = [record["step"] for record in records]
-    every = config.train.log_every_steps
     skipped = {record["step"] for record in records if "skipped" in record}
-    logged = {step for step in range(1, position.step + 1) if step % every == 0 or step == config.train.max_steps}
     if sorted(steps) != steps or len(set(steps)) != len(steps):
         raise VerificationError(f"{metrics}: a step is there twice, or out of order")
-    if missing := sorted(logged - set(steps)):
+    if missing := _missing_steps(records, position.step, config.train.log_every_steps):
         raise VerificationError(f"{metrics}: step {missing[0]} is missing")
     if len(skipped) != position.skipped_steps:
         raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {position.skipped_steps}")
     if records and "num_tokens" in records[-1] and records[-1]["num_tokens"] != position.num_tokens:
         raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {position.num_tokens:,}")
+
+
+def _missing_steps(records: list[dict[str, Any]], last_step: int, last_cadence: int) -> list[int]:
+    """Return steps that a log should have and has not, whatever cadences it was written at.
+
+    Between records of two cadences there was a resume, at a step that nobody knows; where no step would do, the first
+    one that the earlier cadence would have logged is missing.
+    """
+    there = {record["step"] for record in records}
+    logged = [(record["step"], record["log_every_steps"]) for record in records if "skipped" not in record]
+    first_cadence = logged[0][1] if logged else last_cadence
+    missing = [] if last_step in there else [last_step]
+    for (before, earlier), (after, later) in pairwise([(0, first_cadence), *logged, (last_step, last_cadence)]):
+        unlogged = [step for step in range(before + 1, after) if step not in there]
+        due_before = [step for step in unlogged if step % earlier == 0]
+        due_after = [step for step in unlogged if step % later == 0]
+        if due_before and due_after and due_after[-1] >= due_before[0]:
+            missing.append(due_before[0])
+    return missing
 
 
 def _check_export(check: FolderCheck) -> None:

@@ -97,6 +97,26 @@ def test_a_log_with_a_step_missing_or_twice_is_found(run: Path) -> None:
     assert "tokens" in found(run / "final")["final"].failed[0]
 
 
+@pytest.mark.parametrize(
+    ("logged", "good"),
+    [
+        ([(2, 2), (4, 2), (6, 2), (9, 3), (12, 3)], True),  # resumed at another cadence after step 6, 7 or 8
+        ([(2, 2), (6, 2), (9, 3), (12, 3)], False),
+        ([(2, 2), (4, 2), (9, 3), (12, 3)], False),
+        ([(2, 2), (4, 2), (6, 2), (12, 3)], False),
+        ([(2, 2), (4, 2), (6, 2), (9, 3)], False),
+        ([(10, 10), (12, 10)], True),
+    ],
+)
+def test_a_log_whose_cadence_has_changed_at_a_resume_is_held_to_each(
+    run: Path, logged: list[tuple[int, int]], good: bool
+) -> None:
+    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    records = [{**last, "step": step, "log_every_steps": cadence} for step, cadence in logged]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    assert ("log" in found(run / "final")["final"].held) is good
+
+
 def test_a_ledger_that_does_not_add_up_is_found(run: Path) -> None:
     folder = next((run / "tokens").glob("petitions-*"))
 

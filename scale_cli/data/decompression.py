@@ -34,7 +34,8 @@ def decompressed(file: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
     if file.stat().st_size == 0:
         raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
     if file.suffix == ".gz":
-        yield io.BufferedReader(gzip.GzipFile(fileobj=raw))
+        text: Any = gzip.GzipFile(fileobj=raw)  # buffered already: a second buffer would lose what comes before damage
+        yield text
     elif file.suffix == ".xz":
         yield io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
     else:

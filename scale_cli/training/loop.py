@@ -235,6 +235,7 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
                 "num_tokens": run.position.num_tokens,
                 "tokens_per_s": round(tokens_per_s, 1),
                 "elapsed_s": round(elapsed_s, 3),
+                "log_every_steps": run.config.train.log_every_steps,  # it may change at a resume
             }
         )
 
