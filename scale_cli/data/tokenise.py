@@ -115,15 +115,16 @@ class _Shards:
         return (self.num_documents, self.num_tokens) if held else (0, 0)
 
     def __enter__(self) -> _Shards:
-        for name, size in self._sizes().items():
-            path = self._folder / name
-            path.touch()
-            file = path.open("r+b")
-            self._files[name] = file
-            if name == OFFSETS and not self.num_documents:
-                file.write(np.zeros(1, np.int64).tobytes())
-            file.truncate(size)
-            file.seek(size)
+        with writing(self._folder):
+            for name, size in self._sizes().items():
+                path = self._folder / name
+                path.touch()
+                file = path.open("r+b")
+                self._files[name] = file
+                if name == OFFSETS and not self.num_documents:
+                    file.write(np.zeros(1, np.int64).tobytes())
+                file.truncate(size)
+                file.seek(size)
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:

@@ -53,8 +53,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = error.strerror or error
-        raise StorageError(f"{error.filename or path}: could not be written ({told})") from None
+        # What is deleted with its folder is named by its last name alone.
+        named = Path(os.fsdecode(error.filename or path))
+        place = path if named == Path(named.name) else named
+        raise StorageError(f"{place}: could not be written ({error.strerror or error})") from None
     except SafetensorError as error:
         raise StorageError(f"{path}: could not be written ({error})") from None
     except Exception as error:

@@ -21,7 +21,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         StorageError: they could not be written, to a temporary folder.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with writing(Path(folder)):
             tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())

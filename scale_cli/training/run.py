@@ -97,20 +97,19 @@ def train(
         return _finished(run_folder.final, config, accepted)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
-    with claimed(run_folder.root) if accelerator.is_main_process else nullcontext():
+    with claimed(run_folder.root) if accelerator.is_main_process else nullcontext(), _peers_named(accelerator):
         if accelerator.is_main_process:
             remove_leftovers(run_folder.checkpoints)
         start = _starting_point(run_folder, config, resume, say, accepted)
         run = _open_run(config, accelerator, start, say)
-        with _peers_named(run):
-            run_loop(run)
-            _write_final(run)
+        run_loop(run)
+        _write_final(run)
     accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
 
 
 @contextmanager
-def _peers_named(run: TrainingRun) -> Iterator[None]:
+def _peers_named(accelerator: Accelerator) -> Iterator[None]:
     """Tell in one line that another process is gone, which is where the reason is to be found.
 
     Raises:
@@ -120,10 +119,9 @@ def _peers_named(run: TrainingRun) -> Iterator[None]:
         yield
     except RuntimeError as error:  # gloo's own errors are no more than that
         lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-        if run.accelerator.num_processes == 1 or not lost:
+        if accelerator.num_processes == 1 or not lost:
             raise
-        told = f"step {run.position.step + 1}: another process is gone; its own message says why"
-        raise TrainingError(f"{told} ({one_line(error)})") from None
+        raise TrainingError(f"another process is gone; its own message says why ({one_line(error)})") from None
 
 
 def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> TrainSummary:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.torture.command_line import Scale, command_line
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import run_verb
 
@@ -35,3 +37,19 @@ def runs(whole_runs: Runs, tmp_path: Path) -> Runs:
     for name in ("whole", "kept"):
         (tmp_path / name).symlink_to(whole_runs.root / name)
     return Runs(tmp_path, whole_runs.root)
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+    return command_line(monkeypatch, capfd)
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    """What exists only where an attack has come through."""
+    return tmp_path / "canary"
+
+
+@pytest.fixture
+def base(shared_data: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base"))

@@ -1,76 +1,25 @@
-"""Attacks by what is read: none runs code, writes outside output_dir, or reads what it names elsewhere."""
+"""Attacks by configs, folders, places and names: none runs code, or writes or reads outside."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import pickle
 import shutil
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
 
-from scale_cli.storage.atomic import write_json
-from tests.torture.command_line import Scale, command_line
-
-
-class _Evil:
-    """What a pickle can do."""
-
-    def __init__(self, canary: Path) -> None:
-        self._canary = canary
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._canary),)
-
-
-def evil_pickle(canary: Path) -> bytes:
-    return pickle.dumps(_Evil(canary))
-
-
-def evil_python(canary: Path) -> str:
-    """A module that leaves its mark when it is imported, whatever class is asked of it."""
-    return f"import os\nos.mkdir({str(canary)!r})\nclass Evil:\n    pass\n"
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
-    return command_line(monkeypatch, capfd)
-
-
-@pytest.fixture
-def canary(tmp_path: Path) -> Path:
-    """What exists only where an attack has come through."""
-    return tmp_path / "canary"
-
-
-@pytest.fixture
-def base(shared_data: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base"))
-
-
-def write_config(folder: Path, base: Path, news: Path | None = None, **changes: Any) -> Path:
-    if news is None:
-        news = folder / "news.txt"
-        news.write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    source = {"name": "news", "path": str(news), "language": "en"}
-    tree = {
-        "output_dir": str(folder / "run"),
-        "model": {"base": str(base)},
-        "corpus": {"sequence_length": 16, "sources": [source]},
-        "train": {"max_steps": 2, "global_batch_size": 1, "micro_batch_size": 1, "save_every_steps": 1},
-        "evaluation": {"perplexity": [source | {"role": "retention"}], "bootstrap_resamples": 100},
-        **changes,
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return folder / "config.yaml"
+from tests.torture.attacker import (
+    evil_pickle,
+    evil_python,
+    remote_model_of_its_own_family,
+    reseal,
+    write_config,
+    write_manifest,
+)
+from tests.torture.command_line import Scale
 
 
 @pytest.fixture(scope="module")
@@ -94,187 +43,6 @@ def finished(finished_once: Path, tmp_path: Path, shared_data: Path) -> Configur
     shutil.copytree(finished_once, tmp_path / "run")
     base, news = shared_data / "ckpt-stories260K" / "hf", finished_once.parent / "news.txt"
     return lambda **changes: write_config(tmp_path, base, news, **changes)
-
-
-def reseal(folder: Path) -> None:
-    """Write the manifest that a folder would have, had it been written as it is now."""
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]
-    entries = {
-        file.relative_to(folder).as_posix(): {
-            "bytes": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        }
-        for file in files
-    }
-    write_manifest(folder, entries)
-
-
-def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Put other files into a folder's manifest, and its own hash with them."""
-    tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | {"files": entries}
-    tree.pop("manifest_sha256", None)
-    sha256 = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-    write_json(folder / "manifest.json", tree | {"manifest_sha256": sha256})
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    tree = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps(tree | changes), encoding="utf-8")
-
-
-def test_the_payloads_bite(canary: Path) -> None:
-    pickle.loads(evil_pickle(canary))  # noqa: S301 (that is the point)
-    canary.rmdir()
-    exec(evil_python(canary))
-    assert canary.is_dir()
-
-
-# A base that is more than weights
-
-
-def pickled_weights(base: Path, canary: Path) -> None:
-    (base / "model.safetensors").write_bytes(evil_pickle(canary))
-
-
-def pickled_weights_only(base: Path, canary: Path) -> None:
-    (base / "model.safetensors").unlink()
-    (base / "pytorch_model.bin").write_bytes(evil_pickle(canary))
-
-
-def torch_weights_only(base: Path, canary: Path) -> None:
-    (base / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": _Evil(canary)}, base / "pytorch_model.bin")
-
-
-def remote_model_of_a_known_family(base: Path, canary: Path) -> None:
-    (base / "modeling_evil.py").write_text(evil_python(canary), encoding="utf-8")
-    auto_map = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
-    edit_json(base / "config.json", auto_map=auto_map)
-
-
-def remote_model_of_its_own_family(base: Path, canary: Path) -> None:
-    remote_model_of_a_known_family(base, canary)
-    edit_json(base / "config.json", model_type="evil", architectures=["Evil"])
-
-
-def remote_tokenizer(base: Path, canary: Path) -> None:
-    (base / "tokenization_evil.py").write_text(evil_python(canary), encoding="utf-8")
-    names = ["tokenization_evil.Evil", "tokenization_evil.Evil"]
-    edit_json(base / "tokenizer_config.json", auto_map={"AutoTokenizer": names}, tokenizer_class="Evil")
-
-
-def pickled_tokenizer(base: Path, canary: Path) -> None:
-    (base / "tokenizer.json").unlink()
-    for name in ("tokenizer.model", "vocab.json", "tokenizer.pkl", "added_tokens.json"):
-        (base / name).write_bytes(evil_pickle(canary))
-
-
-def custom_generation(base: Path, canary: Path) -> None:
-    (base / "custom_generate").mkdir()
-    (base / "custom_generate" / "generate.py").write_text(evil_python(canary), encoding="utf-8")
-    edit_json(base / "generation_config.json", custom_generate=str(base), do_sample=True)
-
-
-def escaping_chat_template(base: Path, canary: Path) -> None:
-    template = "{{ cycler.__init__.__globals__.os.mkdir(" + repr(str(canary)) + ") }}"
-    edit_json(base / "tokenizer_config.json", chat_template=template)
-    (base / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-def kernel_of_the_hub(base: Path, canary: Path) -> None:
-    edit_json(base / "config.json", attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
-
-
-def pickled_adapter(base: Path, canary: Path) -> None:
-    (base / "adapter_model.bin").write_bytes(evil_pickle(canary))
-    edit_json(base / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(base), r=1)
-
-
-def quantised_by_code(base: Path, canary: Path) -> None:
-    (base / "evil.py").write_text(evil_python(canary), encoding="utf-8")
-    edit_json(base / "config.json", quantization_config={"quant_method": "evil.Evil"})
-
-
-BASE_ATTACKS = [
-    pickled_weights,
-    pickled_weights_only,
-    torch_weights_only,
-    remote_model_of_a_known_family,
-    remote_model_of_its_own_family,
-    remote_tokenizer,
-    pickled_tokenizer,
-    custom_generation,
-    escaping_chat_template,
-    kernel_of_the_hub,
-    pickled_adapter,
-    quantised_by_code,
-]
-# What a family of ours has without that code, and what no verb asks for, is no error.
-HARMLESS = {
-    remote_model_of_a_known_family,
-    remote_tokenizer,
-    custom_generation,
-    escaping_chat_template,
-    quantised_by_code,
-}
-
-
-@pytest.mark.parametrize("attack", BASE_ATTACKS, ids=lambda attack: attack.__name__)
-def test_no_code_of_a_base_is_run(
-    scale: Scale, base: Path, tmp_path: Path, canary: Path, attack: Callable[[Path, Path], None]
-) -> None:
-    attack(base, canary)
-    config = write_config(tmp_path, base)
-    done = scale("upscale", config)
-    assert not canary.exists()
-    if done.exit_code == 0:
-        assert attack in HARMLESS
-        assert scale("train", config).exit_code == 0
-        assert scale("generate", tmp_path / "run", "--prompt", "One", "--max-new-tokens", "2").exit_code == 0
-    else:
-        assert "model.base" in done.error()
-        assert done.exit_code == 2
-        assert not (tmp_path / "run").exists()
-    assert not canary.exists()
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/b.safetensors", ["x"]])
-def test_an_index_of_shards_names_only_files_of_its_folder(scale: Scale, base: Path, tmp_path: Path, name: Any) -> None:
-    (base / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    edit_json(base / "model.safetensors.index.json", metadata={}, weight_map={"model.norm.weight": name})
-    done = scale("upscale", write_config(tmp_path, base))
-    assert "model.safetensors.index.json names" in done.error()
-    assert done.exit_code == 2
-
-
-def header(size: int, tensors: dict[str, Any]) -> bytes:
-    text = json.dumps(tensors).encode()
-    return struct.pack("<Q", size or len(text)) + text
-
-
-def tensor(start: int, end: int, num: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": [num], "data_offsets": [start, end]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        header(2**63, {}),
-        header(100_000_001, {}) + bytes(1000),
-        header(0, {"a": tensor(0, 16, 4), "b": tensor(8, 24, 4)}) + bytes(24),
-        header(0, {"a": tensor(0, 2**40, 2**38)}),
-        header(0, {"a": tensor(-4, 4, 1)}) + bytes(8),
-        header(0, {"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}),
-        struct.pack("<Q", 100_000) + b"[" * 100_000,
-    ],
-    ids=["longest header", "long header", "overlapping", "huge", "negative", "overflowing", "deep"],
-)
-def test_a_safetensors_bomb_is_one_error(scale: Scale, base: Path, tmp_path: Path, content: bytes) -> None:
-    (base / "model.safetensors").write_bytes(content)
-    done = scale("upscale", write_config(tmp_path, base))
-    assert done.error().startswith("model.base: ")
-    assert done.exit_code == 2
-    assert not (tmp_path / "run").exists()
 
 
 # Configs that are more than data

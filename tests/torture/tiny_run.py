@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_tokenizer, write_base
+from scale_cli.upscale.base import tensor_sha256
 from scale_cli.verify import verify
 from tests.torture.verbs import Verb, run_verb, start_group
 from tests.widening import tiny_llama
@@ -137,8 +140,15 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _hashes_of_state(checkpoint: Path) -> dict[str, str]:
-    return {file.name: _hash(file) for file in sorted(checkpoint.rglob("*.safetensors"))}
+def _hashes_of_state(checkpoint: Path) -> dict[str, dict[str, str]]:
+    """Return the hash of every tensor; in what order a file holds them is no matter."""
+    return {file.name: _hashes_of_tensors(file) for file in sorted(checkpoint.rglob("*.safetensors"))}
+
+
+def _hashes_of_tensors(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
 
 
 def _hash(path: Path) -> str:
