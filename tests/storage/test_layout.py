@@ -30,3 +30,4 @@ def test_what_is_not_ours_in_the_folder_is_no_matter(tmp_path: Path) -> None:
     (tmp_path / "upscaled").mkdir()
     (tmp_path / "upscaled" / "inside").symlink_to("../upscaled")
     RunFolder(tmp_path).check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "upscaled"]

@@ -19,6 +19,7 @@ def test_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_replac
     (tmp_path / "empty").mkdir()
     for output in (tmp_path / "absent", tmp_path / "empty", result(tmp_path / "earlier", "scale join")):
         check_replaceable(output, "scale join")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "empty"]
 
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:

@@ -125,8 +125,13 @@ def test_a_run_its_final_folder_and_its_adapter_are_the_same_base(
     adapter = export(below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})).folder
     config = stacked(shared_data, tmp_path / "upon", below.output_dir)
     upscale(config)
-    for place in (below.output_dir, below.output_dir / "final", adapter):
-        load_widened(config.output_dir / "upscaled", ModelConfig(base=str(place)))
+    loaded = [
+        load_widened(config.output_dir / "upscaled", ModelConfig(base=str(place))).state_dict()
+        for place in (below.output_dir, below.output_dir / "final", adapter)
+    ]
+    for other in loaded[1:]:
+        assert other.keys() == loaded[0].keys()
+        assert all(torch.equal(tensor, loaded[0][name]) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize(
