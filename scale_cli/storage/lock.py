@@ -18,19 +18,28 @@ def sole_user(folder: Path) -> Iterator[None]:
     The system lets go when a process ends, however it ends. Where the other renamed or removed the folder, whoever
     waited gets a new one.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir()
         try:
-            descriptor = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another removed it in between
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.is_dir() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            if _is_still(folder, descriptor):
                 yield
                 return
         finally:
             os.close(descriptor)
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
