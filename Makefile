@@ -21,7 +21,7 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: 
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/benchmark.py
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2

@@ -9,6 +9,7 @@ What is checked, by kind of folder:
 | checkpoint, final                 | that of every source read = kept + dropped, and trained + held over = all      |
 | final                             | the log: no step twice, none missing, the same number of tokens                |
 | export                            | logits against the trained model, where `final/` is still beside it            |
+| joined                            | the base's hash, and its logits bit for bit                                    |
 | tokens                            | that documents, bytes and tokens add up to the ledger                          |
 """
 
@@ -21,19 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger
 from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS
-from scale_cli.errors import BaseModelError, RunFolderError, ScaleError, VerificationError
+from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, ScaleError, VerificationError
 from scale_cli.export.run import check_written_export
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
-from scale_cli.upscale.base import BASE_RECORD, load_tokenizer
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
 from scale_cli.upscale.folder import load_any_base, load_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 
@@ -117,6 +120,8 @@ def _check(folder: Path) -> FolderCheck:
         _hold(check, "log", lambda: _check_log(folder))
     if (folder / "parity.json").is_file():
         _check_export(check)
+    if _architecture(folder) == JoinedForCausalLM.__name__:
+        _hold(check, "base and its preservation", lambda: _check_joined(folder))
     return check
 
 
@@ -190,6 +195,24 @@ def _check_method(check: FolderCheck, base: ModelConfig) -> None:
             check_preservation(model, tokenizer, own_logits(load_any_base(base), sample_ids(tokenizer)))
 
     _hold(check, "base and its preservation", prove_base)
+
+
+def _architecture(folder: Path) -> str | None:
+    config = folder / "config.json"
+    return next(iter(read_json(config).get("architectures") or []), None) if config.is_file() else None
+
+
+def _check_joined(folder: Path) -> None:
+    report = read_json(folder / "report.json")
+    model = load_written(JoinedForCausalLM, folder).eval()
+    now = record_base(model.base, ModelConfig(base=report["base"])).content_sha256
+    if now != report["base_sha256"]:
+        raise VerificationError(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report['base_sha256'][:12]}")
+    prompts = sample_ids(load_tokenizer(ModelConfig(base=str(folder))))
+    with torch.no_grad():
+        heads = [model.routed_logits(model.final_states(ids, preserved=True))[0] for ids in prompts]
+    if not all(torch.equal(*pair) for pair in zip(heads, own_logits(model.base, prompts), strict=True)):
+        raise PreservationError("the base logits are not preserved")
 
 
 def _check_log(folder: Path) -> None:

@@ -5,6 +5,8 @@ Source: the hub's metadata, https://huggingface.co/docs/hub/model-cards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, looks_local
 from scale_cli.upscale.folder import read_record
 
+LOADING_WITH_CODE = """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+
+The code is in the `.py` files beside this card: read it before you trust it. Without it: `scale generate FOLDER`."""
 _LOADING = {
     "llama": """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,13 +37,7 @@ _LOADING = {
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 
 It is a plain {architecture}: vLLM, llama.cpp's converter and everything else that loads the base loads it.""",
-    "transformers": """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-
-The code is in the `.py` files beside this card: read it before you trust it. Without it: `scale generate FOLDER`.""",
+    "transformers": LOADING_WITH_CODE,
     "adapter": """\
     scale generate FOLDER --prompt TEXT
 
@@ -53,10 +56,9 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         architecture: the class that the exported config.json names.
     """
     record = read_record(RunFolder(config.output_dir).final)
-    languages = _languages(config)
-    taught = " and ".join(language_name(code) for code in _taught(config))
+    taught = " and ".join(language_name(code) for code in taught_languages(config))
     metadata = ModelCardData(
-        language=languages,
+        language=languages_of(config),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
@@ -65,35 +67,38 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         base_model=None if looks_local(config.model.base) else config.model.base,
         tags=["scale", "continual-pretraining", config.method.variant],
     )
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {_title(record)}, taught {taught}",
-        f"Made by `scale` with the method {config.method.variant}"
-        f"{' ([SCALE](https://arxiv.org/abs/2511.03270))' if config.method.widens else ''}.",
-        "## Loading",
-        _LOADING[config.export.format].format(architecture=architecture),
-        "## How it was made",
-        _making(config, record, parity),
-        "## Data",
-        _data(config),
-        "## What it forgot, and what it learned",
-        _forgetting(report, config.export.format),
-        "## Licence",
-        f"{licence.told()} The texts it was trained on have licences of their own.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    source = " ([SCALE](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
+    return card_page(
+        metadata,
+        {
+            f"# {base_title(record)}, taught {taught}": f"Made by `scale` with the method "
+            f"{config.method.variant}{source}.",
+            "## Loading": _LOADING[config.export.format].format(architecture=architecture),
+            "## How it was made": _making(config, record, parity),
+            "## Data": _data(config),
+            "## What it forgot, and what it learned": _forgetting(report, config.export.format),
+            "## Licence": f"{licence.told()} The texts it was trained on have licences of their own.",
+        },
+    )
 
 
-def _taught(config: RunConfig) -> list[str]:
+def card_page(metadata: ModelCardData, sections: Mapping[str, str]) -> str:
+    """Return a card: the hub's metadata, then sections by their titles."""
+    return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *chain.from_iterable(sections.items())]) + "\n"
+
+
+def taught_languages(config: RunConfig) -> list[str]:
+    """Return the codes of the languages that a run trains on."""
     return list(dict.fromkeys(source.language for source in config.corpus.sources))
 
 
-def _languages(config: RunConfig) -> list[str]:
+def languages_of(config: RunConfig) -> list[str]:
+    """Return the codes of the languages that a run keeps and of those that it trains on."""
     kept = [source.language for source in config.evaluation.perplexity if source.role == "retention"]
-    return list(dict.fromkeys([*kept, *_taught(config)]))
+    return list(dict.fromkeys([*kept, *taught_languages(config)]))
 
 
-def _title(record: BaseRecord) -> str:
+def base_title(record: BaseRecord) -> str:
     """Return what the base is called, of a local folder its last two names: where it lies is nobody's business."""
     return "/".join(Path(record.name).parts[-2:]) if looks_local(record.name) else record.name
 
@@ -103,7 +108,7 @@ def _making(config: RunConfig, record: BaseRecord, parity: Parity) -> str:
     steps, num_tokens, elapsed_s = (position[name] for name in ("step", "num_tokens", "elapsed_s"))
     revision = f" at `{record.revision}`" if record.revision else ""
     rows = {
-        "base": f"{_title(record)}{revision}, {record.dtype}",
+        "base": f"{base_title(record)}{revision}, {record.dtype}",
         "base, SHA-256": f"`{record.content_sha256}`",
         "method": _method(config),
         "trained": f"{steps:,} steps of {train.global_batch_size:,} sequences of "
@@ -113,7 +118,7 @@ def _making(config: RunConfig, record: BaseRecord, parity: Parity) -> str:
         "this folder": f"format {config.export.format}; max difference of a logit from the trained model "
         f"{parity.max_logit_difference:.1e} over {parity.num_positions:,} positions",
     }
-    return _table(["", ""], [[name, told] for name, told in rows.items()])
+    return table(["", ""], [[name, told] for name, told in rows.items()])
 
 
 def _method(config: RunConfig) -> str:
@@ -133,7 +138,7 @@ def _data(config: RunConfig) -> str:
         dropped = sum(count["documents"] for count in corpus["dropped"].values())
         counts = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
         rows.append([source.name, language_name(source.language), *(f"{count:,}" for count in counts)])
-    return _table(["source", "language", "documents read", "dropped", "tokens", "tokens trained on"], rows)
+    return table(["source", "language", "documents read", "dropped", "tokens", "tokens trained on"], rows)
 
 
 def _forgetting(report: Report | None, export_format: str) -> str:
@@ -154,9 +159,10 @@ def _forgetting(report: Report | None, export_format: str) -> str:
             " This folder holds the adaptation head alone; the router, which keeps what the base knew, is in the format"
             " `transformers`."
         )
-    return f"{_table(head_row, rows)}\n\n{told}"
+    return f"{table(head_row, rows)}\n\n{told}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

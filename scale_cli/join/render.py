@@ -22,12 +22,12 @@ def table_lines(corpora: Sequence[JoinedCorpus], max_cost_nats: float | None) ->
     return [*lines, _bound(max_cost_nats)]
 
 
-def markdown(corpora: Sequence[JoinedCorpus], max_cost_nats: float | None) -> str:
-    """Return report.md."""
+def figures_table(corpora: Sequence[JoinedCorpus], max_cost_nats: float | None) -> str:
+    """Return the same in Markdown."""
     titles = ["corpus", "", *corpora[0].heads, "routed", "worst document"]
     rows = [["---", "---", *["---:"] * (len(titles) - 2)], *(row for corpus in corpora for row in _rows(corpus))]
     lines = ["| " + " | ".join(row) + " |" for row in [titles, *rows]]
-    return "\n".join(["# Joined", "", *lines, "", _bound(max_cost_nats), ""])
+    return "\n".join([*lines, "", _bound(max_cost_nats)])
 
 
 def _rows(corpus: JoinedCorpus) -> list[list[str]]:

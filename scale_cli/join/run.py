@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError
+from scale_cli.export.licence import base_licence
 from scale_cli.export.self_contained import write_self_contained
+from scale_cli.join.card import joined_card
 from scale_cli.join.members import Joint, join_runs
-from scale_cli.join.render import markdown, table_lines
+from scale_cli.join.render import table_lines
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -70,7 +72,7 @@ class JoinSummary:
             f"proved         base logits, and every head's against its run alone, bitwise equal on "
             f"{len(SAMPLE_TEXTS)} prompts",
             *table_lines(self.report.corpora, self.report.max_cost_nats),
-            f"written        {self.folder}",
+            f"written        {self.folder}, its model card is README.md",
         ]
 
 
@@ -110,7 +112,10 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
         write_self_contained(joint.model, partial)
         joint.tokenizer.save_pretrained(partial)
         write_json(partial / "report.json", report.to_json())
-        write_text(partial / "report.md", markdown(report.corpora, report.max_cost_nats))
+        licence = base_licence(joint.configs[0].model)
+        licence.copy_files(partial)
+        card = joined_card(joint, report.corpora, report.max_cost_nats, licence, switch_rate)
+        write_text(partial / "README.md", card)
         _check_written(partial, joint)
     return JoinSummary(output, report)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,8 +133,47 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole(
             main()
         assert ended.value.code == 0
         assert told in capsys.readouterr().out
-    assert not [check for check in verify(tmp_path / "out").checks if check.failed]
-    assert (tmp_path / "out" / "report.md").read_text(encoding="utf-8").count("| nats/token |") == 2
+    (check,) = verify(tmp_path / "out").checks
+    assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
+
+
+def test_the_card_tells_what_every_expansion_was_trained_on_and_the_licence(
+    runs: Runs, joined: Path, tmp_path: Path
+) -> None:
+    card = ModelCard.load(joined / "README.md")
+    assert card.data.language == ["en", "ko"]
+    for member in json.loads((joined / "report.json").read_text())["members"]:
+        ledger = json.loads((Path(member["folder"]) / "token_ledger.json").read_text())
+        for entry in ledger.values():
+            assert f"| {entry['num_trained']:,} | `{member['sha256'][:12]}` |" in card.text
+    assert card.text.count("| nats/token |") == 2
+    assert str(runs["korean"].output_dir.parent) not in card.text
+    assert "trust_remote_code=True" in card.text
+
+
+def test_the_licence_of_the_base_is_carried_over(shared_data: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", base)
+    (base / "LICENSE").write_text("do as you like", encoding="utf-8")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n", encoding="utf-8")
+    run = trained(shared_data, tmp_path / "run", base=str(base))
+    adapter = export(run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})).folder
+    join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "mit"
+    assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
+    assert "not known" in card.text, "an adapter holds no ledger"
+
+
+def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with new_folder(folder) as partial:
+        shutil.copytree(joined, partial, dirs_exist_ok=True)
+        tensors = load_file(partial / "model.safetensors")
+        tensors["base.model.norm.weight"] += 1.0
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+    (check,) = verify(folder).checks
+    assert "its base is SHA-256" in check.failed[0]
 
 
 _OPEN_ELSEWHERE = """

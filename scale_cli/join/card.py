@@ -1,0 +1,100 @@
+"""The model card of a joined model: its base, what each expansion was taught, what they cost, and the licence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.evaluation.render import language_name
+from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, languages_of, table, taught_languages
+from scale_cli.export.licence import Licence
+from scale_cli.join.members import Joint, Member
+from scale_cli.join.render import figures_table
+from scale_cli.join.scoring import JoinedCorpus
+from scale_cli.storage.atomic import read_json
+from scale_cli.training.checkpoint import TOKEN_LEDGER
+from scale_cli.upscale.base import looks_local, root_model
+
+
+def joined_card(
+    joint: Joint, corpora: Sequence[JoinedCorpus], max_cost_nats: float | None, licence: Licence, switch_rate: float
+) -> str:
+    """Return the README.md of a joined model.
+
+    Args:
+        joint: what was joined.
+        corpora: what was measured.
+        max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
+        licence: of the base.
+        switch_rate: of the posterior rule.
+    """
+    trained = [load_config(member.folder / "scale.yaml") for member in joint.members]
+    taught = list(dict.fromkeys(language_name(code) for config in trained for code in taught_languages(config)))
+    base = root_model(joint.configs[0].model).base
+    metadata = ModelCardData(
+        language=list(dict.fromkeys(code for config in trained for code in languages_of(config))),
+        license=licence.identifier,
+        license_name=licence.name,
+        license_link=licence.link,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=None if looks_local(base) else base,
+        tags=["scale", "continual-pretraining", "joined"],
+    )
+    heads = ["base", *(member.name for member in joint.members)]
+    prior = joint.model.config.router_prior
+    return card_page(
+        metadata,
+        {
+            f"# {base_title(joint.record)}, taught {' and '.join(taught)}": f"{len(joint.members)} expansions of "
+            "[SCALE](https://arxiv.org/abs/2511.03270) on one frozen base, joined by `scale join`. The base's logits, "
+            "and every expansion's, are bit for bit what they are alone.",
+            "## Loading": LOADING_WITH_CODE,
+            "## How it was made": table(
+                ["", ""],
+                [
+                    ["base", f"{base_title(joint.record)}, {joint.record.dtype}"],
+                    ["base, SHA-256", f"`{joint.record.content_sha256}`"],
+                    ["router", f"posterior rule, weight of the base {prior:g}, switch rate {switch_rate:g}"],
+                ],
+            ),
+            "## Expansions": table(
+                ["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"],
+                [
+                    row
+                    for member, config in zip(joint.members, trained, strict=True)
+                    for row in _sources(member, heads[member.parent], config)
+                ],
+            ),
+            "## What it costs, and what it learned": figures_table(corpora, max_cost_nats),
+            "## Licence": f"{licence.told()} The texts it was trained on have licences of their own.",
+        },
+    )
+
+
+def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
+    """Return one row for every source that an expansion was trained on."""
+    trained_on = _tokens_trained_on(member.folder)
+    method = f"{config.method.variant}, widened by {config.method.expansion.ratio:g}"
+    return [
+        [
+            member.name,
+            parent,
+            method,
+            source.name,
+            language_name(source.language),
+            f"{trained_on[source.name]:,}" if source.name in trained_on else "not known",
+            f"`{member.sha256[:12]}`",
+        ]
+        for source in config.corpus.sources
+    ]
+
+
+def _tokens_trained_on(folder: Path) -> dict[str, int]:
+    """Return tokens by source; an adapter export does not say."""
+    ledger = folder / TOKEN_LEDGER
+    return {name: entry["num_trained"] for name, entry in read_json(ledger).items()} if ledger.is_file() else {}
