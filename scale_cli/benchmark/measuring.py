@@ -18,10 +18,10 @@ import torch
 from scale_cli.benchmark.clock import PHASES
 from scale_cli.benchmark.contestants import Contestant
 from scale_cli.benchmark.counting import count_flops, peak_bytes, saved_activation_bytes
-from scale_cli.benchmark.ideal import ideal_flops
 from scale_cli.benchmark.shapes import Shape
+from scale_cli.config.schema import MethodConfig
 from scale_cli.data.batches import Batches
-from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.planning.flops import ideal_flops_per_token
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Measured:
         name: the contestant's.
         trainable_parameters: how many an optimiser moves.
         flops: counted in one step.
-        ideal_flops: what the mathematics asks for; None where no ideal is given.
+        ideal_flops: what the mathematics asks for; None of what is not ours.
         saved_bytes: activations the decoder keeps for backward.
         peak_bytes: most bytes that a step held at once beyond weights and optimiser state.
         tokens_per_s: of each round; on a CPU per second of this process's CPU time.
@@ -68,15 +68,20 @@ def measure_counts(contestant: Contestant, shape: Shape, batches: Batches) -> Me
     peak = peak_bytes(lambda: contestant.step(2))
     (batch,) = batches.micro_batches(3)
     model: Any = contestant.model
-    config = model.config
     return Measured(
         name=contestant.name,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         flops=flops,
-        ideal_flops=ideal_flops(shape, config) if isinstance(config, ScaleConfig) else None,
+        ideal_flops=None if contestant.method is None else ideal_flops(shape, contestant.method),
         saved_bytes=saved_activation_bytes(model, batch.input_ids.to(shape.device), shape.mixed_precision),
         peak_bytes=peak,
     )
+
+
+def ideal_flops(shape: Shape, method: MethodConfig) -> int:
+    """Return what one step has to compute, by algebra, attention as torch's counter counts the fused kernel."""
+    per_token = ideal_flops_per_token(shape.llama_config(), method, shape.sequence_length)
+    return round(per_token.total_fused * shape.num_tokens)
 
 
 def take_rounds(

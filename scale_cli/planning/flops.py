@@ -53,16 +53,23 @@ class TokenFlops:
         linear: the decoder's linear maps.
         attention: products of queries, keys and values.
         head: the vocabulary head.
+        fused_attention: attention as kernels that fuse it are counted: over every key, and Q K^T once more in backward.
     """
 
     linear: float
     attention: float
     head: float
+    fused_attention: float
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All of them, each once."""
         return self.linear + self.attention + self.head
+
+    @property
+    def total_fused(self) -> float:
+        """All of them, attention as kernels that fuse it are counted."""
+        return self.linear + self.fused_attention + self.head
 
 
 def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_length: int) -> TokenFlops:
@@ -80,7 +87,7 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
     num_keys = (sequence_length + 1) / 2
     query_size = maps.base["q_proj"][1]
     linear, x_grad = maps.embedding()
-    attention = 0.0
+    attention = fused_attention = 0.0
     for layer, trains in enumerate(maps.layers_train):
         reads = x_grad or trains  # then its norms' gains do too
         costs, (q_grad, k_grad, v_grad) = zip(
@@ -88,6 +95,8 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
         )
         num_products = 2 + (q_grad or k_grad) + q_grad + k_grad + v_grad
         attention += 2 * num_keys * (num_products * query_size + 6 * maps.added_query_size)
+        num_fused = 7 if q_grad or k_grad or v_grad else 2
+        fused_attention += 2 * sequence_length * (num_fused * query_size + 7 * maps.added_query_size)
         o_cost, o_grad = maps.linear(layer, "o_proj", q_grad or k_grad or v_grad)
         x_grad = x_grad or o_grad
         reads = x_grad or trains
@@ -96,7 +105,7 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
         down_cost, down_grad = maps.linear(layer, "down_proj", gate_grad or up_grad)
         x_grad = x_grad or down_grad
         linear += sum(costs) + o_cost + gate_cost + up_cost + down_cost
-    return TokenFlops(linear, attention, maps.head(x_grad))
+    return TokenFlops(linear, attention, maps.head(x_grad), fused_attention)
 
 
 def _linear(inputs: int, outputs: int, *, reads_grad: bool, trains: bool) -> float:
