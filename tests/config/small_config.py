@@ -1,0 +1,60 @@
+"""Small configs, written and read."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+
+SMALLEST = """\
+output_dir: runs/x
+model: {base: some/model}
+corpus:
+  sources:
+    - {name: news, path: news.txt, language: ko}
+train: {max_steps: 10}
+"""
+
+EVALUATED = (
+    SMALLEST
+    + """\
+evaluation:
+  perplexity:
+    - {name: tales, path: tales.txt, language: en, role: retention}
+"""
+)
+
+
+def load_text(text: str, *overrides: str) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        return load_config(path, list(overrides))
+
+
+def error_of(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text, *overrides)
+    return str(caught.value)
+
+
+def _paths(model: type[BaseModel]) -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        found.append(name)
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for kind in kinds:
+            if issubclass(kind, BaseModel):
+                index = "" if kind is field.annotation else "0."
+                found += [f"{name}.{index}{path}" for path in _paths(kind)]
+    return found
+
+
+KEYS = _paths(RunConfig)

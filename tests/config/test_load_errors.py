@@ -1,0 +1,225 @@
+"""Every wrong config is one clear error: field, place, and what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+from tests.config.small_config import EVALUATED, KEYS, SMALLEST, error_of, load_text
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        return path
+
+    return write
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.text() | st.from_regex(r"\A[a-z_.0-9]{0,20}=[ -~]{0,12}\Z"), max_size=3))
+@example(["str=1"])
+@example(["corpus.sources.0.int=1"])
+@example(["a[0]=1"])
+@example(["train.lr=!!int ''"])
+def test_any_overrides_give_a_config_or_a_config_error(overrides: list[str]) -> None:
+    try:
+        config = load_text(SMALLEST, *overrides)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.integers(), inner)
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(KEYS), VALUES)
+def test_any_value_of_any_key_gives_a_config_or_an_error_naming_the_key(key: str, value: Any) -> None:
+    override = f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
+    try:
+        config = load_text(EVALUATED, override)
+    except ConfigError as error:
+        assert key.split(".")[0] in str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.text(alphabet=st.characters(exclude_categories=["Cs"]))
+    | st.from_regex(r"\A(!!?[a-z]+ |[\w&*<{}\[\]:,'\"\-\n])*\Z")
+)
+@example("str: 1")
+@example("seed: !!bool maybe")
+@example("seed: !!timestamp soon")
+@example("seed: !!int ''")
+@example(f"seed: 1{':0' * 200}.0")
+@example("seed: " + "9" * 5000)
+@example("[" * 5000)
+@example('"\\ud800": 1')
+@example("export: &a {x: *a}")
+@example("\x00")
+def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
+    for whole in (text, SMALLEST + text):
+        try:
+            config = load_text(whole)
+        except ConfigError as error:
+            assert str(error)
+        else:
+            assert isinstance(config, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "meant"),
+    [
+        ("sede=1", "sede", "seed"),
+        ("model.bas=x", "model.bas", "base"),
+        ("method.varient=adapt", "method.varient", "variant"),
+        ("method.expansion.ration=1", "method.expansion.ration", "ratio"),
+        ("method.collaboration.layer=all", "method.collaboration.layer", "layers"),
+        ("method.router.treshold=0.5", "method.router.treshold", "threshold"),
+        ("corpus.sequence_len=8", "corpus.sequence_len", "sequence_length"),
+        ("corpus.sources.0.wieght=1", "corpus.sources.0.wieght", "weight"),
+        ("train.max_step=3", "train.max_step", "max_steps"),
+        ("evaluation.batchsize=3", "evaluation.batchsize", "batch_size"),
+        ("evaluation.perplexity.0.rol=retention", "evaluation.perplexity.0.rol", "role"),
+        ("export.fromat=llama", "export.fromat", "format"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_one_that_was_meant(override: str, key: str, meant: str) -> None:
+    assert f"{key}: unknown key (did you mean {meant}?)" in error_of(EVALUATED, override)
+
+
+@pytest.mark.parametrize("key", ["str", "int", "a[0]"])
+@pytest.mark.parametrize("section", ["", "train.", "method.expansion.", "corpus.sources.0."])
+def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(section: str, key: str) -> None:
+    assert f"{section}{key}: unknown key" in error_of(SMALLEST, f"{section}{key}=1")
+
+
+def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
+    message = error_of(SMALLEST, "export.zzzzz=1")
+    assert "export.zzzzz: unknown key" in message
+    assert "format, dtype" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("output_dir=3", "output_dir"),
+        ("seed=1.5", "seed"),
+        ("seed=true", "seed"),
+        ("seed=-1", "seed"),
+        ("seed=4294967296", "seed"),
+        ("model=x", "model"),
+        ("model.base=''", "model.base"),
+        ("model.dtype=float16", "model.dtype"),
+        ("method.variant=lora2", "method.variant"),
+        ("method.expansion.ratio=0", "method.expansion.ratio"),
+        ("method.expansion.ratio='0.25'", "method.expansion.ratio"),
+        ("method.collaboration.layers=top:0", "method.collaboration.layers"),
+        ("method.collaboration.layers=[-1]", "method.collaboration.layers"),
+        ("method.collaboration.layers=[true]", "method.collaboration.layers"),
+        ("method.collaboration.modules=[mlp, mlp]", "method.collaboration.modules"),
+        ("method.collaboration.modules=mlp", "method.collaboration.modules"),
+        ("method.router.prior=1", "method.router.prior"),
+        ("corpus.sources=[]", "corpus.sources"),
+        ("corpus.sources={}", "corpus.sources"),
+        ("corpus.sources.0.language=Korean", "corpus.sources.0.language"),
+        ("corpus.sources.0.name=../up", "corpus.sources.0.name"),
+        ("corpus.sources.0.weight=0", "corpus.sources.0.weight"),
+        ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
+        ("corpus.sources.0.path=~", "corpus.sources.0"),
+        ("corpus.sources.0.documents=line", "corpus.sources.0.documents"),
+        ("corpus.sources.0={name: a, dataset: some/set, language: en, documents: file}", "corpus.sources.0"),
+        ("train.max_steps=ten", "train.max_steps"),
+        ("train.lr=.nan", "train.lr"),
+        ("train.lr=.inf", "train.lr"),
+        ("train.lr=fast", "train.lr"),
+        ("train.min_lr_ratio=1.1", "train.min_lr_ratio"),
+        ("train.mixed_precision=yes", "train.mixed_precision"),
+        ("train.micro_batch_size=5", "train"),
+        ("train.warmup_steps=11", "train"),
+        ("evaluation.perplexity.0.role=both", "evaluation.perplexity.0.role"),
+        ("export.format=gguf", "export.format"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_names_its_field_on_one_line(override: str, key: str) -> None:
+    message = error_of(EVALUATED, override)
+    assert f": {key}: " in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["output_dir", "model", "corpus", "train", "model.base", "train.max_steps"])
+def test_a_missing_key_is_named(key: str) -> None:
+    tree = yaml.safe_load(SMALLEST)
+    section, _, leaf = key.rpartition(".")
+    del (tree[section] if section else tree)[leaf]
+    assert f"{key}: required" in error_of(yaml.safe_dump(tree))
+
+
+@pytest.mark.parametrize("layers", ["all", "top:1", "[0]"])
+def test_preserve_with_a_collaborating_layer_is_refused(layers: str) -> None:
+    message = error_of(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
+    assert "collaboration.layers" in message
+    assert "preserve" in message
+
+
+@pytest.mark.parametrize("layers", ["none", "[]", "~"])
+def test_preserve_without_a_collaborating_layer_is_fine(layers: str) -> None:
+    config = load_text(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
+    assert config.method.variant == "preserve"
+
+
+@pytest.mark.parametrize("section", ["corpus.sources", "evaluation.perplexity"])
+def test_two_sources_of_one_name_are_refused(section: str) -> None:
+    source = "{name: twin, path: a.txt, language: en" + (", role: retention}" if "eval" in section else "}")
+    message = error_of(SMALLEST, f"{section}=[{source}, {source}]")
+    assert section in message
+    assert "'twin'" in message
+
+
+def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
+    lines = error_of(SMALLEST, "sede=1", "train.lr=fast", "export.format=gguf").splitlines()
+    assert len(lines) == len(set(lines)) == 3
+
+
+def test_a_yaml_error_names_file_and_line(write: Write) -> None:
+    path = write(SMALLEST + "a: b: c\n")
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}:{len(SMALLEST.splitlines()) + 1}: ")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "a string", "3"])
+def test_a_file_that_is_no_mapping_says_so(write: Write, text: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError, match="mapping") as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    not_utf8 = tmp_path / "latin.yaml"
+    not_utf8.write_bytes(b"output_dir: caf\xe9\n")
+    for path in (tmp_path / "absent.yaml", tmp_path, not_utf8):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value).startswith(f"{path}: ")
