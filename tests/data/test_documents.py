@@ -1,95 +1,32 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import lzma
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason, Record
+from scale_cli.data.documents import CorpusReader, Reason
 from scale_cli.errors import CorpusError
-
-DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return bytes(sink.getvalue())
-
-
-def plain(content: bytes) -> bytes:
-    return content
-
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "": plain,
-    ".gz": gzip.compress,
-    ".xz": lzma.compress,
-    ".zst": zstd,
-}
-
-
-def as_txt(documents: list[str]) -> bytes:
-    return "\n\n".join(documents).encode()
-
-
-def as_jsonl(documents: list[str], field: str = "text") -> bytes:
-    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)).encode()
-
-
-def as_parquet(documents: list[str], field: str = "text") -> bytes:
-    sink = io.BytesIO()
-    pa.parquet.write_table(pa.table({"id": range(len(documents)), field: documents}), sink)
-    return sink.getvalue()
-
-
-FORMATS: dict[str, Callable[[list[str]], bytes]] = {".txt": as_txt, ".jsonl": as_jsonl, ".parquet": as_parquet}
-
-formats = pytest.mark.parametrize("form", FORMATS)
-compressions = pytest.mark.parametrize("compression", COMPRESSORS)
-compressed = pytest.mark.parametrize("compression", [c for c in COMPRESSORS if c])
-
-
-LIMIT = 10_000_000
-
-
-def records(path: Path | str, limit: int = LIMIT, **options: Any) -> list[Record]:
-    return list(CorpusReader(TextSource(name="source", path=str(path), language="ko", **options), limit))
-
-
-def read(path: Path | str, **options: Any) -> list[str]:
-    """The documents of a source in which nothing is bad."""
-    found = records(path, **options)
-    assert not [record for record in found if isinstance(record, Dropped)]
-    return [record.text for record in found if isinstance(record, Document)]
-
-
-def kept(found: list[Record]) -> list[str]:
-    return [record.text for record in found if isinstance(record, Document)]
-
-
-def dropped(found: list[Record]) -> list[tuple[Reason, str]]:
-    return [(record.reason, record.place) for record in found if isinstance(record, Dropped)]
-
-
-def error_of(path: Path | str) -> str:
-    with pytest.raises(CorpusError) as caught:
-        records(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
+from tests.data.corpus_files import (
+    COMPRESSORS,
+    DOCUMENTS,
+    FORMATS,
+    LIMIT,
+    as_jsonl,
+    as_parquet,
+    as_txt,
+    compressed,
+    compressions,
+    dropped,
+    formats,
+    kept,
+    read,
+    records,
+)
 
 # What is read
 
@@ -192,213 +129,6 @@ def test_a_file_may_be_one_document(tmp_path: Path, compression: str) -> None:
         (tmp_path / f"{name}.txt{compression}").write_bytes(COMPRESSORS[compression](content))
     path = str(tmp_path / f"*.txt{compression}")
     assert read(path, documents="file") == [text, text]
-
-
-# What is bad is passed over, with its reason and place
-
-
-@compressions
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", Reason.NOT_JSON),
-        (b"", Reason.EMPTY),
-        (b" \t", Reason.EMPTY),
-        (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
-        (b"[" * 100_000, Reason.NOT_JSON),
-        (b"[]", Reason.NO_FIELD),
-        (b'"text"', Reason.NO_FIELD),
-        (b'{"body": "a"}', Reason.NO_FIELD),
-        (b'{"text": null}', Reason.WRONG_TYPE),
-        (b'{"text": ["a"]}', Reason.WRONG_TYPE),
-        (b'{"text": 7}', Reason.WRONG_TYPE),
-        (b'{"text": ""}', Reason.EMPTY),
-        (b'{"text": " \\n"}', Reason.EMPTY),
-        (b'{"text": "caf\xe9"}', Reason.NOT_UTF8),
-        (b'{"text": "\\ud800"}', Reason.NOT_UTF8),
-        (b'{"text": "a\\u0000b"}', Reason.NUL),
-        (b"\0" * 100, Reason.NUL),
-        (b'{"text": "' + b"a" * 1001 + b'"}', Reason.TOO_LARGE),
-        (b'{"id": "' + b"a" * 20_000 + b'", "text": "b"}', Reason.TOO_LARGE),
-    ],
-    ids=lambda value: value[:20].decode("latin-1") if isinstance(value, bytes) else None,
-)
-def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, line: bytes, reason: Reason, compression: str) -> None:
-    file = tmp_path / f"corpus.jsonl{compression}"
-    file.write_bytes(COMPRESSORS[compression](as_jsonl(["a", "b"]) + line + b"\n" + as_jsonl(["c"])))
-    # Nesting so deep is not JSON to Python's parser whatever its length; it must be read to be refused.
-    found = records(file, limit=100_000 if line.startswith(b"[[") else 1000)
-    assert kept(found) == ["a", "b", "c"]
-    assert dropped(found) == [(reason, f"{file}:3")]
-
-
-@compressions
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [(b"caf\xe9", Reason.NOT_UTF8), (b"a\0b", Reason.NUL), (b"a" * 1003, Reason.TOO_LARGE)],
-    ids=["not UTF-8", "NUL", "too large"],
-)
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_bad_line_of_text_costs_its_paragraph(
-    tmp_path: Path, line: bytes, reason: Reason, end: bytes, compression: str
-) -> None:
-    file = tmp_path / f"corpus.txt{compression}"
-    lines = [b"one", b"", b"two", line, b"also two", b"", b"three"]
-    file.write_bytes(COMPRESSORS[compression](end.join(lines)))
-    found = records(file, limit=1000)
-    assert kept(found) == ["one", "three"]
-    assert dropped(found) == [(reason, f"{file}:4")]
-    assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
-    assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
-
-
-@formats
-@pytest.mark.parametrize("over", [0, 1])
-@pytest.mark.parametrize("limit", [6, 50, 1000])
-def test_a_document_may_be_as_large_as_the_limit_and_no_larger(
-    tmp_path: Path, form: str, limit: int, over: int
-) -> None:
-    file = tmp_path / f"corpus{form}"
-    text = "한" * ((limit + over) // 3) + "x" * ((limit + over) % 3)
-    file.write_bytes(FORMATS[form]([text, "a"]))
-    found = records(file, limit=limit)
-    assert kept(found) == ([] if over else [text]) + ["a"]
-    assert [reason for reason, _ in dropped(found)] == [Reason.TOO_LARGE] * over
-
-
-def test_a_paragraph_of_many_lines_is_not_held_beyond_the_limit(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.txt"
-    file.write_bytes(b"one\n\n" + b"0123456789\n" * 1000 + b"\nthree\n")
-    found = records(file, limit=100)
-    assert kept(found) == ["one", "three"]
-    assert dropped(found) == [(Reason.TOO_LARGE, f"{file}:12")]
-    assert found[1].num_bytes == 11_000
-
-
-@formats
-@compressed
-@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.99])
-def test_of_a_cut_off_compressed_file_what_came_before_is_kept(
-    tmp_path: Path, form: str, compression: str, part: float
-) -> None:
-    file = tmp_path / f"corpus{form}{compression}"
-    documents = [f"document {i * i}" for i in range(999)]
-    whole = COMPRESSORS[compression](FORMATS[form](documents))
-    file.write_bytes(whole[: int(part * len(whole))])
-    (tmp_path / f"later{form}").write_bytes(FORMATS[form](["of the next file"]))
-    *found, damage, last = records(tmp_path / "*")
-    assert kept(found) == documents[: len(found)]
-    if part > 0.9 and compression == ".gz" and form != ".parquet":  # the others compress all of it as one block
-        assert found
-    assert kept([last]) == ["of the next file"]
-    assert isinstance(damage, Dropped)
-    assert damage.reason == Reason.DAMAGED_FILE
-    assert damage.place.startswith(f"{file} (")
-
-
-@formats
-@compressed
-def test_a_file_that_is_not_what_its_suffix_says_is_damaged(tmp_path: Path, form: str, compression: str) -> None:
-    file = tmp_path / f"corpus{form}{compression}"
-    file.write_bytes(as_txt(DOCUMENTS))
-    [(reason, place)] = dropped(records(file))
-    assert reason == Reason.DAMAGED_FILE
-    assert str(file) in place
-
-
-@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-def test_a_cut_off_parquet_file_is_damaged(tmp_path: Path, part: float) -> None:
-    file = tmp_path / "corpus.parquet"
-    whole = as_parquet(DOCUMENTS)
-    file.write_bytes(whole[: int(part * len(whole))])
-    [(reason, place)] = dropped(records(file))
-    assert reason == Reason.DAMAGED_FILE
-    assert str(file) in place
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [(None, Reason.WRONG_TYPE), ("", Reason.EMPTY), ("a\0", Reason.NUL), ("a" * 1001, Reason.TOO_LARGE)],
-)
-def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path, bad: str | None, reason: Reason) -> None:
-    file = tmp_path / "corpus.parquet"
-    pa.parquet.write_table(pa.table({"text": ["a", bad, "c"]}), file)
-    found = records(file, limit=1000)
-    assert kept(found) == ["a", "c"]
-    assert dropped(found) == [(reason, f"{file}: row 2")]
-
-
-def test_a_parquet_column_of_another_type_is_bad_row_by_row(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.parquet"
-    pa.parquet.write_table(pa.table({"text": [1, 2]}), file)
-    assert [reason for reason, _ in dropped(records(file))] == [Reason.WRONG_TYPE] * 2
-
-
-def test_a_parquet_row_that_is_not_utf8_costs_itself_alone(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.parquet"
-    offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")
-    pa.parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)}), file)
-    found = records(file)
-    assert kept(found) == ["a"]
-    assert dropped(found) == [(Reason.NOT_UTF8, f"{file}: row 1")]
-    assert found[0].num_bytes == 2
-
-
-def test_a_missing_parquet_column_comes_with_those_that_are_there(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.parquet"
-    file.write_bytes(as_parquet(DOCUMENTS, "body"))
-    [(reason, place)] = dropped(records(file))
-    assert reason == Reason.DAMAGED_FILE
-    assert "'text'" in place
-    assert "id, body" in place
-
-
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_a_limit_on_documents_counts_good_and_bad(tmp_path: Path, limit: int) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_bytes(as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
-    found = records(file, max_documents=limit)
-    assert len(found) == min(limit, 4)
-    assert kept(found) == ["a", "c", "d"][: max(1, limit - 1)]
-
-
-def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt.gz"):
-        content = as_txt(DOCUMENTS * 99)
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    reader = CorpusReader(TextSource(name="source", path=str(tmp_path / "*"), language="ko"), LIMIT)
-    positions = [reader.position_bytes for _ in reader]
-    assert positions == sorted(positions)
-    assert reader.position_bytes == reader.total_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
-
-
-# What cannot be read
-
-
-@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
-def test_a_file_of_records_is_not_one_document(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"corpus{form}"
-    file.write_bytes(FORMATS[form](DOCUMENTS))
-    with pytest.raises(CorpusError, match=r"documents: file is for \.txt") as caught:
-        records(file, documents="file")
-    assert str(file) in str(caught.value)
-
-
-def test_a_glob_that_matches_no_file_names_source_and_glob(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    message = error_of(tmp_path / "*")
-    assert "source" in message
-    assert str(tmp_path / "*") in message
-
-
-@pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.json"])
-def test_an_unknown_suffix_is_named_before_anything_is_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"text")
-    (tmp_path / "a.txt").write_bytes(b"first")
-    with pytest.raises(CorpusError) as caught:
-        CorpusReader(TextSource(name="source", path=str(tmp_path / "*"), language="ko"), LIMIT)
-    assert str(tmp_path / name) in str(caught.value)
-    assert ".jsonl" in str(caught.value)
 
 
 # Datasets: a local folder goes the way of a hub id

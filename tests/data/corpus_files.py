@@ -1,0 +1,91 @@
+"""Corpus files of every format and compression, and what is read of them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from scale_cli.config.schema import TextSource
+from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason, Record
+from scale_cli.errors import CorpusError
+
+DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return bytes(sink.getvalue())
+
+
+def plain(content: bytes) -> bytes:
+    return content
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": plain,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
+
+
+def as_txt(documents: list[str]) -> bytes:
+    return "\n\n".join(documents).encode()
+
+
+def as_jsonl(documents: list[str], field: str = "text") -> bytes:
+    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)).encode()
+
+
+def as_parquet(documents: list[str], field: str = "text") -> bytes:
+    sink = io.BytesIO()
+    pa.parquet.write_table(pa.table({"id": range(len(documents)), field: documents}), sink)
+    return sink.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {".txt": as_txt, ".jsonl": as_jsonl, ".parquet": as_parquet}
+
+formats = pytest.mark.parametrize("form", FORMATS)
+compressions = pytest.mark.parametrize("compression", COMPRESSORS)
+compressed = pytest.mark.parametrize("compression", [c for c in COMPRESSORS if c])
+
+
+LIMIT = 10_000_000
+
+
+def records(path: Path | str, limit: int = LIMIT, **options: Any) -> list[Record]:
+    return list(CorpusReader(TextSource(name="source", path=str(path), language="ko", **options), limit))
+
+
+def read(path: Path | str, **options: Any) -> list[str]:
+    """The documents of a source in which nothing is bad."""
+    found = records(path, **options)
+    assert not [record for record in found if isinstance(record, Dropped)]
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+def kept(found: list[Record]) -> list[str]:
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+def dropped(found: list[Record]) -> list[tuple[Reason, str]]:
+    return [(record.reason, record.place) for record in found if isinstance(record, Dropped)]
+
+
+def error_of(path: Path | str) -> str:
+    with pytest.raises(CorpusError) as caught:
+        records(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
