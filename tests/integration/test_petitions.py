@@ -90,7 +90,10 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(config: RunConfig
     assert type(exported).__name__ == "LlamaForCausalLM"
     with torch.no_grad():
         assert torch.isfinite(exported(torch.tensor([[0, 5, 7]])).logits).all()
-    assert json.loads((folder / "parity.json").read_text())["max_logit_difference"] <= 1e-4
+    parity = json.loads((folder / "parity.json").read_text())
+    # Against float64. Where training made logits large, float32 rounds the trained model itself by more than 1e-4.
+    assert parity["max_logit_difference"] <= max(1e-4, parity["own_max_difference"])
+    assert parity["mean_logit_difference"] <= 1e-5
 
 
 def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> None:
