@@ -177,7 +177,8 @@ def publish_folder(beside: Path, path: Path) -> None:
         StorageError: something could not be written.
     """
     with writing(path):
-        (beside / MANIFEST).unlink(missing_ok=True)
+        for leftover in (beside / MANIFEST, *beside.rglob(".*.partial")):  # of one killed here before
+            leftover.unlink(missing_ok=True)
         described = {"files": _describe_files(beside), "versions": _versions()}
         write_json(beside / MANIFEST, {**described, _SEAL: _seal(described)})
         for file in [*beside.rglob("*"), beside]:

@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import resource
 import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from scale_cli.storage.atomic import MANIFEST, verify_folder
 from scale_cli.storage.layout import RunFolder
 from tests.torture.faults import Fault
-from tests.torture.tiny_run import Runs, assert_same
+from tests.torture.tiny_run import Runs
+from tests.torture.undisturbed import Undisturbed, assert_as_undisturbed, beginning, hashes, undisturbed
 from tests.torture.verbs import Ended, run_verb
 
 Record = Callable[[str, object], None]
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
-
-
-def beginning(runs: Runs, verb: str) -> RunFolder:
-    """Return a run in which a verb is the next one."""
-    if verb == "train":
-        return runs.midway("kept", "failing")
-    if verb == "prepare":
-        return runs.upscaled("failing")
-    return RunFolder(Path(shutil.copytree(runs.root / "whole", runs.root / "failing")))
-
-
-def written_by(verb: str, run: RunFolder) -> Path:
-    return {"prepare": run.tokens, "evaluate": run.evaluation, "export": run.root / "export"}[verb]
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Return what has to be the same in two results: all but the config, which names its folder, and its hash.
-
-    How far a tokenisation had come may stay written down after its end, where the end was disturbed.
-    """
-    return {
-        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in (MANIFEST, "scale.yaml") and file.suffixes != [".progress", ".json"]
-    }
 
 
 def assert_previous_state_is_whole(run: RunFolder) -> None:
@@ -61,36 +35,6 @@ def assert_told_clearly(ended: Ended, place: str, reason: str) -> None:
     (line,) = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
     assert place in line
     assert reason in line
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """What a verb does when nothing is wrong.
-
-    Args:
-        written: hashes of what it leaves; of `train`, the whole run tells.
-        num_calls: how many calls of it change the disk.
-    """
-
-    written: dict[str, str]
-    num_calls: int
-
-
-def undisturbed(runs: Runs, verb: str) -> Undisturbed:
-    run, counted = beginning(runs, verb), runs.root / "calls.jsonl"
-    ended = run_verb(*runs.arguments(verb, "failing"), hook=Fault(run.root, 0, counted=counted))
-    assert ended.exit_code == 0, ended.printed
-    written = {} if verb == "train" else hashes(written_by(verb, run))
-    shutil.rmtree(run.root)
-    return Undisturbed(written, len(counted.read_text(encoding="utf-8").splitlines()))
-
-
-def assert_as_undisturbed(runs: Runs, verb: str, expected: Undisturbed) -> None:
-    run = runs.folder("failing")
-    if verb == "train":
-        assert_same(run, runs.folder("whole"))
-    else:
-        assert expected.written and hashes(written_by(verb, run)) == expected.written
 
 
 # In short, each verb meets the first of its errors, once.

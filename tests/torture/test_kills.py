@@ -8,9 +8,13 @@ import shutil
 import time
 from collections.abc import Callable
 
+import pytest
+
 from scale_cli.storage.layout import RunFolder
+from scale_cli.verify import verify
 from tests.torture.faults import Fault
 from tests.torture.tiny_run import Runs, assert_same
+from tests.torture.undisturbed import assert_as_undisturbed, beginning, undisturbed, written_by
 from tests.torture.verbs import ended_group, run_verb
 
 Record = Callable[[str, object], None]
@@ -77,6 +81,24 @@ def test_killed_at_every_write_fsync_and_rename_a_run_ends_as_the_whole_one(
             shutil.rmtree(run.root)
     assert kills >= len(boundaries) - 6
     record_property("kills at boundaries of what is written", f"{kills}, of {len(kinds)} boundaries")
+
+
+@pytest.mark.parametrize("verb", ["prepare", "evaluate", "export"])
+def test_killed_at_every_write_fsync_and_rename_another_verb_does_what_it_would_have_done(
+    runs: Runs, in_full: bool, record_property: Record, verb: str
+) -> None:
+    expected = undisturbed(runs, verb)
+    calls = range(1, expected.num_calls + 1)
+    for call in calls if in_full else (expected.num_calls - 3,):
+        run = beginning(runs, verb)
+        killed = run_verb(*runs.arguments(verb, "failing"), hook=Fault(run.root, call))
+        assert killed.exit_code == -9, killed.printed
+        again = run_verb(*runs.arguments(verb, "failing"))
+        assert again.exit_code == 0, again.printed
+        assert_as_undisturbed(runs, verb, expected)
+        verify(written_by(verb, run)).require()
+        shutil.rmtree(run.root)
+    record_property(f"kills at boundaries of {verb}", expected.num_calls)
 
 
 def test_killed_at_two_boundaries_in_a_row_a_run_ends_as_the_whole_one(
