@@ -14,8 +14,11 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
-# An export may be this many times as far from the exact model as the trained model itself, held in the export's dtype.
+# An export may be this many times as far from the exact model as the trained model itself, held in the export's dtype:
+# in the mean, which any wrong weight raises, and, where a float32 model rounds by more than the figure above, at the
+# worst position, which is one of hundreds of thousands and scatters.
 MAX_OWN_RATIO = 2.0
+MAX_OWN_RATIO_AT_WORST = 10.0
 
 Logits = Callable[[MethodModel, Tensor], Tensor]
 
@@ -85,14 +88,13 @@ def check_parity(parity: Parity, dtype: str) -> None:
     Raises:
         ExportParityError: with the figure; also where a logit is not finite.
     """
+    good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference
+    limit = f"a mean of {MAX_OWN_RATIO:g} x {parity.own_mean_difference:.2e}"
     if dtype == "float32":
-        # A model with large logits rounds by more than that itself, however it is stored.
-        allowed = max(MAX_LOGIT_DIFFERENCE, MAX_OWN_RATIO * parity.own_max_difference)
-        good = parity.max_logit_difference <= allowed
-        limit = f"{allowed:.2g} at most"
-    else:
-        good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference
-        limit = f"a mean of {MAX_OWN_RATIO:g} x {parity.own_mean_difference:.2e}"
+        at_worst = MAX_OWN_RATIO_AT_WORST * parity.own_max_difference
+        good = good and parity.max_logit_difference <= at_worst
+        good = good or parity.max_logit_difference <= MAX_LOGIT_DIFFERENCE
+        limit = f"{MAX_LOGIT_DIFFERENCE:g} at most, or {limit} and {at_worst:.2g} at most"
     if not good:
         raise ExportParityError(
             f"the export is not the trained model: logits differ by {parity.max_logit_difference:.2e} at most and "
