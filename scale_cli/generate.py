@@ -6,6 +6,7 @@ Shapes: K heads (base, trained; of a joined model base and every member), B prom
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -37,19 +38,30 @@ from scale_cli.upscale.folder import load_model
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
 _COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
+
+
 # What of transformers' GenerationConfig may be set beside the options that have names of their own.
-_OPTIONS: dict[str, Callable[[str], float]] = {
-    "top_k": int,
-    "min_p": float,
-    "typical_p": float,
-    "epsilon_cutoff": float,
-    "eta_cutoff": float,
-    "repetition_penalty": float,
-    "no_repeat_ngram_size": int,
-    "min_new_tokens": int,
-    "num_beams": int,
-    "length_penalty": float,
-    "max_time": float,
+@dataclass(frozen=True)
+class _Number:
+    """What an option takes: a kind of number, from the least to the most."""
+
+    kind: Callable[[str], float]
+    least: float
+    most: float = math.inf
+
+
+_OPTIONS = {
+    "top_k": _Number(int, 0),
+    "min_p": _Number(float, 0.0, 1.0),
+    "typical_p": _Number(float, 0.0, 1.0),
+    "epsilon_cutoff": _Number(float, 0.0, 1.0),
+    "eta_cutoff": _Number(float, 0.0, 1.0),
+    "repetition_penalty": _Number(float, 1e-3, 1e3),
+    "no_repeat_ngram_size": _Number(int, 0),
+    "min_new_tokens": _Number(int, 0),
+    "num_beams": _Number(int, 1, 256),
+    "length_penalty": _Number(float, -1e3, 1e3),
+    "max_time": _Number(float, 1e-3, 1e9),
 }
 
 
@@ -77,6 +89,8 @@ class Sampling:
         Raises:
             ConfigError: transformers does not take an option's value.
         """
+        if (least := self.options.get("min_new_tokens", 0)) > self.max_new_tokens:
+            raise ConfigError(f"--set min_new_tokens={least}: is more than --max-new-tokens {self.max_new_tokens}")
         sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         ends = tokenizer.eos_token_id
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends
@@ -104,10 +118,14 @@ def parsed_options(given: list[str]) -> dict[str, float]:
         key, _, value = option.partition("=")
         if key not in _OPTIONS:
             raise ConfigError(f"--set {option}: write KEY=NUMBER; KEY is one of {', '.join(_OPTIONS)}")
+        wanted = _OPTIONS[key]
         try:
-            options[key] = _OPTIONS[key](value)
+            options[key] = wanted.kind(value)
         except ValueError:
             raise ConfigError(f"--set {option}: {value!r} is not a number of the kind that {key} takes") from None
+        if not wanted.least <= options[key] <= wanted.most:  # nor is NaN
+            limits = f"at least {wanted.least:g}" + (f", at most {wanted.most:g}" if wanted.most < math.inf else "")
+            raise ConfigError(f"--set {option}: {key} is {limits}")
     return options
 
 
@@ -163,7 +181,15 @@ class Generator:
         self._boundary = Boundaries.of(self.tokenizer).context
 
     def prompt_ids(self, prompt: str) -> Tensor:
-        """Return (T,) ids, with the boundary before them that documents have in training."""
+        """Return (T,) ids, with the boundary before them that documents have in training.
+
+        Raises:
+            ConfigError: a prompt that is not text, or none, where there is no boundary to start from.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"--prompt {prompt!r}: is not UTF-8") from None
         ids = self.tokenizer(prompt, add_special_tokens=False).input_ids
         ids = ids if self._boundary is None else [self._boundary, *ids]
         if not ids:
@@ -208,7 +234,9 @@ class Generator:
             new = new[: int(ends[0])]
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         # A token alone may be decoded without its space, or be half a character: what it adds is what it says.
-        texts = [str(self.tokenizer.decode(new[:end])) for end in range(len(new) + 1)]
+        ends_at = range(len(row), len(row) + len(new) + 1)
+        whole = [str(self.tokenizer.decode(torch.cat([row, new])[:end])) for end in ends_at]
+        texts = [text[len(whole[0]) :] for text in whole]
         added = [now[len(before) :] for before, now in pairwise(texts)]
         tokens = [
             SpokenToken(text, None if share is None else share["base"], share)

@@ -123,12 +123,57 @@ def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None
         ("num_beams", "not a number of the kind"),
         ("repetition_penalty=-1", "--set"),
         ("top_k=5", "top_k"),  # greedy: it would say nothing
+        ("num_beams=0", "at least 1"),
+        ("no_repeat_ngram_size=-1", "at least 0"),
+        ("max_time=nan", "at least 0.001"),
+        ("repetition_penalty=inf", "at most 1000"),
+        ("min_p=1.5", "at most 1"),
+        ("min_new_tokens=999", "more than --max-new-tokens"),
     ],
 )
 def test_an_option_that_cannot_be_had_is_one_line(
     run: RunConfig, option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--prompt", "x", "--set", option])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["", "export/llama"])
+def test_prompt_and_completion_are_the_text_that_was_generated(run: RunConfig, folder: str) -> None:
+    generator = Generator(run.output_dir / folder)
+    (continued,) = generator.continue_all(["Once upon"], GREEDY)
+    row = generator.prompt_ids("Once upon")
+    generated = generator.model.generate(row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens)[0]
+    assert str(generator.tokenizer.decode(generated)).endswith(f"Once upon{continued.completion}")
+    assert continued.completion[0] == " "
+
+
+def test_lines_of_standard_input_may_end_as_windows_ends_them(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
+    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--max-new-tokens", "2", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    told = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["Once", "Lily"]
+
+
+@pytest.mark.parametrize(
+    ("stdin", "told"), [(None, "none given"), ([], "none given"), (["good\n", "\udcff\udcfe\n"], "not UTF-8")]
+)
+def test_standard_input_that_holds_no_text_is_one_line(
+    run: RunConfig,
+    stdin: list[str] | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir)])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
