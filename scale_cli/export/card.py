@@ -6,12 +6,14 @@ Source: the hub's metadata, https://huggingface.co/docs/hub/model-cards.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.render import language_name, number, signed
 from scale_cli.evaluation.results import Report
@@ -19,7 +21,7 @@ from scale_cli.export.licence import Licence
 from scale_cli.export.parity import Parity
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, looks_local
+from scale_cli.upscale.base import BaseRecord, looks_local, stage_folder
 from scale_cli.upscale.folder import read_record
 
 LOADING_WITH_CODE = """\
@@ -41,8 +43,32 @@ It is a plain {architecture}: vLLM, llama.cpp's converter and everything else th
     "adapter": """\
     scale generate FOLDER --prompt TEXT
 
-It is the expansion alone; it loads onto the base below, checked tensor by tensor, and onto no other.""",
+It is what was trained, alone; it loads onto the base below, checked tensor by tensor, and onto no other.""",
 }
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One training, of the model itself or of a widened base that it stands on.
+
+    Args:
+        name: of its run.
+        config: of its run.
+        folder: `final/`, or an adapter export, which says neither how long it was trained nor on how much.
+    """
+
+    name: str
+    config: RunConfig
+    folder: Path
+
+
+def _stages(config: RunConfig) -> list[_Stage]:
+    """Return the trainings that made a model, bottom up."""
+    stages = [_Stage(config.output_dir.name, config, RunFolder(config.output_dir).final)]
+    while (below := stage_folder(stages[0].config.model)) is not None:
+        earlier = load_config(below / "scale.yaml")
+        stages.insert(0, _Stage(earlier.output_dir.name, earlier, below))
+    return stages
 
 
 def model_card(config: RunConfig, report: Report | None, parity: Parity, licence: Licence, architecture: str) -> str:
@@ -55,27 +81,29 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         licence: of the base.
         architecture: the class that the exported config.json names.
     """
-    record = read_record(RunFolder(config.output_dir).final)
-    taught = " and ".join(language_name(code) for code in taught_languages(config))
+    stages = _stages(config)
+    record, base = read_record(stages[0].folder), stages[0].config.model.base
+    taught = list(dict.fromkeys(code for stage in stages for code in taught_languages(stage.config)))
     metadata = ModelCardData(
-        language=languages_of(config),
+        language=list(dict.fromkeys(code for stage in stages for code in languages_of(stage.config))),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=None if looks_local(config.model.base) else config.model.base,
+        base_model=None if looks_local(base) else base,
         tags=["scale", "continual-pretraining", config.method.variant],
     )
     source = " ([SCALE](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
+    upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
     return card_page(
         metadata,
         {
-            f"# {base_title(record)}, taught {taught}": f"Made by `scale` with the method "
-            f"{config.method.variant}{source}.",
+            f"# {base_title(record)}, taught {' and '.join(map(language_name, taught))}": f"Made by `scale` with the "
+            f"method {config.method.variant}{source}{upon}.",
             "## Loading": _LOADING[config.export.format].format(architecture=architecture),
-            "## How it was made": _making(config, record, parity),
-            "## Data": _data(config),
+            "## How it was made": _making(stages, record, config.export.format, parity),
+            "## Data": _data(stages),
             "## What it forgot, and what it learned": _forgetting(report, config.export.format),
             "## Licence": f"{licence.told()} The texts it was trained on have licences of their own.",
         },
@@ -103,22 +131,40 @@ def base_title(record: BaseRecord) -> str:
     return "/".join(Path(record.name).parts[-2:]) if looks_local(record.name) else record.name
 
 
-def _making(config: RunConfig, record: BaseRecord, parity: Parity) -> str:
-    position, train = read_json(RunFolder(config.output_dir).final / "position.json"), config.train
-    steps, num_tokens, elapsed_s = (position[name] for name in ("step", "num_tokens", "elapsed_s"))
+def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity: Parity) -> str:
     revision = f" at `{record.revision}`" if record.revision else ""
-    rows = {
-        "base": f"{base_title(record)}{revision}, {record.dtype}",
-        "base, SHA-256": f"`{record.content_sha256}`",
+    rows = [
+        ["base", f"{base_title(record)}{revision}, {record.dtype}"],
+        ["base, SHA-256", f"`{record.content_sha256}`"],
+    ]
+    for stage in stages:
+        named = f"{stage.name}: " if len(stages) > 1 else ""
+        if stage is not stages[0]:
+            rows.append([f"{named}stands on, SHA-256", f"`{read_record(stage.folder).content_sha256}`"])
+        rows += [[f"{named}{what}", told] for what, told in _training(stage).items()]
+    told = (
+        f"format {export_format}; max difference of a logit from the trained model {parity.max_logit_difference:.1e} "
+        f"over {parity.num_positions:,} positions (its own rounding: {parity.own_max_difference:.1e})"
+    )
+    return table(["", ""], [*rows, ["this folder", told]])
+
+
+def _training(stage: _Stage) -> dict[str, str]:
+    config, train = stage.config, stage.config.train
+    trained = "not known: it is an adapter export"
+    if (stage.folder / "position.json").is_file():
+        position = read_json(stage.folder / "position.json")
+        steps, num_tokens, elapsed_s = (position[name] for name in ("step", "num_tokens", "elapsed_s"))
+        trained = (
+            f"{steps:,} steps of {train.global_batch_size:,} sequences of {config.corpus.sequence_length:,} tokens: "
+            f"{num_tokens:,} tokens in {elapsed_s:,.0f} s"
+        )
+    return {
         "method": _method(config),
-        "trained": f"{steps:,} steps of {train.global_batch_size:,} sequences of "
-        f"{config.corpus.sequence_length:,} tokens: {num_tokens:,} tokens in {elapsed_s:,.0f} s",
+        "trained": trained,
         "optimiser": f"AdamW, lr {train.lr:g} ({train.schedule}, {train.warmup_steps:,} steps of warm-up), "
         f"weight decay {train.weight_decay:g}, seed {config.seed}",
-        "this folder": f"format {config.export.format}; max difference of a logit from the trained model "
-        f"{parity.max_logit_difference:.1e} over {parity.num_positions:,} positions",
     }
-    return table(["", ""], [[name, told] for name, told in rows.items()])
 
 
 def _method(config: RunConfig) -> str:
@@ -129,21 +175,34 @@ def _method(config: RunConfig) -> str:
     return f"{told}, {method.router.rule} rule" if method.variant == "route" else told
 
 
-def _data(config: RunConfig) -> str:
-    ledgers = read_json(RunFolder(config.output_dir).final / "token_ledger.json")
+def _data(stages: list[_Stage]) -> str:
+    head = ["source", "language", "documents read", "dropped", "tokens", "tokens trained on"]
+    rows = [[stage.name, *row] for stage in stages for row in _sources(stage)]
+    if len(stages) > 1:
+        return table(["run", *head], rows)
+    return table(head, [row[1:] for row in rows])
+
+
+def _sources(stage: _Stage) -> list[list[str]]:
+    path = stage.folder / "token_ledger.json"
+    ledgers: dict[str, Any] = read_json(path) if path.is_file() else {}
     rows = []
-    for source in config.corpus.sources:
-        entry: dict[str, Any] = ledgers[source.name]
-        corpus = entry["corpus"]
-        dropped = sum(count["documents"] for count in corpus["dropped"].values())
-        counts = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
-        rows.append([source.name, language_name(source.language), *(f"{count:,}" for count in counts)])
-    return table(["source", "language", "documents read", "dropped", "tokens", "tokens trained on"], rows)
+    for source in stage.config.corpus.sources:
+        counts = ["not known"] * 4
+        if source.name in ledgers:
+            entry, corpus = ledgers[source.name], ledgers[source.name]["corpus"]
+            dropped = sum(count["documents"] for count in corpus["dropped"].values())
+            numbers = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
+            counts = [f"{number:,}" for number in numbers]
+        rows.append([source.name, language_name(source.language), *counts])
+    return rows
 
 
 def _forgetting(report: Report | None, export_format: str) -> str:
-    if report is None or not report.corpora:
+    if report is None:
         return "Not measured: `scale evaluate`, then `scale export` again, puts the table here."
+    if not report.corpora:
+        return "Not measured: `evaluation.perplexity` names no text to measure it on."
     answers = "adapted" if export_format == "llama" else report.served
     rows = []
     for corpus in report.corpora:

@@ -10,6 +10,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from scale_cli.errors import PublishError, UsageError
+from scale_cli.upscale.base import BASE_RECORD
+
+# What tells of the folders of this machine, and is of use beside the run alone; an adapter cannot be loaded without.
+_STAYS_HERE = ("manifest.json", "parity.json", "scale.yaml")
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,13 @@ class Publication:
         repository: on the hub.
         files: names and bytes.
         url: of the commit; None where nothing was sent.
+        names_folders: whether what is sent tells of folders of this machine.
     """
 
     repository: str
     files: dict[str, int]
     url: str | None
+    names_folders: bool = False
 
     def lines(self) -> list[str]:
         """Return one line for each file, and what became of them."""
@@ -32,9 +38,16 @@ class Publication:
         if self.url is not None:
             return [f"sent           {total}: {self.url}"]
         listed = [f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in self.files.items()]
+        if self.names_folders:
+            listed.append("               scale.yaml and base.json name folders as the config does")
         return [
             f"dry run        {total} would go to https://huggingface.co/{self.repository} (private where it is new):",
             *listed,
+            *(
+                ["               scale.yaml and base.json name folders as the config does"]
+                if self.names_folders
+                else []
+            ),
             "               nothing was sent; --no-dry-run sends it",
         ]
 
@@ -55,8 +68,13 @@ def check_repository(repository: str) -> None:
 
 def planned(folder: Path, repository: str) -> Publication:
     """Return what `publish` would send."""
-    sent = sorted(file for file in folder.rglob("*") if file.is_file())
-    return Publication(repository, {file.relative_to(folder).as_posix(): file.stat().st_size for file in sent}, None)
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    sizes = {name: file.stat().st_size for name, file in files.items() if name not in _staying_here(folder)}
+    return Publication(repository, sizes, None, names_folders="scale.yaml" in sizes)
+
+
+def _staying_here(folder: Path) -> tuple[str, ...]:
+    return () if (folder / BASE_RECORD).is_file() else _STAYS_HERE
 
 
 def publish(folder: Path, repository: str) -> Publication:
@@ -74,7 +92,12 @@ def publish(folder: Path, repository: str) -> Publication:
     hub = HfApi()
     try:
         hub.create_repo(repository, private=True, exist_ok=True)
-        commit = hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by scale")
+        commit = hub.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Export by scale",
+            ignore_patterns=list(_staying_here(folder)),
+        )
     except (HfHubHTTPError, OSError) as error:
         raise PublishError(f"--push-to-hub {repository}: {' '.join(str(error).split())}") from None
     return replace(planned(folder, repository), url=str(commit.commit_url))

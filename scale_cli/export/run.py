@@ -40,7 +40,7 @@ _DOCUMENTS_PER_CORPUS = 4
 _DESCRIPTIONS = {
     "llama": "plain dense model, no custom code: loads wherever the base model does",
     "transformers": "self-contained, loads with trust_remote_code=True, router included",
-    "adapter": "the expansion alone; loads onto the base it was trained on, and no other",
+    "adapter": "what was trained, alone; loads onto the base it was trained on, and no other",
 }
 
 
@@ -134,7 +134,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
 
 
 def check_format(config: RunConfig) -> None:
-    """Refuse a format that the method does not have.
+    """Refuse a format that the method does not have, or a precision that the format does not have.
 
     Raises:
         ConfigError: naming those it has.
@@ -143,6 +143,8 @@ def check_format(config: RunConfig) -> None:
     if config.export.format not in known:
         variant = f"a model of the variant {config.method.variant}"
         raise ConfigError(f"export.format: {config.export.format}: {variant} is exported as {' or '.join(known)}")
+    if config.export.format == "adapter" and config.export.dtype != "float32":
+        raise ConfigError(f"export.dtype: {config.export.dtype}: an adapter keeps what was trained, in float32")
 
 
 def _formats(method: MethodConfig) -> tuple[str, ...]:

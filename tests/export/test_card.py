@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,14 @@ from huggingface_hub import ModelCard
 
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.run import evaluate
+from scale_cli.export.card import model_card
 from scale_cli.export.licence import base_licence
+from scale_cli.export.parity import Parity
 from scale_cli.export.run import export
 from scale_cli.storage.atomic import read_json
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.export.conftest import configured
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route"}
@@ -74,3 +80,32 @@ def test_a_base_without_a_licence_is_said_to_have_none(tmp_path: Path, monkeypat
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "Find it out" in base_licence(ModelConfig(base="nobody/nothing")).told()
+
+
+def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Path, tmp_path: Path) -> None:
+    below = configured(shared_data, tmp_path / "first", ROUTE)
+    above = configured(shared_data, tmp_path / "second", ROUTE)
+    above = above.model_copy(update={"model": ModelConfig(base=str(tmp_path / "first"))})
+    for config in (below, above):
+        upscale(config)
+        train(config, None, print)
+    card = ModelCard.load(export(above).folder / "README.md")
+    first, second = (read_json(config.output_dir / "final" / "base.json") for config in (below, above))
+    assert "# ckpt-stories260K/hf, taught Korean" in card.text
+    assert ", upon first." in card.text
+    assert f"| base, SHA-256 | `{first['content_sha256']}` |" in card.text
+    assert f"| second: stands on, SHA-256 | `{second['content_sha256']}` |" in card.text
+    for config in (below, above):
+        name, ledger = config.output_dir.name, read_json(config.output_dir / "final" / "token_ledger.json")
+        assert f"| {name}: trained | 12 steps" in card.text
+        assert f"| {name} | petitions | Korean |" in card.text
+        assert f"| {ledger['petitions']['num_trained']:,} |" in card.text
+
+
+def test_where_only_benchmarks_were_measured_the_card_does_not_ask_to_measure_again(trained_run: TrainedRun) -> None:
+    report = evaluate(trained_run(ROUTE)).report
+    config = trained_run(ROUTE)
+    parity, licence = Parity(0.0, 0.0, 0.0, 1), base_licence(config.model)
+    text = model_card(config, dataclasses.replace(report, corpora=[]), parity, licence, "LlamaForCausalLM")
+    assert "names no text to measure it on" in text
+    assert "`scale evaluate`" not in text

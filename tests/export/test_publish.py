@@ -44,6 +44,19 @@ def test_what_is_sent_is_the_whole_folder_to_a_private_repository(folder: Path, 
     assert "hf_planted" not in "".join(sent.lines())
 
 
+def test_what_tells_of_this_machine_stays_here_but_for_what_an_adapter_needs(folder: Path, hub: HfApi) -> None:
+    for name in ("scale.yaml", "parity.json", "manifest.json"):
+        (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
+    assert list(publish.planned(folder, "me/model").files) == ["README.md", "sub/x.json"]
+    publish.publish(folder, "me/model")
+    kept_back = hub.upload_folder.call_args.kwargs["ignore_patterns"]  # type: ignore[attr-defined]
+    assert sorted(kept_back) == ["manifest.json", "parity.json", "scale.yaml"]
+    (folder / "base.json").write_text("{}", encoding="utf-8")
+    adapter = publish.planned(folder, "me/model")
+    assert {"scale.yaml", "base.json"} < set(adapter.files)
+    assert "name folders as the config does" in "".join(adapter.lines())
+
+
 def test_a_refusal_of_the_hub_is_one_line(folder: Path, hub: HfApi) -> None:
     response = Response(403, request=Request("POST", "https://huggingface.co/api"))
     hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)  # type: ignore[attr-defined]

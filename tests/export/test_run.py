@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError
+from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.run import export, export_is_finished
 from scale_cli.upscale.folder import load_onto_base
@@ -58,6 +58,13 @@ def test_weights_are_written_in_the_dtype_that_was_asked_for(trained_run: Traine
         dtypes = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 (not a dict)
     assert dtypes == {getattr(torch, dtype)}
     assert json.loads((summary.folder / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
+
+
+def test_an_adapter_of_another_precision_than_what_was_trained_is_refused(trained_run: TrainedRun) -> None:
+    config = trained_run(ROUTE, format="adapter")
+    lowered = config.model_copy(update={"export": config.export.model_copy(update={"dtype": "bfloat16"})})
+    with pytest.raises(ConfigError, match=r"^export\.dtype: bfloat16: an adapter keeps"):
+        export(lowered)
 
 
 def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
