@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError
+from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError, UsageError
 from scale_cli.printable import printable, without_passwords
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ MaxForgetting = Annotated[
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
 Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, or one folder of it.")]
-Generating = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, or an export.")]
+Generating = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many for each prompt.")]
 Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")]
@@ -54,7 +56,7 @@ Options = Annotated[
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with the base's share.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
 JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
 Prior = Annotated[
@@ -103,6 +105,8 @@ def plan(
     checked = _load(config, overrides)
     from scale_cli.planning import render, run
 
+    if output is not None and output.is_dir():
+        raise UsageError(f"--output {output}: is a folder; give a file")
     made = run.plan(checked, flops, utilisation, num_processes)
     if output is not None:
         run.write_plan(made, output)
@@ -130,7 +134,7 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Config, overrides: Overrides = None, resume: Resume = None, accept: Accepted = None) -> None:
-    """Train the expansion, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
+    """Train what the method trains, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
     checked = _load(config, overrides)
     from scale_cli.training import run
 
@@ -143,6 +147,8 @@ def evaluate(config: Config, overrides: Overrides = None, max_forgetting: MaxFor
     checked = _load(config, overrides)
     from scale_cli.evaluation import run
 
+    if max_forgetting is not None:
+        run.check_gate(checked)
     summary = run.evaluate(checked)
     _show(summary)
     if max_forgetting is not None:
@@ -205,7 +211,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts (or the lines of standard input) with a trained model, router and all."""
-    prompts = prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    lines = sys.stdin or ()  # closed
+    prompts = prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
         raise ConfigError("--prompt: none given, and nothing on standard input")
     _quieten_libraries()
@@ -245,15 +252,18 @@ def biography(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command(name="run")
-def run_all(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
+def run_all(
+    config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, accept: Accepted = None
+) -> None:
     """Run the four verbs in turn, skipping what is done already."""
     checked = _load(config, overrides)
+    from scale_cli.evaluation.run import check_forgetting, check_gate
     from scale_cli.pipeline import run_pipeline
 
-    report = run_pipeline(checked, _say)
     if max_forgetting is not None:
-        from scale_cli.evaluation.run import check_forgetting
-
+        check_gate(checked)
+    report = run_pipeline(checked, _say, accept or ())
+    if max_forgetting is not None:
         check_forgetting(report, max_forgetting)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.data.documents import source_files
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.results import Report
@@ -12,15 +13,17 @@ from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_repor
 from scale_cli.export.run import check_format, export, export_is_finished
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.run import train
+from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.run import upscale, upscale_is_finished
 
 
-def run_pipeline(config: RunConfig, say: Callable[[str], None]) -> Report:
+def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collection[str] = ()) -> Report:
     """Upscale, train (resuming what was interrupted), evaluate and export.
 
     Args:
         config: the resolved config.
         say: prints a line for the user.
+        accepted: keys that may have changed since the run was begun.
 
     Raises:
         ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
@@ -39,8 +42,9 @@ def run_pipeline(config: RunConfig, say: Callable[[str], None]) -> Report:
             source_files(source)
     say("== upscale")
     show([f"done already   {run.upscaled}"] if upscale_is_finished(config) else upscale(config).lines())
+    open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
     say("== train")
-    show(train(config, "auto", say).lines())
+    show(train(config, "auto", say, accepted).lines())
     say("== evaluate")
     report = finished_report(config)
     summary = evaluate(config) if report is None else EvaluationSummary(run.evaluation, report)

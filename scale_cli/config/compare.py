@@ -134,7 +134,8 @@ def _remedy(refused: list[_Change]) -> str:
     earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_TOLD])
     ways = [f"go on with what it was ({earlier})"]
     if all(change.key in ACCEPTABLE for change in refused):
-        ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")
+        accepted = " ".join(f"--accept {change.key}" for change in refused)
+        ways.append(f"say that it may change (scale train CONFIG --resume auto {accepted})")
     return f"{', '.join(ways)}, or start anew in another output_dir"
 
 

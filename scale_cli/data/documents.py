@@ -83,6 +83,11 @@ class Dropped:
 Record = Document | Dropped
 
 
+def described(source: TextSource) -> str:
+    """Return a source's name and where it is, for a message."""
+    return f"{source.name} ({source.path or source.dataset})"
+
+
 def source_files(source: TextSource) -> list[Path]:
     """Return the local files of a source, sorted by name.
 

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from scale_cli.config.schema import ReadingConfig, TextSource
-from scale_cli.data.documents import CorpusReader
+from scale_cli.data.documents import CorpusReader, described
 from scale_cli.data.encoding import Encoded, Recipe, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
@@ -72,7 +72,7 @@ def tokenise(source: TextSource, recipe: Recipe, folder: Path, reading: ReadingC
                 shards.append(part)
             ledger.num_tokens = shards.num_tokens
         try:
-            check_bad_fraction(source.name, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+            check_bad_fraction(described(source), ledger, max_bad_fraction=1.0)  # without text there is nothing to open
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()

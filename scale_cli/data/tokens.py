@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.decompression import COMPRESSIONS
-from scale_cli.data.documents import dataset_commit, source_files
+from scale_cli.data.documents import dataset_commit, described, source_files
 from scale_cli.data.encoding import Ids, Recipe
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
@@ -109,7 +109,7 @@ def tokenised(
     if not is_tokenised(folder):
         tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
     corpus = _opened(folder, tokenizer)
-    check_bad_fraction(source.name, corpus.ledger, reading.max_bad_fraction)
+    check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
     return corpus
 
 

@@ -128,6 +128,16 @@ def write_report(
         write_text(partial / "scale.yaml", dump_config(config))
 
 
+def check_gate(config: RunConfig) -> None:
+    """Refuse a gate that would hold nothing.
+
+    Raises:
+        ConfigError: there is no retention corpus to measure.
+    """
+    if not any(source.role == "retention" for source in config.evaluation.perplexity):
+        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
+
+
 def check_forgetting(report: Report, max_forgetting: float) -> None:
     """Hold the served head to a limit on every retention corpus.
 
@@ -137,12 +147,8 @@ def check_forgetting(report: Report, max_forgetting: float) -> None:
 
     Raises:
         ForgettingError: naming the corpus on which more was lost.
-        ConfigError: no retention corpus was measured, so the gate would hold nothing.
     """
-    corpora = report.with_role("retention")
-    if not corpora:
-        raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
-    for corpus in corpora:
+    for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
         if lost is None or lost > max_forgetting:
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"

@@ -187,7 +187,8 @@ def load_base_config(model: ModelConfig) -> Any:
     supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
     model = root_model(model)
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
-        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json")
+        place = "" if Path(model.base).is_absolute() else f" in {Path.cwd()}"
+        raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
     _check_stays_inside(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)

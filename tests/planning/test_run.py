@@ -169,6 +169,7 @@ def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
         (["method.variant=lora", "method.lora.targets=[no_such_proj]"], ["method.lora.targets"]),
         (["corpus.sequence_length=100000"], ["corpus.sequence_length"]),
         (["--num-processes", "3"], ["train.global_batch_size", "3 processes"]),
+        (["--output", "."], ["--output .", "is a folder"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_that_names_it(

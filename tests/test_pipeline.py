@@ -1,0 +1,73 @@
+"""`scale run`: what is certain to be refused is refused before anything is spent, and a finished run may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli.cli import main
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.storage.atomic import read_json
+from scale_cli.storage.layout import RunFolder
+from tests.export.conftest import configured
+
+Scale = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def config(shared_data: Path, tmp_path: Path) -> RunConfig:
+    return configured(shared_data, tmp_path / "run", {"variant": "route"})
+
+
+@pytest.fixture
+def scale(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Scale:
+    """Run a verb on the config; return its exit code and its error."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+
+    def run(verb: str, *arguments: Any) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["scale", verb, str(path), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def test_a_held_out_file_without_text_is_refused_by_its_place_before_training(
+    config: RunConfig, tmp_path: Path, scale: Scale
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    code, error = scale("run", f"evaluation.perplexity.1.path={tmp_path}/empty.txt")
+    assert code == 2
+    assert f"petitions-held-out ({tmp_path}/empty.txt): no document with text" in error
+    assert not RunFolder(config.output_dir).final.exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "evaluate"])
+def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
+    config: RunConfig, scale: Scale, verb: str
+) -> None:
+    code, error = scale(verb, "evaluation.perplexity.0.role=acquisition", "--max-forgetting", "0.1")
+    assert (code, "no corpus of role retention" in error) == (2, True)
+    assert not config.output_dir.exists()
+
+
+def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(
+    config: RunConfig, scale: Scale
+) -> None:
+    assert scale("run")[0] == 0
+    code, error = scale("run", "train.max_steps=14")
+    assert code == 2
+    assert "scale train CONFIG --resume auto --accept train.max_steps" in error
+    assert scale("run", "train.max_steps=14", "--accept", "train.max_steps")[0] == 0
+    position = read_json(config.output_dir / "final" / "position.json")
+    assert position["step"] == 14
+    report = read_json(RunFolder(config.output_dir).evaluation / "report.json")
+    assert report["num_tokens_trained"] == position["num_tokens"]
