@@ -144,7 +144,7 @@ def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity
         rows += [[f"{named}{what}", told] for what, told in _training(stage).items()]
     told = (
         f"format {export_format}; max difference of a logit from the trained model {parity.max_logit_difference:.1e} "
-        f"over {parity.num_positions:,} positions (its own rounding: {parity.own_max_difference:.1e})"
+        f"over {parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
     )
     return table(["", ""], [*rows, ["this folder", told]])
 

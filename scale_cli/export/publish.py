@@ -43,11 +43,6 @@ class Publication:
         return [
             f"dry run        {total} would go to https://huggingface.co/{self.repository} (private where it is new):",
             *listed,
-            *(
-                ["               scale.yaml and base.json name folders as the config does"]
-                if self.names_folders
-                else []
-            ),
             "               nothing was sent; --no-dry-run sends it",
         ]
 
