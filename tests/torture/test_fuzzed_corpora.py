@@ -265,7 +265,7 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
                     assert sum(count["documents"] for count in ledger["dropped"].values()) == file.num_dropped
             else:
                 assert done.exit_code == 2
-                assert done.error().startswith("x: ")
+                assert done.error().startswith(("x: ", f"x ({folder / file.name}): "))
                 good = file.kept and file.num_dropped == 0 and not file.cut
                 assert not good, done.stderr
         counted.files += 1
