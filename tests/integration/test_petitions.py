@@ -20,6 +20,8 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import changed_tensors, load_base
 from scale_cli.upscale.folder import read_record
 
+pytestmark = pytest.mark.long
+
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 
 

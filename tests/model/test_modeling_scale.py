@@ -18,6 +18,8 @@ from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs
 from scale_cli.upscale.base import changed_tensors, record_base
 from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
 
+pytestmark = pytest.mark.long
+
 # Variant and collaborating layers; the paper's three, and route with and without an untouched stream of its own.
 METHODS = [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")]
 WHERE_LAYERS_COLLABORATE = [("adapt", None), ("adapt", "top:2"), ("route", "all"), ("route", "top:2")]
@@ -70,7 +72,7 @@ def test_base_logits_are_the_base_models_bit_for_bit_before_and_after_training(
         assert torch.equal(preserved, logits)
         assert torch.equal(adapted, logits.float()), "step 0: H' = 0 and W12 = 0"
     with torch.enable_grad():
-        losses = train_steps(model, ids, num_steps=50, lr=1e-2)
+        losses = train_steps(model, ids, num_steps=20, lr=1e-2)
     for batch, logits in zip(prompts(ids), expected, strict=True):
         preserved, adapted = both_heads(model, batch)
         assert torch.equal(preserved, logits)

@@ -17,6 +17,8 @@ from tests.torture.tiny_run import Runs, assert_same
 from tests.torture.undisturbed import assert_as_undisturbed, beginning, undisturbed, written_by
 from tests.torture.verbs import ended_group, run_verb
 
+pytestmark = pytest.mark.long
+
 Record = Callable[[str, object], None]
 
 

@@ -39,6 +39,8 @@ from scale_cli.upscale.run import upscale
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
 
+pytestmark = pytest.mark.long
+
 SHARDINGS = ("none", "expansion", "all")
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
 _RANK = "method.lora.rank=1"

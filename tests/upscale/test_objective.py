@@ -20,6 +20,8 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import compiled, for_training
 from tests.widening import as_if_trained, tiny_llama, widen
 
+pytestmark = pytest.mark.long
+
 METHODS: dict[str, dict[str, Any]] = {
     "preserve": {"variant": "preserve"},
     "route": {"variant": "route", "collaboration": {"layers": "top:1"}},
