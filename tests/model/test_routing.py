@@ -71,7 +71,8 @@ def documents(draw: st.DrawFn, *, base_may_break: bool = True) -> Said:
 
 def recursion(said: Said, switch_rate: float) -> Values:
     """Bayes' rule one token at a time, then a share of the weight back to the prior; probabilities (K, T + 1)."""
-    prior = np.exp(said.prior_K.numpy())
+    # In float64 a head's weight falls to zero after a dozen bad tokens, and no later one could bring it back.
+    prior = np.exp(said.prior_K.numpy().astype(np.longdouble))
     weights = prior
     columns = [weights]
     for token in _zero_for_nan(said.log_probs_KT).T:
@@ -86,7 +87,7 @@ def recursion(said: Said, switch_rate: float) -> Values:
             updated = updated / updated.sum()
         weights = (1.0 - switch_rate) * updated + switch_rate * prior
         columns.append(weights)
-    return np.stack(columns, axis=1)
+    return np.stack(columns, axis=1).astype(np.float64)
 
 
 @unhurried
