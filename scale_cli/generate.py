@@ -233,9 +233,10 @@ class Generator:
         if len(ends):
             new = new[: int(ends[0])]
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
-        # A token alone may be decoded without its space, or be half a character: what it adds is what it says.
-        ends_at = range(len(row), len(row) + len(new) + 1)
-        whole = [str(self.tokenizer.decode(torch.cat([row, new])[:end])) for end in ends_at]
+        # A token alone may be decoded without its space, or be half a character: what it adds to the text before it,
+        # of which the prompt's last token is enough, is what it says.
+        spoken = torch.cat([row[-1:], new])
+        whole = [str(self.tokenizer.decode(spoken[:end])) for end in range(1, len(spoken) + 1)]
         texts = [text[len(whole[0]) :] for text in whole]
         added = [now[len(before) :] for before, now in pairwise(texts)]
         tokens = [

@@ -5,9 +5,8 @@ Source: the hub's metadata, https://huggingface.co/docs/hub/model-cards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,48 +81,72 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         architecture: the class that the exported config.json names.
     """
     stages = _stages(config)
-    record, base = read_record(stages[0].folder), stages[0].config.model.base
-    taught = list(dict.fromkeys(code for stage in stages for code in taught_languages(stage.config)))
+    record = read_record(stages[0].folder)
+    source = " ([SCALE](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
+    upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
+    return card_page(
+        record,
+        [stage.config for stage in stages],
+        licence,
+        config.method.variant,
+        f"Made by `scale` with the method {config.method.variant}{source}{upon}.",
+        {
+            "Loading": _LOADING[config.export.format].format(architecture=architecture),
+            "How it was made": _making(stages, record, config.export.format, parity),
+            "Data": _data(stages),
+            "What it forgot, and what it learned": _forgetting(report, config.export.format),
+        },
+    )
+
+
+def card_page(
+    record: BaseRecord,
+    runs: Sequence[RunConfig],
+    licence: Licence,
+    kind: str,
+    summary: str,
+    sections: Mapping[str, str],
+) -> str:
+    """Return a card: the hub's metadata, title and summary, sections by their titles, the licence.
+
+    Args:
+        record: of the plain base.
+        runs: the trainings that made the model, the first of them on that base.
+        licence: of the base.
+        kind: of model, for the hub's tags.
+        summary: one sentence.
+        sections: in Markdown.
+    """
+    base = runs[0].model.base
+    taught = _distinct(source.language for run in runs for source in run.corpus.sources)
     metadata = ModelCardData(
-        language=list(dict.fromkeys(code for stage in stages for code in languages_of(stage.config))),
+        language=_distinct(code for run in runs for code in _languages(run)),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=None if looks_local(base) else base,
-        tags=["scale", "continual-pretraining", config.method.variant],
+        tags=["scale", "continual-pretraining", kind],
     )
-    source = " ([SCALE](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
-    upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
-    return card_page(
-        metadata,
-        {
-            f"# {base_title(record)}, taught {' and '.join(map(language_name, taught))}": f"Made by `scale` with the "
-            f"method {config.method.variant}{source}{upon}.",
-            "## Loading": _LOADING[config.export.format].format(architecture=architecture),
-            "## How it was made": _making(stages, record, config.export.format, parity),
-            "## Data": _data(stages),
-            "## What it forgot, and what it learned": _forgetting(report, config.export.format),
-            "## Licence": f"{licence.told()} The texts it was trained on have licences of their own.",
-        },
-    )
+    told = f"{licence.told()} The texts it was trained on have licences of their own."
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {base_title(record)}, taught {' and '.join(map(language_name, taught))}",
+        summary,
+        *(f"## {title}\n\n{text}" for title, text in {**sections, "Licence": told}.items()),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def card_page(metadata: ModelCardData, sections: Mapping[str, str]) -> str:
-    """Return a card: the hub's metadata, then sections by their titles."""
-    return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *chain.from_iterable(sections.items())]) + "\n"
+def _distinct(codes: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(codes))
 
 
-def taught_languages(config: RunConfig) -> list[str]:
-    """Return the codes of the languages that a run trains on."""
-    return list(dict.fromkeys(source.language for source in config.corpus.sources))
-
-
-def languages_of(config: RunConfig) -> list[str]:
+def _languages(config: RunConfig) -> list[str]:
     """Return the codes of the languages that a run keeps and of those that it trains on."""
     kept = [source.language for source in config.evaluation.perplexity if source.role == "retention"]
-    return list(dict.fromkeys([*kept, *taught_languages(config)]))
+    return [*kept, *(source.language for source in config.corpus.sources)]
 
 
 def base_title(record: BaseRecord) -> str:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
-
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.render import language_name
-from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, languages_of, table, taught_languages
+from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, table
 from scale_cli.export.licence import Licence
 from scale_cli.join.members import Joint, Member
 from scale_cli.join.render import figures_table
 from scale_cli.join.scoring import JoinedCorpus
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.checkpoint import TOKEN_LEDGER
-from scale_cli.upscale.base import looks_local, root_model
 
 
 def joined_card(
@@ -32,46 +29,33 @@ def joined_card(
         licence: of the base.
         switch_rate: of the posterior rule.
     """
-    trained = [load_config(member.folder / "scale.yaml") for member in joint.members]
-    taught = list(dict.fromkeys(language_name(code) for config in trained for code in taught_languages(config)))
-    base = root_model(joint.configs[0].model).base
-    metadata = ModelCardData(
-        language=list(dict.fromkeys(code for config in trained for code in languages_of(config))),
-        license=licence.identifier,
-        license_name=licence.name,
-        license_link=licence.link,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=None if looks_local(base) else base,
-        tags=["scale", "continual-pretraining", "joined"],
-    )
+    runs = [load_config(member.folder / "scale.yaml") for member in joint.members]
     heads = ["base", *(member.name for member in joint.members)]
-    prior = joint.model.config.router_prior
+    router = f"posterior rule, weight of the base {joint.model.config.router_prior:g}, switch rate {switch_rate:g}"
+    rows = [
+        row
+        for member, run in zip(joint.members, runs, strict=True)
+        for row in _sources(member, heads[member.parent], run)
+    ]
     return card_page(
-        metadata,
+        joint.record,
+        runs,
+        licence,
+        "joined",
+        f"{len(joint.members)} expansions of [SCALE](https://arxiv.org/abs/2511.03270) on one frozen base, joined by "
+        "`scale join`. The base's logits, and every expansion's, are bit for bit what they are alone.",
         {
-            f"# {base_title(joint.record)}, taught {' and '.join(taught)}": f"{len(joint.members)} expansions of "
-            "[SCALE](https://arxiv.org/abs/2511.03270) on one frozen base, joined by `scale join`. The base's logits, "
-            "and every expansion's, are bit for bit what they are alone.",
-            "## Loading": LOADING_WITH_CODE,
-            "## How it was made": table(
+            "Loading": LOADING_WITH_CODE,
+            "How it was made": table(
                 ["", ""],
                 [
                     ["base", f"{base_title(joint.record)}, {joint.record.dtype}"],
                     ["base, SHA-256", f"`{joint.record.content_sha256}`"],
-                    ["router", f"posterior rule, weight of the base {prior:g}, switch rate {switch_rate:g}"],
+                    ["router", router],
                 ],
             ),
-            "## Expansions": table(
-                ["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"],
-                [
-                    row
-                    for member, config in zip(joint.members, trained, strict=True)
-                    for row in _sources(member, heads[member.parent], config)
-                ],
-            ),
-            "## What it costs, and what it learned": figures_table(corpora, max_cost_nats),
-            "## Licence": f"{licence.told()} The texts it was trained on have licences of their own.",
+            "Expansions": table(["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"], rows),
+            "What it costs, and what it learned": figures_table(corpora, max_cost_nats),
         },
     )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -25,23 +23,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import TextSource
 from scale_cli.data.documents import CorpusReader, Document
+from tests.data.corpus_files import COMPRESSORS
 from tests.torture.command_line import Scale, command_line
 
 LIMIT = 2000  # corpus.max_document_bytes
 
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return bytes(sink.getvalue())
-
-
-def plain(content: bytes) -> bytes:
-    return content
-
-
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": plain, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 
 # Text as it may stand in each format: a .txt has lines, of which a blank one ends a document.
 CHARACTERS = st.characters(exclude_categories=["Cs", "Cc"])
@@ -96,7 +82,7 @@ def parquet(texts: Any, **options: Any) -> bytes:
 @st.composite
 def whole_files(draw: st.DrawFn) -> Fuzzed:
     """A file of documents, with bad records among them where the format can have any."""
-    form, compression = draw(st.sampled_from(sorted(TEXTS))), draw(st.sampled_from(sorted(COMPRESS)))
+    form, compression = draw(st.sampled_from(sorted(TEXTS))), draw(st.sampled_from(sorted(COMPRESSORS)))
     texts, num_bad = draw(st.lists(TEXTS[form], min_size=1, max_size=8)), 0
     newline = draw(st.sampled_from(["\n", "\r\n"])) if form == ".txt" else "\n"
     if form == ".jsonl":
@@ -117,7 +103,7 @@ def whole_files(draw: st.DrawFn) -> Fuzzed:
         texts = [text.replace("\n", newline) for text in texts]
     if form != ".parquet" and draw(st.booleans()):
         content = b"\xef\xbb\xbf" + content
-    return Fuzzed(f"x{form}{compression}", COMPRESS[compression](content), texts, num_bad)
+    return Fuzzed(f"x{form}{compression}", COMPRESSORS[compression](content), texts, num_bad)
 
 
 @st.composite
@@ -319,7 +305,7 @@ print(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - 
 @pytest.mark.parametrize("name", ["x.txt.xz", "x.jsonl.gz", "x.txt.zst", "x.parquet.xz"])
 def test_a_bomb_is_dropped_in_little_memory(tmp_path: Path, in_full: bool, name: str) -> None:
     bomb = tmp_path / name
-    bomb.write_bytes(COMPRESS[bomb.suffix](b" " * (1 << 30 if in_full else 1 << 27)))
+    bomb.write_bytes(COMPRESSORS[bomb.suffix](b" " * (1 << 30 if in_full else 1 << 27)))
     assert bomb.stat().st_size < (1 << 21 if in_full else 1 << 18)
     done = subprocess.run([sys.executable, "-c", PEAK, str(bomb)], capture_output=True, text=True, check=True)
     reasons, growth_kib = json.loads(done.stdout)
