@@ -18,6 +18,16 @@ def cache_dir(config: RunConfig) -> Path:
     return config.corpus.cache_dir or RunFolder(config.output_dir).tokens
 
 
+def training_sources(config: RunConfig) -> list[TextSource]:
+    """Return every source that training reads: what is trained on, and what is scored on the way."""
+    return [*config.corpus.sources, *(config.evaluation.perplexity if config.train.eval_every_steps else ())]
+
+
+def every_source(config: RunConfig) -> list[TextSource]:
+    """Return every source of a config, trained on or held out."""
+    return [*config.corpus.sources, *config.evaluation.perplexity]
+
+
 def open_training_corpora(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
 ) -> list[TokenisedCorpus]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -341,11 +341,23 @@ def dataset_commit(source: TextSource) -> str:
     Raises:
         CorpusError: it cannot be found out.
     """
+    return str(_dataset_builder(source).hash)
+
+
+def dataset_splits(source: TextSource) -> list[str]:
+    """Return the splits of a dataset, as far as they are known before it is loaded; none where they are not.
+
+    Raises:
+        CorpusError: it cannot be found out.
+    """
+    return [str(split) for split in _dataset_builder(source).config.data_files or ()]
+
+
+def _dataset_builder(source: TextSource) -> Any:
     import datasets  # takes seconds, and only hub sources need it
 
     with _named_dataset_errors(source):
-        builder = datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
-    return str(builder.hash)
+        return datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
 
 
 def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:

@@ -19,6 +19,7 @@ from scale_cli.evaluation.scoring import observe_documents
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import load_model
 from scale_cli.upscale.method import two_headed
 
@@ -87,6 +88,7 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
     for role in ("retention", "acquisition"):
         if role not in roles:
             raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
+    check_before_writing(config, config.evaluation.perplexity)
     run = RunFolder(config.output_dir)
     model = two_headed(load_model(run.final, config.model), config.model)
     corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)

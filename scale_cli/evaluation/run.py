@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scale_cli.config.compare import BASE_PLACE, EVALUATE_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import BenchmarkSource, MethodConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError, RunFolderError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
@@ -20,9 +20,9 @@ from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import load_model, trained_sha256
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.sizes import check_context
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
@@ -55,9 +55,9 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
     check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
-    benchmarks = _open_benchmarks(config.evaluation.benchmarks)  # before time is spent: a file may not be there
+    check_before_writing(config, sources)
+    benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
     trained = load_model(run.final, config.model)
-    check_context(config, trained.config)
     model = two_headed(trained, config.model)
     corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
     results = []
@@ -90,12 +90,18 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     return EvaluationSummary(run.evaluation, report)
 
 
-def _open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks | None:
-    if not sources:
+def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
+    """Open every benchmark of a config; None where it names none.
+
+    Raises:
+        ConfigError: lm-eval has no task of that name, or a prompt does not fit.
+        CorpusError: a local file cannot be read.
+    """
+    if not config.evaluation.benchmarks:
         return None
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks  # lm-eval takes seconds, and only this needs it
 
-    return OpenedBenchmarks.open(sources)
+    return OpenedBenchmarks.open(config.evaluation.benchmarks)
 
 
 def finished_report(config: RunConfig) -> Report | None:

@@ -25,6 +25,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_tokenizer, load_written
+from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import (
     MethodModel,
     load_model,
@@ -81,6 +82,7 @@ def export(config: RunConfig) -> ExportSummary:
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
     check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
     check_format(config)
+    check_before_writing(config, config.evaluation.perplexity)
     model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
     set_router(model, config.method.router)
     prompts = _prompts(config, tokenizer)

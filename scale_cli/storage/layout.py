@@ -60,20 +60,36 @@ class RunFolder:
         Raises:
             RunFolderError: a file is in the way, nothing may be written there, or a symbolic link in it leads out.
         """
-        there = next(folder for folder in (self.root, *self.root.absolute().parents) if os.path.lexists(folder))
-        if not there.is_dir():
-            raise RunFolderError(f"output_dir {self.root}: {there} is not a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise RunFolderError(f"output_dir {self.root}: {there} cannot be written to")
+        check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
         for link in self._links():
             if not Path(os.path.realpath(link)).is_relative_to(root):
                 raise RunFolderError(f"{link}: leads out of output_dir, to {link.readlink()}; nothing is written there")
+        for place in (*self._folders(), self.root / "export"):
+            if os.path.lexists(place) and not place.is_dir():
+                raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
+        if self.metrics.is_dir():
+            raise RunFolderError(f"{self.metrics}: is a folder, and a file is to be written there; move it away")
+
+    def _folders(self) -> tuple[Path, ...]:
+        return (self.upscaled, self.checkpoints, self.final, self.tokens, self.evaluation)
 
     def _links(self) -> Iterator[Path]:
         """Yield the symbolic links where something of ours may be written, half-written folders included."""
-        ours = (self.upscaled, self.checkpoints, self.final, self.metrics, self.tokens, self.evaluation)
-        for place in (*ours, self.root / "export"):
+        for place in (*self._folders(), self.metrics, self.root / "export"):
             for path in (place, *self.root.glob(f".{place.name}.*")):
                 inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
                 yield from (found for found in (path, *inside) if found.is_symlink())
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """Find out whether a folder is there, or can be made, and may be written to.
+
+    Raises:
+        RunFolderError: naming the key of the config that asks for it.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise RunFolderError(f"{key} {folder}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{key} {folder}: {there} cannot be written to")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
+from scale_cli.data.corpora import every_source, open_held_out_corpora, open_training_corpora
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.before_writing import check_before_writing
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def prepare(config: RunConfig) -> PrepareSummary:
     Raises:
         CorpusError: a source cannot be read, holds no text, or too much of it is bad.
     """
+    check_before_writing(config, every_source(config))
     tokenizer = load_tokenizer(config.model)
     training = open_training_corpora(config, tokenizer, show_progress=True)
     held_out = open_held_out_corpora(config, tokenizer, show_progress=True)

@@ -14,7 +14,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
+from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora, training_sources
 from scale_cli.errors import RunFolderError, StorageError, TrainingError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -47,10 +47,10 @@ from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer, one_line
+from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.sizes import check_context, check_processes
 
 # One process tokenises, evaluates and saves while the others wait.
 _PATIENCE = timedelta(hours=24)
@@ -97,6 +97,7 @@ def train(
         return _finished(run_folder.final, config, accepted)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
+    check_before_writing(config, training_sources(config), accelerator.num_processes)
     with claimed(run_folder.root) if accelerator.is_main_process else nullcontext(), _peers_named(accelerator):
         if accelerator.is_main_process:
             remove_leftovers(run_folder.checkpoints)
@@ -227,7 +228,6 @@ def _open_run(
     config: RunConfig, accelerator: Accelerator, start: Path | None, say: Callable[[str], None]
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
-    check_processes(config, accelerator.num_processes)
     verify_folder(run_folder.upscaled)
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_PLACE)
     tokenizer = load_tokenizer(config.model)
@@ -245,7 +245,6 @@ def _open_run(
     if start is not None:
         _check_same_text(start, contents)
     model = load_onto_base(run_folder.upscaled, config.model, config.seed)
-    check_context(config, model.config)
     if sizes.sharding != "none" and accelerator.num_processes > 1:
         # Accelerate would wrap a sharded model once more.
         wrapped = shard_model(model, accelerator, sizes)

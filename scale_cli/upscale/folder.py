@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from peft import PeftModel
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from scale_cli.config.load import load_config
@@ -22,7 +24,15 @@ from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import MANIFEST, load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import BASE_RECORD, BaseRecord, check_same_base, load_base, stage_folder
+from scale_cli.upscale.base import (
+    BASE_RECORD,
+    BaseRecord,
+    base_without_weights,
+    check_same_base,
+    load_base,
+    load_base_config,
+    stage_folder,
+)
 from scale_cli.upscale.baselines import prepare_baseline
 
 TRAINED = "trained.safetensors"
@@ -96,13 +106,41 @@ def load_any_base(model: ModelConfig) -> PreTrainedModel:
     folder = stage_folder(model)
     if folder is None:
         return load_base(model)
+    widened = load_model(folder, _model_below(folder, model))
+    assert isinstance(widened, ScaleForCausalLM), "_model_below"
+    return widened.requires_grad_(False)
+
+
+def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
+    """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device.
+
+    Raises:
+        BaseModelError: not found, not supported, or not held in `model.dtype`.
+    """
+    folder = stage_folder(model)
+    if folder is None:
+        return base_without_weights(load_base_config(model), model.dtype)
+    below = any_base_without_weights(_model_below(folder, model))
+    with torch.device("meta"):
+        widened: PreTrainedModel = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), below)
+    return widened.requires_grad_(False)
+
+
+def _model_below(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return what the widened model in a folder stands on, or say why nothing more can stand on it."""
     below = load_config(folder / "scale.yaml").model
     if below.dtype != model.dtype:
         raise BaseModelError(f"model.dtype: {model.dtype}, but {model.base} was trained on a base in {below.dtype}")
-    widened = load_model(folder, below)
-    if not isinstance(widened, ScaleForCausalLM):
+    if not _read_method(folder).widens:
         raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
-    return widened.requires_grad_(False)
+    return below
+
+
+def _read_method(folder: Path) -> MethodConfig:
+    try:
+        return MethodConfig.model_validate(read_json(folder / _METHOD))
+    except ValidationError:
+        raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
 
 
 def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
@@ -113,7 +151,7 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
     """
     loaded = load_any_base(base)
     check_same_base(loaded, read_record(folder), where=f"model.base {base.base}")
-    method = MethodConfig.model_validate(read_json(folder / _METHOD))
+    method = _read_method(folder)
     model: MethodModel
     if method.widens:
         model = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), loaded)

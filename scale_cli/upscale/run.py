@@ -8,11 +8,13 @@ from pathlib import Path
 from scale_cli.config.compare import BASE_PLACE, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import training_sources
 from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, check_same_base, load_tokenizer, record_base
+from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
@@ -82,8 +84,9 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     run, method = RunFolder(config.output_dir), config.method
     if run.final.is_dir() or run.checkpoints.is_dir():
         raise RunFolderError(_already_begun(run, config))
-    base = load_any_base(config.model)
+    check_before_writing(config, training_sources(config))
     tokenizer = load_tokenizer(config.model)
+    base = load_any_base(config.model)
     if len(tokenizer) > base.config.vocab_size:
         raise BaseModelError(
             f"model.base: the tokenizer of {config.model.base} has {len(tokenizer):,} ids, "

@@ -20,7 +20,10 @@ def write_config(folder: Path, base: Path, lines: list[str]) -> RunConfig:
     config = {
         "output_dir": str(folder / "run"),
         "model": {"base": str(base)},
-        "corpus": {"sources": [{"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}]},
+        "corpus": {
+            "sequence_length": 32,
+            "sources": [{"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}],
+        },
         "train": {"max_steps": 1},
         "evaluation": {
             "perplexity": [

@@ -30,13 +30,15 @@ def base(shared_data: Path, tmp_path: Path) -> Path:
 
 
 def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int = 0, **method: Any) -> RunConfig:
+    text = output_dir.parent / "text.txt"
+    text.write_text("It is not read here.", encoding="utf-8")
     return RunConfig.model_validate(
         {
             "output_dir": output_dir,
             "seed": seed,
             "model": {"base": str(base), "dtype": dtype},
             "method": method,
-            "corpus": {"sources": [{"name": "unused", "path": "unused.txt", "language": "ko"}]},
+            "corpus": {"sequence_length": 32, "sources": [{"name": "text", "path": str(text), "language": "ko"}]},
             "train": {"max_steps": 1},
         }
     )

@@ -1,0 +1,28 @@
+"""Whether a source of text can be read at all: found out without reading it."""
+
+from __future__ import annotations
+
+from scale_cli.config.schema import TextSource
+from scale_cli.data.documents import dataset_splits, source_files
+from scale_cli.errors import CorpusError
+
+
+def check_source(source: TextSource) -> None:
+    """Find out whether a source is there: every file of it opened, or the hub (or its cache) asked.
+
+    Raises:
+        CorpusError: a file is missing, unreadable or of no known format; a dataset cannot be reached, or has no such
+            split.
+    """
+    if source.path is None:
+        splits = dataset_splits(source)
+        if splits and source.split not in splits:
+            known = ", ".join(splits)
+            raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
+        return
+    for file in source_files(source):
+        try:
+            with file.open("rb"):
+                pass
+        except OSError as error:
+            raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
