@@ -198,6 +198,8 @@ def load_base_config(model: ModelConfig) -> Any:
     config.attention_dropout = 0.0
     if config.model_type not in SUPPORTED_FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
+    if "/" in str(config._attn_implementation):  # transformers would download and run it
+        raise BaseModelError(f"model.base: {model.base} wants a kernel of the hub ({config._attn_implementation})")
     _check_sizes(config, model.base)
     return config
 

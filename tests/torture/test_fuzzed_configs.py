@@ -27,9 +27,9 @@ TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = {
     "plan": (scale_cli.planning.run, "load_base_config"),
-    "upscale": (scale_cli.upscale.run, "load_any_base"),
-    "prepare": (scale_cli.training.prepare, "load_tokenizer"),
-    "run": (scale_cli.pipeline, "upscale"),
+    "upscale": (scale_cli.upscale.run, "check_before_writing"),
+    "prepare": (scale_cli.training.prepare, "check_before_writing"),
+    "run": (scale_cli.pipeline, "check_before_writing"),
     "biography": (scale_cli.biography.run, "run_biography"),
 }
 
@@ -39,8 +39,6 @@ def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     """The command line, up to the model."""
     for module, name in VERBS.values():
         monkeypatch.setattr(module, name, model_loads)
-    # These sources are not in this repository; that they are not there is another test's subject.
-    monkeypatch.setattr(scale_cli.pipeline, "source_files", lambda _: [])
     return command_line(monkeypatch, capfd)
 
 
