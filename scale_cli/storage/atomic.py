@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
 # What a folder's numbers may hang on.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+# Only a write can fail so.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # renameat2(2): relative to the working directory; swap the two names.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -45,24 +47,62 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says of a write that failed into one line that names the file.
+    """Turn what the system says of a write that failed into one line that names the file; the body does nothing else.
 
     Raises:
         StorageError: in place of the system's error.
     """
     try:
         yield
-    except OSError as error:
-        # What is deleted with its folder is named by its last name alone.
-        named = Path(os.fsdecode(error.filename or path))
-        place = path if named == Path(named.name) else named
-        raise StorageError(f"{place}: could not be written ({error.strerror or error})") from None
-    except SafetensorError as error:
-        raise StorageError(f"{path}: could not be written ({error})") from None
     except Exception as error:
-        if type(error) is not Exception or "(os error" not in str(error):  # how tokenizers tells of the system's errors
+        if (reason := _system_reason(error)) is None:
             raise
-        raise StorageError(f"{path}: could not be written ({error})") from None
+        raise StorageError(f"{_written_place(error, path)}: could not be written ({reason})") from None
+
+
+@contextmanager
+def _filling(beside: Path, path: Path) -> Iterator[None]:
+    """Tell of what failed in a body that writes to a folder, and reads elsewhere, as what it is.
+
+    Raises:
+        StorageError: in place of the system's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (reason := _system_reason(error)) is None:
+            raise
+        if _is_of_writing(error, beside):
+            raise StorageError(f"{_written_place(error, path)}: could not be written ({reason})") from None
+        if isinstance(error, OSError) and error.filename is not None:
+            raise StorageError(f"{os.fsdecode(error.filename)}: cannot be read ({reason})") from None
+        raise StorageError(f"{path}: could not be made ({reason})") from None
+
+
+def _system_reason(error: Exception) -> str | None:
+    """Return what the system said of a file, as Python, safetensors or tokenizers tell it; None of any other error."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, SafetensorError) or (type(error) is Exception and "(os error" in str(error)):
+        return str(error)
+    return None
+
+
+def _written_place(error: Exception, path: Path) -> Path:
+    if not isinstance(error, OSError):
+        return path
+    # Of a copy that failed the first name is what was read.
+    named = Path(os.fsdecode(error.filename2 or error.filename or path))
+    # What is deleted with its folder is named by its last name alone.
+    return path if named == Path(named.name) else named
+
+
+def _is_of_writing(error: Exception, folder: Path) -> bool:
+    """Return whether an error can only be one of writing, or is one of a file in a folder that is being filled."""
+    if not isinstance(error, OSError):
+        return "while serializing" in str(error) or any(f"(os error {number})" in str(error) for number in _NO_ROOM)
+    names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if name is not None]
+    return error.errno in _NO_ROOM or any(name.is_relative_to(folder) for name in names)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -152,7 +192,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         RunFolderError: what is at `path` is not a folder of ours.
-        StorageError: something could not be written.
+        StorageError: something could not be written, or what the body reads could not be read.
     """
     _settle(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
@@ -163,8 +203,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         with writing(path):
             _make_folder(path.parent)
             beside.mkdir()
+        with _filling(beside, path):
             yield beside
-            publish_folder(beside, path)
+        publish_folder(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,44 @@ def test_a_failed_write_leaves_the_previous_folder(
     if previous is not None:
         verify_folder(tmp_path / "folder")
         assert contents(tmp_path / "folder") == previous
+
+
+def read_from(folder: Path) -> None:
+    (folder / "absent").read_bytes()
+
+
+def copy_to_a_full_disk(folder: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/source", None, str(folder / "a.txt"))
+
+
+def load_damaged_tensors(folder: Path) -> None:
+    (folder.parent / "damaged").write_bytes(b"no tensors")
+    safetensors.torch.load_file(folder.parent / "damaged")
+
+
+def save_below_nothing(folder: Path) -> None:
+    safetensors.torch.save_file({}, folder / "absent" / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda partial: read_from(partial.parent), "absent: cannot be read (No such file or directory)"),
+        (lambda partial: (partial / "no" / "x").write_bytes(b""), "x: could not be written (No such file"),
+        (copy_to_a_full_disk, "a.txt: could not be written (No space left on device)"),
+        (load_damaged_tensors, "folder: could not be made (Error while deserializing header"),
+        (save_below_nothing, "folder: could not be written (Error while serializing"),
+    ],
+    ids=["read", "write", "full disk", "damaged tensors", "tensors"],
+)
+def test_what_fails_while_a_folder_is_filled_is_told_as_reading_or_as_writing(
+    tmp_path: Path, act: Callable[[Path], object], told: str
+) -> None:
+    with pytest.raises(StorageError) as failed, new_folder(tmp_path / "folder") as partial:
+        act(partial)
+    assert told in str(failed.value)
+    assert str(failed.value).startswith(str(tmp_path))
+    assert not (tmp_path / "folder").exists()
 
 
 def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
