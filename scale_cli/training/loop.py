@@ -155,9 +155,7 @@ def _stop(run: TrainingRun, stop: StopRequest, saver: Saver) -> NoReturn:
     run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
     words, exit_code = describe_stop(asked)
     raise Interrupted(
-        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}\n"
-        "continue with: scale train CONFIG --resume auto",
-        exit_code,
+        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}", exit_code
     )
 
 
@@ -183,7 +181,8 @@ def _step(run: TrainingRun, batches: BatchSource, between_micro_batches: Callabl
     run.stepped_tokens += result.num_tokens
     if (usual := run.spikes.usual_loss_of_spike(result.loss)) is not None:
         told = f"step {step + 1}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: {_sources(run, step)}"
-        _warn(run, told)
+        advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
+        _warn(run, f"{told}; where losses leap again and again, {advice}")
     return result
 
 

@@ -6,9 +6,13 @@ import statistics
 from collections import deque
 
 _WINDOW_STEPS = 64
-_FEWEST_STEPS = 16
+# The spread of a few losses may be small by chance, so that more is asked of a leap above them.
+_SETTLED_STEPS, _FEWEST_STEPS = 16, 3
+_LEAST_SHARE, _LEAST_SHARE_OF_FEW = 0.1, 0.25
 # A normal loss lies within 1.48 MAD of the median two times in three; this far out is one step in millions.
 _TIMES_MAD = 8.0
+# While losses fall steeply their spread is wide; half again above all of them is a leap all the same.
+_TIMES_HIGHEST = 1.5
 
 
 class SpikeWatch:
@@ -23,7 +27,8 @@ class SpikeWatch:
         if len(self._losses) >= _FEWEST_STEPS:
             median = statistics.median(self._losses)
             spread = statistics.median(abs(earlier - median) for earlier in self._losses)
-            if loss > median + max(_TIMES_MAD * spread, 0.1 * median):
+            share = _LEAST_SHARE if len(self._losses) >= _SETTLED_STEPS else _LEAST_SHARE_OF_FEW
+            if loss > min(median + max(_TIMES_MAD * spread, share * median), _TIMES_HIGHEST * max(self._losses)):
                 usual = median
         self._losses.append(loss)
         return usual

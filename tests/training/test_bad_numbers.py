@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -129,3 +130,52 @@ def test_a_loss_far_above_the_usual_is_a_spike_and_ordinary_noise_is_not(losses:
 def test_the_first_steps_of_a_run_are_no_spikes() -> None:
     watch = SpikeWatch()
     assert [watch.usual_loss_of_spike(loss) for loss in (9.0, 12.0, 30.0, 8.0)] == [None] * 4
+
+
+@given(
+    st.integers(3, 15),
+    st.floats(0.9, 1.0),
+    st.lists(st.floats(0.95, 1.05), min_size=16, max_size=16),
+    st.floats(1.9, 50.0),
+)
+def test_a_leap_is_one_before_there_are_many_steps_to_compare_it_with(
+    num_before: int, falling: float, noise: list[float], leap: float
+) -> None:
+    watch = SpikeWatch()
+    losses = [11.5 * falling**step * noise[step] for step in range(num_before)]
+    assert all(watch.usual_loss_of_spike(loss) is None for loss in losses)
+    usual = watch.usual_loss_of_spike(leap * max(losses))
+    assert usual is not None
+    assert min(losses) <= usual <= max(losses)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 1.0), st.floats(0.96, 1.04)), max_size=120),
+    st.lists(st.tuples(st.floats(0.5, 1.0), st.floats(0.9, 1.1)), max_size=16),
+)
+def test_losses_that_fall_however_fast_with_ordinary_noise_are_no_spikes(
+    long: list[tuple[float, float]], beginning: list[tuple[float, float]]
+) -> None:
+    for curve in (long, beginning):
+        watch, loss = SpikeWatch(), 12.0
+        for falling, noise in curve:
+            loss *= falling
+            assert watch.usual_loss_of_spike(loss * noise) is None
+
+
+def test_the_warning_of_a_leap_names_its_batch_and_says_what_to_do(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("run")
+    upscale(config)
+
+    def leaping(*args: object, **kwargs: object) -> StepResult:
+        result = train_step(*args, **kwargs)  # type: ignore[arg-type]
+        return dataclasses.replace(result, loss=10 * result.loss) if args[4] == 7 else result
+
+    monkeypatch.setattr(loop, "train_step", leaping)
+    train(config, None, said_nothing)
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "warning: step 8: loss" in line]
+    assert " of petitions (windows " in told
+    assert "train.warmup_steps (now 2)" in told
+    assert "train.lr (now 0.003)" in told
