@@ -311,7 +311,10 @@ def main() -> None:
     try:
         app()
     except Interrupted as stopped:
-        typer.echo(printable(str(stopped)), err=True)
+        from scale_cli.training.interruption import command_to_go_on
+
+        again = command_to_go_on(sys.argv[1:], os.environ)
+        typer.echo(printable(without_passwords(f"{stopped}\ncontinue with: {again}")), err=True)
         sys.exit(stopped.exit_code)
     except ScaleError as error:
         _fail(error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -114,3 +115,21 @@ def describe_stop(asked: int) -> tuple[str, int]:
     if asked == _OUT_OF_TIME:
         return "stopped: train.max_hours are over,", 0
     return f"stopped by {signal.Signals(asked).name}", 128 + asked
+
+
+def command_to_go_on(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the command line that goes on with an interrupted run: the same one, and `train` has to be told to.
+
+    Args:
+        arguments: of the interrupted command, the verb first.
+        environment: of its process, in which a launcher says how many there are.
+    """
+    again = list(arguments)
+    if again[0] == "train":
+        if "--resume" in again:  # from a checkpoint that is not the newest any more
+            at = again.index("--resume")
+            del again[at : at + 2]
+        again = [argument for argument in again if not argument.startswith("--resume=")] + ["--resume", "auto"]
+    num_processes = int(environment.get("WORLD_SIZE", "1"))
+    launched = ["accelerate", "launch", "--num_processes", str(num_processes), "-m", "scale_cli"]
+    return shlex.join([*(launched if num_processes > 1 else ["scale"]), *again])

@@ -12,7 +12,7 @@ from tests.torture.tiny_run import Runs, assert_same
 from tests.torture.verbs import ended_group, run_verb
 
 Record = Callable[[str, object], None]
-_GO_ON = "continue with: scale train CONFIG --resume auto"
+_GO_ON = "continue with: "
 
 
 # Where the signal comes, and the step after which the run is stopped then.
@@ -38,7 +38,7 @@ def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(
             if again and ended.exit_code == 0:
                 break  # resumed, it did not come to so many
             assert ended.exit_code == 128 + signalled.number, (place, ended.printed)
-            assert _GO_ON in ended.printed
+            assert f"{_GO_ON}scale train {runs.config('stopped')} --resume auto\n" in ended.printed
             assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
             assert "Traceback" not in ended.printed
             if step is not None and not again:
@@ -131,6 +131,6 @@ def test_two_processes_agree_on_a_signal_that_only_one_got(runs: Runs) -> None:
     verbs[1].send(signal.SIGTERM)
     for ended in (verb.ended() for verb in verbs):
         assert ended.exit_code == 143, ended.printed
-        assert _GO_ON in ended.printed
+        assert f"{_GO_ON}accelerate launch --num_processes 2 -m scale_cli train " in ended.printed
     assert all(ended.exit_code == 0 for ended in ended_group(runs.start_two("stopped")))
     assert_same(run, whole)
