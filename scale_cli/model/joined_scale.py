@@ -21,7 +21,7 @@ from .serving_scale import WidenedModel
 class JoinedForCausalLM(WidenedModel):
     """A frozen causal language model and K expansions, each on it or upon an earlier one; it is served, not trained.
 
-    The logits are the log-probabilities of the mixture of all K + 1 heads.
+    The softmax of the logits is the mixture of all K + 1 heads.
     """
 
     config_class = JoinedConfig

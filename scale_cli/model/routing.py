@@ -19,6 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Of a head's logits; a head gone astray says more, and beside it float32 would round away what the others say.
+_LARGEST_SIZE = 256.0
+
 
 def head_log_probs(logits: Tensor) -> Tensor:
     """Return log-probabilities in which a non-finite prediction counts as probability zero.
@@ -83,6 +86,28 @@ def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     """Return the log-probability of the mixture over the heads, dimension 0 of both arguments."""
     log_probs = torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
     return torch.logsumexp(log_weights + log_probs, dim=0)
+
+
+def mix_logits(log_weights: Tensor, logits: Tensor) -> Tensor:
+    """Return scores (..., V) whose softmax is the mixture over the heads, dimension 0, and whose size is a logit's.
+
+    To the mixture's log-probabilities is added sum_k w_k lse_k, with lse_k the log-sum-exp of head k's logits: a
+    constant of the position, so the distribution stays, and with all weight on one head the scores are its logits.
+    What scales scores by their sign (a repetition penalty) acts on them as on a plain model's; on log-probabilities,
+    of which the likely ones are near 0, it would hardly act.
+
+    Args:
+        log_weights: (K, ...).
+        logits: (K, ..., V); a head with a NaN or a positive infinity at a position has broken and has no say there.
+    """
+    sizes = torch.logsumexp(logits.float(), dim=-1)
+    sound = sizes.isfinite()
+    log_weights = torch.where(sound, log_weights, -torch.inf)
+    log_weights = torch.where(sound, log_weights - torch.logsumexp(log_weights, dim=0), -torch.inf)
+    sizes = torch.where(sound, sizes.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
+    size = (log_weights.exp() * sizes).sum(dim=0)
+    mixed = mix_log_probs(log_weights.unsqueeze(-1).float(), head_log_probs(logits))
+    return mixed + size.unsqueeze(-1).float()
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

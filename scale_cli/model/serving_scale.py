@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .branches_scale import Branch, FinalStates, run_branches
 from .cache_scale import RouterState, ScaleCache
 from .observing import HeadLogits, Observation, observe_logits
-from .routing import head_log_probs, log_prior, mix_log_probs, posterior_log_weights
+from .routing import head_log_probs, log_prior, mix_logits, posterior_log_weights
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -142,7 +142,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None,
         cache: ScaleCache | None,
     ) -> Tensor:
-        """Return the mixture's log-probabilities at the kept positions, and leave the router's state in the cache."""
+        """Return the mixture's scores at the kept positions, and leave the router's state in the cache."""
         prior_K = self.log_prior(input_ids.device)
         past = None if cache is None else cache.router
         evidence_KBT = self._evidence(states, input_ids, attention_mask, past)
@@ -150,10 +150,10 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self.config.router_switch_rate)[
             ..., 1:
         ]
-        said_KBTV = torch.stack([head_log_probs(logits) for logits in self.routed_logits(states.at(kept))])
+        logits_KBTV = torch.stack([logits.float() for logits in self.routed_logits(states.at(kept))])
         if cache is not None:
-            cache.router = RouterState(log_weights_KBS[..., -1], said_KBTV[:, :, -1])
-        return mix_log_probs(log_weights_KBS[..., kept].unsqueeze(-1).to(said_KBTV.dtype), said_KBTV)
+            cache.router = RouterState(log_weights_KBS[..., -1], head_log_probs(logits_KBTV[:, :, -1]))
+        return mix_logits(log_weights_KBS[..., kept], logits_KBTV)
 
     def _evidence(
         self,

@@ -188,15 +188,32 @@ def test_routing_costs_at_most_ln_of_the_number_of_heads_over_the_best_head_on_e
     for parameter in (p for place in broken & set(range(len(stds))) for p in router.members[place].parameters()):
         parameter.fill_(math.nan)
     ids = torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(seed))
-    routed = router(input_ids=ids[:, :-1], use_cache=False).logits
+    routed = router(input_ids=ids[:, :-1], use_cache=False).logits.log_softmax(-1)
     loss_B = -routed.gather(-1, ids[:, 1:, None]).squeeze(-1).double().sum(-1)
     said_KBT = router.observe_tokens(ids[:, :-1], ids[:, 1:]).log_probs_KBT.double()
     best_B = (-said_KBT.sum(-1)).amin(0)
     assert (loss_B <= best_B * (1 + 1e-6) + math.log(len(stds) + 1) + 1e-4).all()
     prior_K = router.log_prior()
     weights_KBS = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, 3), prior_K)
-    exact_B = -mix_log_probs(weights_KBS[..., :-1], said_KBT).sum(-1)
+    # A softmax hands the share of a head that has broken to the others.
+    sound_KBT = torch.where(said_KBT.isfinite(), weights_KBS[..., :-1], -torch.inf)
+    exact_B = -mix_log_probs(sound_KBT - torch.logsumexp(sound_KBT, 0), said_KBT).sum(-1)
     torch.testing.assert_close(loss_B, exact_B, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_with_all_weight_on_one_head_a_joined_models_scores_are_that_heads_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = tiny_llama()
+    first, second = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:2"), 2)
+    model = joined(base, first=(0, first), second=(0, second))
+    for place, name in enumerate(("base", "first", "second")):
+        prior_K = torch.full((3,), -torch.inf, dtype=torch.float64)
+        prior_K[place] = 0.0
+        monkeypatch.setattr(model, "log_prior", lambda _device, prior_K=prior_K: prior_K)
+        scores = model(IDS, use_cache=False).logits
+        torch.testing.assert_close(scores, heads(model)[place], rtol=1e-5, atol=1e-5, msg=name)
 
 
 def cached_models() -> dict[str, Any]:

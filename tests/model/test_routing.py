@@ -19,6 +19,7 @@ from scale_cli.model.routing import (
     log_prior,
     logit_cosine,
     mix_log_probs,
+    mix_logits,
     observed_log_probs,
     posterior_log_weights,
 )
@@ -227,6 +228,34 @@ def test_a_mixture_is_the_weighted_mean_of_probabilities(said: Said) -> None:
     mixed = mix_log_probs(weights, torch.from_numpy(said.log_probs_KT)).exp().numpy()
     expected = (weights.exp().numpy() * np.exp(_zero_for_nan(said.log_probs_KT))).sum(axis=0)
     np.testing.assert_allclose(mixed, expected, rtol=1e-9, atol=1e-300)
+
+
+@unhurried
+@given(
+    hnp.arrays(np.float32, (3, 4, 7), elements=st.floats(-50.0, 50.0, width=32)),
+    hnp.arrays(np.float64, (3, 4), elements=st.floats(1e-3, 1.0)),
+    st.sets(st.integers(0, 2), max_size=2),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+def test_scores_of_a_mixture_have_its_distribution_and_the_mean_size_of_the_logits_of_the_heads_that_are_sound(
+    logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float64], broken: set[int], value: float
+) -> None:
+    sound = [head for head in range(3) if head not in broken]
+    for head in broken:
+        logits[head, :, slice(None) if value == -math.inf else 3] = value
+    scores = mix_logits(torch.from_numpy(weights).log(), torch.from_numpy(logits)).double()
+    shares = torch.from_numpy(weights[sound] / weights[sound].sum(0))
+    heads = torch.from_numpy(logits[sound]).double()
+    expected = (shares.unsqueeze(-1) * heads.softmax(-1)).sum(0)
+    torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(scores.logsumexp(-1), (shares * heads.logsumexp(-1)).sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
+    good = torch.randn(5, 61, generator=torch.Generator().manual_seed(0))
+    scores = mix_logits(torch.tensor([0.5, 0.5])[:, None].expand(2, 5).log(), torch.stack([good, good * 1e12]))
+    expected = 0.5 * (good.softmax(-1) + (good * 1e12).softmax(-1))
+    torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_cosine_is_scipys_and_torchs() -> None:
