@@ -318,6 +318,19 @@ def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
     return [name for name in names if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)]
 
 
+def check_finite(base: PreTrainedModel, name: str) -> None:
+    """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither.
+
+    Raises:
+        BaseModelError: naming the first tensor that holds a NaN or an infinity.
+    """
+    for tensor_name, tensor in base.named_parameters():
+        if bad := tensor.numel() - int(tensor.isfinite().sum()):
+            raise BaseModelError(
+                f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,})"
+            )
+
+
 def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> None:
     """Check that a base model is the one that was recorded, tensor by tensor.
 

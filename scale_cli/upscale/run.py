@@ -13,7 +13,7 @@ from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, check_same_base, load_tokenizer, record_base
+from scale_cli.upscale.base import BaseRecord, check_finite, check_same_base, load_tokenizer, record_base
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
 from scale_cli.upscale.method import start_model
@@ -87,6 +87,7 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     check_before_writing(config, training_sources(config))
     tokenizer = load_tokenizer(config.model)
     base = load_any_base(config.model)
+    check_finite(base, config.model.base)
     if len(tokenizer) > base.config.vocab_size:
         raise BaseModelError(
             f"model.base: the tokenizer of {config.model.base} has {len(tokenizer):,} ids, "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_cli.config.schema import ModelConfig, RunConfig
@@ -172,6 +172,21 @@ def test_base_logits_that_are_not_preserved_leave_nothing_behind(
     with pytest.raises(PreservationError, match="the base logits are not preserved on 'It was the best of times"):
         upscale(config)
     assert not config.output_dir.exists() or list(config.output_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("variant", ["route", "lora"])
+def test_a_base_with_a_weight_that_is_not_finite_is_refused_by_its_name(
+    base: Path, tmp_path: Path, variant: str, value: float
+) -> None:
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 4] = value
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = configured(base, tmp_path / "run", variant=variant)
+    with pytest.raises(BaseModelError, match=rf"{name} of .*base holds numbers that are not finite \(1 of 11,008\)"):
+        upscale(config)
+    assert not config.output_dir.exists()
 
 
 def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: RunConfig) -> None:
