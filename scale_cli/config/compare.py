@@ -17,6 +17,7 @@ _FREE = {
     "output_dir",
     "corpus.cache_dir",
     "corpus.max_bad_fraction",
+    "corpus.max_unknown_fraction",
     "corpus.num_workers",
     "train.micro_batch_size",
     "train.sharding",

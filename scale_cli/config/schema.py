@@ -158,7 +158,9 @@ class TextSource(Section):
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )
     language: Language
-    max_documents: Documents | None = None
+    max_documents: Documents | None = Field(
+        default=None, description="the first that are kept; reading ends too when more than so many were dropped"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> TextSource:
@@ -236,6 +238,9 @@ class ReadingConfig(Section):
         default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
     )
     max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
+    max_unknown_fraction: Fraction = Field(
+        default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
+    )
     num_workers: int | None = Field(
         default=None, ge=1, le=1024, description="processes that tokenise; null: the usable cores"
     )

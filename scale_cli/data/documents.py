@@ -139,14 +139,15 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
-        left = self.source.max_documents
-        if left is None:
+        most = self.source.max_documents
+        if most is None:
             yield from records
             return
+        kept = dropped = 0
         for record in records:
             yield record
-            left -= not (isinstance(record, Dropped) and record.reason == Reason.DAMAGED_FILE)
-            if not left:
+            kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Dropped)
+            if kept == most or dropped > most:  # the latter is no corpus, and a dataset on the hub may be endless
                 return
 
     def _from_files(self) -> Iterator[Record]:

@@ -5,6 +5,7 @@ Worker processes import this file; it stands on numpy and tokenizers alone, so t
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -40,12 +41,14 @@ class Recipe:
         before: ids that stand before every document.
         after: ids that stand after it.
         dtype: of the ids.
+        unknown: the id that stands for what the tokenizer has no id for; None where it has none.
     """
 
     tokenizer_json: str
     before: tuple[int, ...]
     after: tuple[int, ...]
     dtype: str
+    unknown: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,15 @@ class Encoded:
         ids: (tokens,) one document after another, boundaries included.
         lengths: (documents,) of each.
         num_bytes: (documents,) of each text.
+        hashes: (documents,) of each text, whatever its white space.
+        num_unknown: ids among them that stand for text without one.
     """
 
     ids: Ids
     lengths: npt.NDArray[np.int64]
     num_bytes: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint64]
+    num_unknown: int
 
 
 class Encoder:
@@ -77,13 +84,27 @@ class Encoder:
         """Return the ids of some documents, each tokenised alone and framed by the recipe's boundaries."""
         ids: list[int] = []
         lengths = []
+        num_unknown = 0
         # Boundaries are added here, once, whatever the tokenizer's template would add.
         for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             framed = [*self._recipe.before, *encoding.ids, *self._recipe.after]
             ids += framed
             lengths.append(len(framed))
+            if self._recipe.unknown is not None:
+                num_unknown += encoding.ids.count(self._recipe.unknown)
         sizes = [len(text.encode()) for text in texts]
-        return Encoded(np.array(ids, self._recipe.dtype), np.array(lengths, np.int64), np.array(sizes, np.int64))
+        hashes = np.frombuffer(b"".join(map(_hash, texts)), "<u8").astype(np.uint64)
+        return Encoded(
+            np.array(ids, self._recipe.dtype),
+            np.array(lengths, np.int64),
+            np.array(sizes, np.int64),
+            hashes,
+            num_unknown,
+        )
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
 
 
 def usable_cores() -> int:
@@ -134,7 +155,7 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
     size = 0
     for text in texts:
         chunk.append(text)
-        size += len(text)
+        size += len(text.encode(errors="surrogatepass"))  # what no tokenizer takes is told where it is tokenised
         if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_DOCUMENTS:
             yield chunk
             chunk, size = [], 0

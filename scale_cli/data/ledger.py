@@ -52,6 +52,8 @@ class Ledger:
         damaged_files: those that could not be read to their end, the first few by name.
         num_damaged_files: all of those.
         num_tokens: ids kept, boundaries included.
+        num_unknown_tokens: of them, those that stand for text without an id of its own; None: made by an earlier
+            version, which did not count them.
     """
 
     read: Count = Count()
@@ -61,6 +63,7 @@ class Ledger:
     damaged_files: tuple[str, ...] = ()
     num_damaged_files: int = 0
     num_tokens: int = 0
+    num_unknown_tokens: int | None = None
 
     @classmethod
     def from_json(cls, value: Any) -> Ledger:
@@ -106,6 +109,11 @@ class Ledger:
         dropped = sum(count.documents for count in self.dropped.values())
         return max(dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1))
 
+    @property
+    def unknown_fraction(self) -> float:
+        """The share of the ids that stand for text without one; 0 where it was not counted."""
+        return (self.num_unknown_tokens or 0) / max(self.num_tokens, 1)
+
     def described_losses(self) -> str:
         """Return what was dropped and where, on one line; nothing where nothing was."""
         losses = [(count.documents, reason, count.places) for reason, count in self.dropped.items()]
@@ -137,4 +145,23 @@ def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> No
         raise CorpusError(
             f"{name}: {ledger.bad_fraction:.3%} of it is bad, more than corpus.max_bad_fraction {max_bad_fraction} "
             f"allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
+        )
+
+
+def check_unknown_fraction(name: str, ledger: Ledger, max_unknown_fraction: float) -> None:
+    """Hold a source to what its tokenizer knows.
+
+    Args:
+        name: of the source.
+        ledger: its account.
+        max_unknown_fraction: of its tokens.
+
+    Raises:
+        CorpusError: more of them stand for text that the tokenizer has no id for.
+    """
+    if ledger.unknown_fraction > max_unknown_fraction:
+        raise CorpusError(
+            f"{name}: {ledger.unknown_fraction:.1%} of its tokens are <unk>, more than corpus.max_unknown_fraction "
+            f"{max_unknown_fraction} allows: the base's tokenizer does not know this text, and its bits/byte would be "
+            "those of another"
         )

@@ -26,6 +26,7 @@ from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_
 from scale_cli.storage.lock import sole_user
 
 TOKENS, OFFSETS, NUM_BYTES, LEDGER = "tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json"
+HASHES = "hashes.bin"  # not in the folders of earlier versions
 # Tokens between two records of progress: what a kill can cost.
 _TOKENS_A_SHARD = 1 << 22
 
@@ -70,7 +71,7 @@ def tokenise(source: TextSource, recipe: Recipe, folder: Path, reading: ReadingC
             encoded = encode_all(texts, recipe, reading.num_workers or usable_cores())
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):
                 shards.append(part)
-            ledger.num_tokens = shards.num_tokens
+            ledger.num_tokens, ledger.num_unknown_tokens = shards.num_tokens, shards.num_unknown
         try:
             check_bad_fraction(described(source), ledger, max_bad_fraction=1.0)  # without text there is nothing to open
         except CorpusError:
@@ -94,7 +95,7 @@ class _Shards:
     def __init__(self, folder: Path, progress: Path, dtype: str) -> None:
         self._folder, self._progress = folder, progress
         self._dtype = np.dtype(dtype)
-        self.num_documents, self.num_tokens = self._certain()
+        self.num_documents, self.num_tokens, self.num_unknown = self._certain()
         self._recorded_tokens = self.num_tokens
         self._files: dict[str, IO[bytes]] = {}
 
@@ -103,16 +104,18 @@ class _Shards:
             TOKENS: self.num_tokens * self._dtype.itemsize,
             OFFSETS: (self.num_documents + 1) * 8,
             NUM_BYTES: self.num_documents * 8,
+            HASHES: self.num_documents * 8,
         }
 
-    def _certain(self) -> tuple[int, int]:
+    def _certain(self) -> tuple[int, int, int]:
         try:
             recorded = read_json(self._progress)
             self.num_documents, self.num_tokens = int(recorded["documents"]), int(recorded["tokens"])
+            num_unknown = int(recorded["unknown"])
             held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes().items())
         except (StorageError, KeyError, TypeError, ValueError, FileNotFoundError):
-            return 0, 0
-        return (self.num_documents, self.num_tokens) if held else (0, 0)
+            return 0, 0, 0
+        return (self.num_documents, self.num_tokens, num_unknown) if held else (0, 0, 0)
 
     def __enter__(self) -> _Shards:
         with writing(self._folder):
@@ -142,8 +145,13 @@ class _Shards:
             self._files[TOKENS].write(part.ids.tobytes())
             self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
             self._files[NUM_BYTES].write(part.num_bytes.tobytes())
-        # In one statement: a signal that ends the process here must not record one without the other.
-        self.num_documents, self.num_tokens = self.num_documents + len(part.lengths), self.num_tokens + len(part.ids)
+            self._files[HASHES].write(part.hashes.tobytes())
+        # In one statement: a signal that ends the process here must not record one without the others.
+        self.num_documents, self.num_tokens, self.num_unknown = (
+            self.num_documents + len(part.lengths),
+            self.num_tokens + len(part.ids),
+            self.num_unknown + part.num_unknown,
+        )
         if self.num_tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
             self._record()
 
@@ -152,7 +160,8 @@ class _Shards:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-        write_json(self._progress, {"documents": self.num_documents, "tokens": self.num_tokens})
+        recorded = {"documents": self.num_documents, "tokens": self.num_tokens, "unknown": self.num_unknown}
+        write_json(self._progress, recorded)
         self._recorded_tokens = self.num_tokens
 
 

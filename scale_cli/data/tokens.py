@@ -6,6 +6,7 @@ of them makes another folder and nothing stale is ever read:
     tokens.bin      every document's ids, one after another: uint16, or uint32 for a large vocabulary
     offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
     num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
+    hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
     ledger.json     what was read and what became of it (data/ledger.py)
 """
 
@@ -24,8 +25,8 @@ from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.decompression import COMPRESSIONS
 from scale_cli.data.documents import dataset_commit, described, source_files
 from scale_cli.data.encoding import Ids, Recipe
-from scale_cli.data.ledger import Ledger, check_bad_fraction
-from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
+from scale_cli.data.tokenise import HASHES, LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.atomic import file_sha256, read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
@@ -65,6 +66,7 @@ class TokenisedCorpus:
         ids: (tokens,) all documents, framed by their boundaries.
         offsets: (documents + 1,).
         num_bytes: (documents,).
+        hashes: (documents,) of the texts; None where an earlier version made the folder.
         ledger: what was read.
         boundaries: the tokenizer's marks.
     """
@@ -73,6 +75,7 @@ class TokenisedCorpus:
     ids: Ids
     offsets: npt.NDArray[np.int64]
     num_bytes: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint64] | None
     ledger: Ledger
     boundaries: Boundaries
 
@@ -102,7 +105,8 @@ def tokenised(
         reading: limits; None for the defaults.
 
     Raises:
-        CorpusError: the source cannot be read, holds no text, or more of it is bad than `reading` allows.
+        CorpusError: the source cannot be read, holds no text, or more of it is bad, or unknown to the tokenizer, than
+            `reading` allows.
     """
     reading = reading or ReadingConfig()
     folder = _cache_folder(source, tokenizer, cache_dir, reading)
@@ -110,6 +114,7 @@ def tokenised(
         tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
     corpus = _opened(folder, tokenizer)
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
+    check_unknown_fraction(described(source), corpus.ledger, reading.max_unknown_fraction)
     return corpus
 
 
@@ -136,7 +141,8 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
     offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
     num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
-    return TokenisedCorpus(folder, ids, offsets, num_bytes, ledger, Boundaries.of(tokenizer))
+    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r") if (folder / HASHES).is_file() else None
+    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, Boundaries.of(tokenizer))
 
 
 def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> str:
@@ -145,7 +151,8 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
         "content": _file_content(source) if source.dataset is None else _dataset_content(source),
         "text_field": source.text_field,
         "documents": source.documents,
-        "max_documents": source.max_documents,
+        # Earlier versions counted what was read, kept or not.
+        "max_documents": source.max_documents and {"kept": source.max_documents},
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
@@ -186,9 +193,21 @@ def _recipe(tokenizer: PreTrainedTokenizerBase) -> Recipe:
     if not tokenizer.is_fast:
         raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
     boundaries = Boundaries.of(tokenizer)
+    tokenizer_json = tokenizer.backend_tokenizer.to_str()
     return Recipe(
-        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+        tokenizer_json=tokenizer_json,
         before=() if boundaries.bos is None else (boundaries.bos,),
         after=() if boundaries.eos is None else (boundaries.eos,),
         dtype=_id_dtype(tokenizer).__name__,
+        unknown=_unknown_id(tokenizer, tokenizer_json),
     )
+
+
+def _unknown_id(tokenizer: PreTrainedTokenizerBase, tokenizer_json: str) -> int | None:
+    """Return the id by which the tokenizer itself replaces what it does not know; not what transformers calls so."""
+    model = json.loads(tokenizer_json)["model"]
+    if model.get("unk_token") is None:
+        unknown: int | None = model.get("unk_id")  # of a Unigram model
+        return unknown
+    found: int | None = tokenizer.backend_tokenizer.token_to_id(model["unk_token"])
+    return found

@@ -44,6 +44,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "cache_dir": None,
             "max_document_bytes": 10_000_000,
             "max_bad_fraction": 0.001,
+            "max_unknown_fraction": 0.01,
             "num_workers": None,
             "sources": [
                 source

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import CorpusReader, Dropped, Reason
+from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
     COMPRESSORS,
@@ -189,12 +189,18 @@ def test_a_missing_parquet_column_comes_with_those_that_are_there(tmp_path: Path
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_a_limit_on_documents_counts_good_and_bad(tmp_path: Path, limit: int) -> None:
+def test_a_limit_on_documents_counts_what_is_kept(tmp_path: Path, limit: int) -> None:
     file = tmp_path / "corpus.jsonl"
-    file.write_bytes(as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
+    file.write_bytes(b"{\n" + as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
     found = records(file, max_documents=limit)
-    assert len(found) == min(limit, 4)
-    assert kept(found) == ["a", "c", "d"][: max(1, limit - 1)]
+    assert kept(found) == ["a", "c", "d"][:limit]
+    assert isinstance(found[-1], Document)
+
+
+def test_a_source_of_which_nothing_is_kept_is_not_read_to_its_end_for_a_few_documents(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(b"{\n" * 99)
+    assert len(records(file, max_documents=4)) == 5
 
 
 def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:

@@ -235,6 +235,15 @@ def test_a_worker_that_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase
         list(encoded)
 
 
+def test_a_chunk_ends_at_its_bytes_whatever_the_script(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_CHUNK_BYTES", 300)
+    for text in ("a" * 30, "가" * 10):
+        encoded = encode_all(iter([text] * 25), recipe(tokenizer), 1)
+        assert [len(part.num_bytes) for part in encoded] == [10, 10, 5]
+
+
 def test_texts_are_read_a_few_chunks_ahead_at_the_most(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
