@@ -3,7 +3,8 @@
 ScaleError                          exit 1
 ├── UsageError                      exit 2   what was asked for cannot be done
 │   ├── ConfigError                          a config field: unknown, of the wrong type, out of range
-│   ├── BaseModelError                       the base model: missing, unsupported, changed since upscaling
+│   ├── BaseModelError                       the base model: missing, unsupported
+│   │   └── ChangedBaseError                 it, or its tokenizer, is another one than was upscaled
 │   ├── CorpusError                          a corpus: missing, of no known format, too much of it bad (names file:line)
 │   └── RunFolderError                       an output folder: already used, incomplete, not ours
 ├── RunError                        exit 1   it went wrong on the way
@@ -16,6 +17,7 @@ ScaleError                          exit 1
 │   ├── ExportParityError                    an export does not compute what the trained model computes
 │   ├── VerificationError                    a folder is not what it was when it was written
 │   └── ForgettingError                      more was forgotten than --max-forgetting allows
+├── EndedElsewhere                  exit as that process   of several: another one has failed, and says why
 └── Interrupted                     exit 128 + signal after a checkpoint was written, 0 when train.max_hours are over
 """
 
@@ -42,6 +44,10 @@ class BaseModelError(UsageError):
     """The base model is missing, unsupported, or not the one that was widened."""
 
 
+class ChangedBaseError(BaseModelError):
+    """The base model, or its tokenizer, is at hand and is another one than was upscaled."""
+
+
 class CorpusError(UsageError):
     """A corpus is missing, of no format that is read, or too much of it is bad."""
 
@@ -55,7 +61,7 @@ class RunError(ScaleError):
 
 
 class TrainingError(RunError):
-    """A loss or a gradient is not finite."""
+    """Training cannot go on."""
 
 
 class NonFiniteError(TrainingError):
@@ -90,6 +96,14 @@ class VerificationError(CheckFailed):
 
 class ForgettingError(CheckFailed):
     """More was forgotten than `--max-forgetting` allows."""
+
+
+class EndedElsewhere(ScaleError):
+    """The main process of a launch has failed; this one, which waited for it, has nothing to add."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another process has failed; its own message says why")
+        self.exit_code = exit_code
 
 
 class Interrupted(ScaleError):

@@ -7,7 +7,7 @@ continuation, as it has when the model is served.
 Tokens are those of lm-eval's own `hf` model: the same encoding, the same token before an empty context, the same
 truncation from the left. So its score of an exported model is the adaptation head's here.
 
-Shapes: K heads (base, trained), B requests, T positions.
+Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, R of many, T positions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RouterConfig
 from scale_cli.errors import RunError
+from scale_cli.evaluation.results import HEADS
 from scale_cli.model.observing import Observation, TwoHeaded
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+from scale_cli.processes import ALONE, Share, gathered
 
 # A context and a continuation, as text and as token ids: what lm-eval hands on.
 Encoded = tuple[tuple[str, str], list[int], list[int]]
@@ -40,6 +42,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         max_length: tokens that the model reads at once.
         batch_size: requests at once.
         mixed_precision: `no` | `bf16`.
+        share: of the batches of requests, that is this process's; every one of them answers them all.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         max_length: int,
         batch_size: int,
         mixed_precision: str,
+        share: Share = ALONE,
     ) -> None:
         super().__init__()
         self.head = "base"
@@ -58,6 +62,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         self.tokenizer: Any = tokenizer
         self._model, self._router = model, router
         self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
+        self._share = share
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
 
     @property
@@ -104,17 +109,25 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
                     f"of which lm-eval can score 1 to {self._max_length}"
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
+        batches = [longest_first[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
+        share = self._share
+        shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
+        said = []
         with tqdm(
             total=len(requests), desc=self.progress, unit=" requests", disable=self.progress is None, leave=False
         ) as bar:
-            for first in range(0, len(requests), self._batch_size):
-                batch = longest_first[first : first + self._batch_size]
-                for (text, _context, _continuation), scores in zip(batch, self._observe(batch), strict=True):
-                    self._scores[text] = scores
-                bar.update(len(batch))
+            for batch in shares[share.index]:
+                said.append(self._observe(batch))
+                bar.update(share.num_processes * len(batch))
+        mine_RH = torch.cat(said) if said else torch.zeros(0, len(HEADS), dtype=torch.float64)
+        lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
+        for of_one, said_RH in zip(shares, gathered(mine_RH, lengths), strict=True):
+            asked = [text for batch in of_one for text, _context, _continuation in batch]
+            self._scores |= {text: dict(zip(HEADS, row, strict=True)) for text, row in zip(asked, said_RH.tolist(), strict=True)}
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
 
-    def _observe(self, batch: list[Encoded]) -> list[dict[str, float]]:
+    def _observe(self, batch: list[Encoded]) -> Tensor:
+        """Return (R, H): what each head and rule of HEADS said of each request of a batch."""
         rows = [torch.tensor((context + continuation)[-self._max_length - 1 :]) for _, context, continuation in batch]
         # Padding stands on the right, where causal attention keeps it out of every real position.
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -127,7 +140,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._mixed_precision == "bf16"):
             observed = self._model.observe_tokens(ids[:, :-1], ids[:, 1:])
         scores = score_heads(observed, scored_BT, self._router)
-        return [{head: float(values[row]) for head, values in scores.items()} for row in range(len(batch))]
+        return torch.stack([scores[head] for head in HEADS], dim=1)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refuse: perplexity is measured without lm-eval."""

@@ -22,6 +22,7 @@ from scale_cli.evaluation.benchmark_summary import (
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, quiet_lm_eval
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.model.observing import TwoHeaded
+from scale_cli.processes import is_main, share
 from scale_cli.upscale.base import load_base_config, load_tokenizer
 
 
@@ -62,10 +63,11 @@ class OpenedBenchmarks:
             max_length=resolve_max_length(load_base_config(config.model), tokenizer),
             batch_size=config.evaluation.batch_size,
             mixed_precision=config.evaluation.mixed_precision,
+            share=share(),
         )
         measured, skipped = [], list(self.skipped)
         for benchmark in self.ready:
-            answers.progress = f"evaluating {benchmark.name}"
+            answers.progress = f"evaluating {benchmark.name}" if is_main() else None
             try:
                 items = measure_items(benchmark, answers)
                 measured.append(BenchmarkItems(benchmark.name, benchmark.source, items, benchmark.reports_macro_f1))

@@ -17,11 +17,9 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.scoring import observe_documents
 from scale_cli.model.observing import TwoHeaded
-from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import load_model
+from scale_cli.processes import is_main, main_first, share
 from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.session import check_run, open_final
 
 Values = npt.NDArray[np.float64]
 
@@ -88,10 +86,9 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
     for role in ("retention", "acquisition"):
         if role not in roles:
             raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
-    check_before_writing(config, config.evaluation.perplexity)
-    run = RunFolder(config.output_dir)
-    model = two_headed(load_model(run.final, config.model), config.model)
-    corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
+    trained, main = open_final(check_run(config), config), is_main()
+    model = two_headed(trained.model, config.model)
+    corpora = main_first(lambda: open_held_out_corpora(config, trained.tokenizer, show_progress=main))
     samples = {
         role: _sample(model, [c for c, r in zip(corpora, roles, strict=True) if r == role], config, num_documents)
         for role in ("retention", "acquisition")
@@ -111,6 +108,7 @@ def _sample(model: TwoHeaded, corpora: list[TokenisedCorpus], config: RunConfig,
             evaluation.sequence_length or config.corpus.sequence_length,
             evaluation.batch_size,
             evaluation.mixed_precision,
+            share(),
         )
     ]
     base, adapted = (np.concatenate([-d.log_probs_KT[head].double().numpy() for d in observed]) for head in (0, 1))

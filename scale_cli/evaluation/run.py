@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_cli.config.compare import BASE_PLACE, EVALUATE_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
+from scale_cli.config.compare import EVALUATE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
-from scale_cli.errors import ConfigError, ForgettingError, RunFolderError
+from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.picture import draw_trade_off
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import load_model, trained_sha256
+from scale_cli.upscale.folder import trained_sha256
 from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.session import check_run, open_final
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
@@ -43,23 +43,20 @@ class EvaluationSummary:
 
 
 def evaluate(config: RunConfig) -> EvaluationSummary:
-    """Score base and trained model on every held-out corpus, and write `evaluation/`.
+    """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work.
 
     Raises:
         ConfigError: there is nothing to evaluate on.
         RunFolderError: nothing has been trained, or with another config.
     """
-    sources, run = config.evaluation.perplexity, RunFolder(config.output_dir)
+    sources = config.evaluation.perplexity
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
-    if not run.final.is_dir():
-        raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
-    check_before_writing(config, sources)
+    run = check_run(config)
     benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
-    trained = load_model(run.final, config.model)
-    model = two_headed(trained, config.model)
-    corpora = open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
+    trained, main = open_final(run, config), is_main()
+    model = two_headed(trained.model, config.model)
+    corpora = main_first(lambda: open_held_out_corpora(config, trained.tokenizer, show_progress=main))
     results = []
     for source, corpus in zip(sources, corpora, strict=True):
         losses = score_corpus(
@@ -69,7 +66,8 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
             sequence_length=config.evaluation.sequence_length or config.corpus.sequence_length,
             batch_size=config.evaluation.batch_size,
             mixed_precision=config.evaluation.mixed_precision,
-            progress=f"evaluating {source.name}",
+            progress=f"evaluating {source.name}" if main else None,
+            share=share(),
         )
         num_resamples = config.evaluation.bootstrap_resamples
         results.append(summarise(source, losses, num_resamples=num_resamples, seed=config.seed))
@@ -86,7 +84,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         benchmark_averages=measured.averages,
         skipped_benchmarks=measured.skipped,
     )
-    write_report(report, config, run.evaluation, measured.items)
+    on_main(lambda: write_report(report, config, run.evaluation, measured.items))
     return EvaluationSummary(run.evaluation, report)
 
 

@@ -22,6 +22,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.model.observing import Observable, TwoHeaded
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+from scale_cli.processes import ALONE, Share, gathered
 
 # Documents whose windows are sorted by length together, so that little of a batch is padding.
 _DOCUMENTS_AT_ONCE = 256
@@ -89,6 +90,7 @@ def score_corpus(
     mixed_precision: str,
     max_documents: int | None = None,
     progress: str | None = None,
+    share: Share = ALONE,
 ) -> DocumentLosses:
     """Score the documents of a corpus.
 
@@ -101,13 +103,16 @@ def score_corpus(
         mixed_precision: `no` | `bf16`.
         max_documents: only the first so many.
         progress: what to call it on a progress bar; None for no bar.
+        share: of the work, that is this process's; every one of them returns the whole.
     """
     num_documents = min(len(corpus), max_documents or len(corpus))
     rows: list[tuple[float, ...]] = []
     with tqdm(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
-            observed = observe_documents(model, corpus, documents, sequence_length, batch_size, mixed_precision)
+            observed = observe_documents(
+                model, corpus, documents, sequence_length, batch_size, mixed_precision, share
+            )
             rows.extend(_document_row(document, corpus.num_bytes[document.index], router) for document in observed)
             bar.update(len(documents))
     if not rows:
@@ -142,8 +147,11 @@ def observe_documents(
     sequence_length: int,
     batch_size: int,
     mixed_precision: str,
+    share: Share = ALONE,
 ) -> list[ObservedDocument]:
     """Return what the heads said of every token of some documents, each scored window by window.
+
+    Windows are put into batches before the batches are shared out, so the figures do not hang on how many share them.
 
     Args:
         model: in evaluation mode.
@@ -152,27 +160,48 @@ def observe_documents(
         sequence_length: tokens a window.
         batch_size: windows at once.
         mixed_precision: `no` | `bf16`.
+        share: of the batches, that is this process's; every one of them returns all documents.
     """
     windows = [window for index in documents for window in _windows(corpus, index, sequence_length)]
     sizes = {window.document: window.start + len(window.next_ids) for window in windows}  # the last one's end
-    observed_documents: dict[int, ObservedDocument] = {}
     windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
+    batches = [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
+    if len(batches) < share.num_processes:
+        share = ALONE  # everyone does everything: a process without a batch would not know how many heads there are
+    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
+    said = [row for batch in shares[share.index] for row in _observe_batch(model, batch, mixed_precision)]
+    if not said:
+        return []
+    lengths = [sum(len(window.next_ids) for batch in of_one for window in batch) for of_one in shares]
+    observed: dict[int, ObservedDocument] = {}
+    for of_one, said_TC in zip(shares, gathered(torch.cat(said), lengths), strict=True):
+        start = 0
+        for window in (window for batch in of_one for window in batch):
+            stop = start + len(window.next_ids)
+            _keep(observed, sizes, window, said_TC[start:stop])
+            start = stop
+    return [observed[index] for index in sizes]
+
+
+def _observe_batch(model: Observable, batch: list[_Window], mixed_precision: str) -> list[Tensor]:
+    """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
     device = next(model.parameters()).device
-    for first in range(0, len(windows), batch_size):
-        batch = windows[first : first + batch_size]
-        input_ids, next_ids = (_padded([getattr(w, name) for w in batch], device) for name in ("input_ids", "next_ids"))
-        # Padding stands on the right, where causal attention keeps it out of every real position.
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
-            observed = model.observe_tokens(input_ids, next_ids)
-        said, cosine = observed.log_probs_KBT.cpu(), observed.cosine_BT.cpu()
-        for row, window in enumerate(batch):
-            index, place = window.document, slice(window.start, window.start + len(window.next_ids))
-            if index not in observed_documents:
-                empty = torch.empty(len(said), sizes[index]), torch.empty(sizes[index])
-                observed_documents[index] = ObservedDocument(index, *empty)
-            observed_documents[index].log_probs_KT[:, place] = said[:, row, : len(window.next_ids)]
-            observed_documents[index].cosine_T[place] = cosine[row, : len(window.next_ids)]
-    return [observed_documents[index] for index in sizes]
+    input_ids, next_ids = (_padded([getattr(w, name) for w in batch], device) for name in ("input_ids", "next_ids"))
+    # Padding stands on the right, where causal attention keeps it out of every real position.
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        observed = model.observe_tokens(input_ids, next_ids)
+    said_CBT = torch.cat([observed.log_probs_KBT, observed.cosine_BT.unsqueeze(0)])
+    return [said_CBT[:, row, : len(window.next_ids)].T for row, window in enumerate(batch)]
+
+
+def _keep(observed: dict[int, ObservedDocument], sizes: dict[int, int], window: _Window, said_TC: Tensor) -> None:
+    """Put what was said of a window into its document."""
+    index, place = window.document, slice(window.start, window.start + len(window.next_ids))
+    if index not in observed:
+        num_heads = said_TC.shape[1] - 1
+        observed[index] = ObservedDocument(index, torch.empty(num_heads, sizes[index]), torch.empty(sizes[index]))
+    observed[index].log_probs_KT[:, place] = said_TC[:, :-1].T
+    observed[index].cosine_T[place] = said_TC[:, -1]
 
 
 def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:

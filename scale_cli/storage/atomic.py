@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.storage.lock import claimed, make_folder, sync
 
 MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
@@ -114,13 +115,13 @@ def write_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.partial")
     try:
         with writing(path):
-            _make_folder(path.parent)
+            make_folder(path.parent)
             with beside.open("w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)
-            _sync(path.parent)
+            sync(path.parent)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -191,24 +192,39 @@ def new_folder(path: Path) -> Iterator[Path]:
     A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
 
     Raises:
-        RunFolderError: what is at `path` is not a folder of ours.
+        RunFolderError: what is at `path` is not a folder of ours, or another process is writing it.
         StorageError: something could not be written, or what the body reads could not be read.
     """
     _settle(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
     beside = partial_folder(path)
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
+    with _claimed(beside, path):
+        try:
+            with writing(path):
+                _empty(beside)  # of one killed here before
+            with _filling(beside, path):
+                yield beside
+            publish_folder(beside, path)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _claimed(beside: Path, path: Path) -> Iterator[None]:
+    with ExitStack() as held:
         with writing(path):
-            _make_folder(path.parent)
-            beside.mkdir()
-        with _filling(beside, path):
-            yield beside
-        publish_folder(beside, path)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+            held.enter_context(claimed(beside))
+        yield
+
+
+def _empty(folder: Path) -> None:
+    for inside in folder.iterdir():
+        if inside.is_dir() and not inside.is_symlink():
+            shutil.rmtree(inside)
+        else:
+            inside.unlink()
 
 
 def publish_folder(beside: Path, path: Path) -> None:
@@ -223,7 +239,7 @@ def publish_folder(beside: Path, path: Path) -> None:
         described = {"files": _describe_files(beside), "versions": _versions()}
         write_json(beside / MANIFEST, {**described, _SEAL: _seal(described)})
         for file in [*beside.rglob("*"), beside]:
-            _sync(file)
+            sync(file)
         _rename(beside, path)
 
 
@@ -231,10 +247,10 @@ def _rename(beside: Path, path: Path) -> None:
     """Rename a folder to `path`, where a folder may be; at every instant the old one or the new one is there whole."""
     if not path.exists():
         beside.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
         return
     if _swap(beside, path):
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(beside)
         return
     previous = path.with_name(f".{path.name}.previous")
@@ -245,7 +261,7 @@ def _rename(beside: Path, path: Path) -> None:
     except BaseException:
         previous.rename(path)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(previous)
 
 
@@ -288,14 +304,6 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _make_folder(folder: Path) -> None:
-    """Make a folder and what it lies in, and each new name durable."""
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
-
-
 def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {
@@ -318,14 +326,6 @@ def changed_versions(folder: Path) -> list[str]:
 def _seal(described: Mapping[str, Any]) -> str:
     """Return the hash of a manifest's content: what it says of others is held by them, what it says beside by this."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_whole(folder: Path) -> bool:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from scale_cli.errors import RunFolderError
 
+# Folders that this process has claimed: a verb that runs other verbs holds theirs.
+_held: set[str] = set()
+
 
 @contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
@@ -18,7 +21,46 @@ def sole_user(folder: Path) -> Iterator[None]:
     The system lets go when a process ends, however it ends. Where the other renamed or removed the folder, whoever
     waited gets a new one.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _taken(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and hold it; another process that wants it is refused.
+
+    Whoever holds it already in this process goes on holding it. One that was made and is empty in the end is removed.
+    Where a file system knows no locks, nobody is refused.
+
+    Raises:
+        RunFolderError: another process holds it.
+    """
+    place = os.path.realpath(folder)
+    if place in _held:
+        yield
+        return
+    was_there = folder.is_dir()
+    try:
+        descriptor = _taken(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunFolderError(f"{folder}: another process is at work here; wait for it, or end it") from None
+    _held.add(place)
+    try:
+        yield
+    finally:
+        _held.discard(place)
+        if not was_there:
+            with suppress(OSError):  # nothing came of it
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def _taken(folder: Path, operation: int) -> int:
+    """Make a folder if need be, lock it, and return its descriptor."""
+    make_folder(folder.parent)
     while True:
         with suppress(FileExistsError):
             folder.mkdir()
@@ -27,12 +69,23 @@ def sole_user(folder: Path) -> Iterator[None]:
         except FileNotFoundError:  # another removed it in between
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, operation)
             if _is_still(folder, descriptor):
-                yield
-                return
-        finally:
+                return descriptor
+        except BaseException:
             os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, operation: int) -> None:
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        if not operation & fcntl.LOCK_NB:
+            raise
 
 
 def _is_still(folder: Path, descriptor: int) -> bool:
@@ -42,22 +95,18 @@ def _is_still(folder: Path, descriptor: int) -> bool:
         return False
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold a folder; another process that wants it is refused.
+def make_folder(folder: Path) -> None:
+    """Make a folder and what it lies in, and each new name durable."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
 
-    Where a file system knows no locks, nobody is.
 
-    Raises:
-        RunFolderError: another process holds it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunFolderError(f"{folder}: another process is training here; wait for it, or end it") from None
-        yield
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError, StorageError
+from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
@@ -301,11 +301,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
     """Check that a tokenizer is the one that was recorded.
 
     Raises:
-        BaseModelError: it is another.
+        ChangedBaseError: it is another.
     """
     now = tokenizer_sha256(tokenizer)
     if record.tokenizer_sha256 and now != record.tokenizer_sha256:
-        raise BaseModelError(
+        raise ChangedBaseError(
             f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
             f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {_REMEDY}"
         )
@@ -335,13 +335,13 @@ def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> No
     """Check that a base model is the one that was recorded, tensor by tensor.
 
     Raises:
-        BaseModelError: naming the first tensor that differs.
+        ChangedBaseError: naming the first tensor that differs.
     """
     if changed := changed_tensors(base, record):
-        raise BaseModelError(
+        raise ChangedBaseError(
             f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {_REMEDY}"
         )
     if record.config_sha256 and config_sha256(base) != record.config_sha256:
-        raise BaseModelError(
+        raise ChangedBaseError(
             f"{where}: not the base that was widened ({record.name}): its config.json differs; {_REMEDY}"
         )

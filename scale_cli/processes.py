@@ -1,0 +1,192 @@
+"""The processes of one launch (`accelerate launch`, torchrun) and the device of this one: Accelerate's, for every verb.
+
+| verb                                                       | under several processes                               |
+|------------------------------------------------------------|-------------------------------------------------------|
+| train, evaluate, calibrate                                 | all of them work; the main one writes                 |
+| run                                                        | each of its verbs as by itself                        |
+| biography                                                  | refused                                               |
+| any other                                                  | the main one works, the others wait (`on_main`)       |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import PartialState
+    from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the processes this one is, among those that share some work."""
+
+    index: int = 0
+    num_processes: int = 1
+
+
+ALONE = Share()
+
+# One process tokenises, upscales, exports or saves while the others wait.
+_TIMEOUT = timedelta(hours=24)
+# How launchers say how many processes there are: torchrun and Accelerate; MPI's.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def are_several() -> bool:
+    """Return whether a launcher has started several processes; imports nothing."""
+    return any(os.environ.get(name, "1") not in ("", "1") for name in _WORLD_SIZES)
+
+
+def state() -> PartialState:
+    """Return Accelerate's state of this process; the first call joins the process group of a launch."""
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=_TIMEOUT)
+
+
+def device() -> torch.device:
+    """Return the device that this process computes on."""
+    import torch
+
+    chosen = state().device
+    # The router's weights are float64, which Apple's GPUs do not have.
+    return torch.device("cpu") if chosen.type == "mps" else chosen
+
+
+def share() -> Share:
+    """Return this process's share of work that all of a launch do together."""
+    return Share(state().process_index, state().num_processes) if are_several() else ALONE
+
+
+def is_main() -> bool:
+    """Return whether this process is the one that writes and speaks."""
+    return not are_several() or state().is_main_process
+
+
+def on_main(work: Callable[[], Result]) -> Result | None:
+    """Let the main process work while the others wait.
+
+    Args:
+        work: must not wait for other processes.
+
+    Returns:
+        What `work` returns, on the main process; None on the others.
+
+    Raises:
+        ScaleError: on the main process, what `work` raises.
+        EndedElsewhere: on the others, where it raises anything.
+    """
+    if not are_several():
+        return work()
+    if not state().is_main_process:
+        if (exit_code := _agreed(0)) != 0:
+            raise EndedElsewhere(exit_code)
+        return None
+    exit_code = ScaleError.exit_code
+    try:
+        result = work()
+        exit_code = 0
+        return result
+    except ScaleError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        _agreed(exit_code)
+
+
+def main_decides(decide: Callable[[], bool]) -> bool:
+    """Return, to every process, what the main one decides.
+
+    Raises:
+        ScaleError: as `on_main`.
+    """
+    decided = on_main(decide)
+    return bool(_agreed(int(bool(decided))))
+
+
+def _agreed(value: int) -> int:
+    """Return the main process's value to every process."""
+    if not are_several():
+        return value
+    import torch
+    from accelerate.utils import broadcast
+
+    return int(broadcast(torch.tensor([value], device=state().device)).item())
+
+
+def main_first(work: Callable[[], Result]) -> Result:
+    """Let every process do the same, the main one before the others, who find what it has written.
+
+    Raises:
+        ScaleError: on the main process, what `work` raises.
+        EndedElsewhere: on the others, where it raises anything on the main one.
+    """
+    result = on_main(work)
+    return work() if result is None else result
+
+
+def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return what every process holds, in their order, on the CPU.
+
+    Args:
+        mine: (N, ...), N the length of this process.
+        lengths: of every process.
+    """
+    if len(lengths) == 1:
+        return [mine.cpu()]
+    import torch
+    from accelerate.utils import gather
+
+    padded = torch.zeros((max(lengths), *mine.shape[1:]), dtype=mine.dtype, device=state().device)
+    padded[: len(mine)] = mine
+    everyone = gather(padded.unsqueeze(0)).cpu()
+    return [everyone[place, :length] for place, length in enumerate(lengths)]
+
+
+def leave() -> None:
+    """Leave the process group, where there is one: the last thing that a verb does."""
+    if are_several():
+        state().wait_for_everyone()
+        state().destroy_process_group()
+
+
+def refuse_several(verb: str) -> None:
+    """Refuse a launch of several processes for a verb that has no use for them.
+
+    Raises:
+        UsageError: there are several.
+    """
+    if are_several():
+        raise UsageError(f"scale {verb} works in one process; start it without torchrun or `accelerate launch`")
+
+
+@contextmanager
+def lost_peers_named() -> Iterator[None]:
+    """Say in one line that another process is gone, which is where the reason is to be found.
+
+    Raises:
+        TrainingError: it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo's own errors are no more than that
+        if not are_several():
+            raise
+        import torch
+
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise TrainingError(f"another process is gone; its own message says why ({reason})") from None
