@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import ConfigError, Interrupted, RunError, ScaleError, StorageError, UsageError
+from scale_cli.errors import ConfigError, EndedElsewhere, Interrupted, RunError, ScaleError, StorageError, UsageError
 from scale_cli.printable import printable, without_passwords
+from scale_cli.processes import leave, lost_peers_named, on_main, refuse_several
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
@@ -28,7 +30,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share.")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Override config keys.")]
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
@@ -41,8 +45,8 @@ MaxForgetting = Annotated[
     float | None,
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")]
-Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, or one folder of it.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or their configs.")]
+Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one folder of it, or its config.")]
 Generating = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
 ]
@@ -86,7 +90,7 @@ Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of e
 
 
 class Summary(Protocol):
-    """What every verb returns."""
+    """What a verb returns, on the process that speaks."""
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
@@ -107,11 +111,15 @@ def plan(
 
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output}: is a folder; give a file")
-    made = run.plan(checked, flops, utilisation, num_processes)
-    if output is not None:
-        run.write_plan(made, output)
-    for line in render.plan_lines(made):
-        _say(line)
+
+    def plan_and_write() -> None:
+        made = run.plan(checked, flops, utilisation, num_processes)
+        if output is not None:
+            run.write_plan(made, output)
+        for line in render.plan_lines(made):
+            _say(line)
+
+    on_main(plan_and_write)
 
 
 @app.command()
@@ -120,7 +128,7 @@ def upscale(config: Config, overrides: Overrides = None) -> None:
     checked = _load(config, overrides)
     from scale_cli.upscale import run
 
-    _show(run.upscale(checked))
+    _show(on_main(lambda: run.upscale(checked)))
 
 
 @app.command()
@@ -129,7 +137,7 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
     checked = _load(config, overrides)
     from scale_cli.training.prepare import prepare
 
-    _show(prepare(checked))
+    _show(on_main(lambda: prepare(checked)))
 
 
 @app.command()
@@ -166,36 +174,43 @@ def export(config: Config, overrides: Overrides = None, push_to_hub: Repository 
 
     if push_to_hub is not None:
         publish.check_repository(push_to_hub)
-    summary = run.export(checked)
-    _show(summary)
-    if push_to_hub is not None:
-        send = publish.planned if dry_run else publish.publish
-        _show(send(summary.folder, push_to_hub))
+
+    def export_and_push() -> None:
+        summary = run.export(checked)
+        _show(summary)
+        if push_to_hub is not None:
+            send = publish.planned if dry_run else publish.publish
+            _show(send(summary.folder, push_to_hub))
+
+    on_main(export_and_push)
 
 
 @app.command()
 def calibrate(config: Config, overrides: Overrides = None, documents: Documents = 32) -> None:
     """Find a threshold for the cosine rule on small held-out samples, and print its frontier."""
+    checked = _load(config, overrides)
     from scale_cli.evaluation import calibration
 
-    _show(calibration.calibrate(_load(config, overrides), documents))
+    _show(calibration.calibrate(checked, documents))
 
 
 @app.command()
 def compare(runs: Runs, output: Output) -> None:
     """Put any number of finished runs into one report."""
+    folders = [_run_folder(path) for path in runs]
     from scale_cli.comparison import run
 
-    _show(run.compare(runs, output))
+    _show(on_main(lambda: run.compare(folders, output)))
 
 
 @app.command()
 def join(runs: Runs, output: JoinedFolder, prior: Prior = None, switch_rate: SwitchRate = 0.0) -> None:
     """Put finished runs on the same base into one model that routes among all their heads."""
+    folders = [_run_folder(path) for path in runs]
     _quieten_libraries()
     from scale_cli.join import run
 
-    _show(run.join(runs, output, prior, switch_rate))
+    _show(on_main(lambda: run.join(folders, output, prior, switch_rate)))
 
 
 @app.command()
@@ -211,6 +226,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts (or the lines of standard input) with a trained model, router and all."""
+    folder = _run_folder(path)
     lines = sys.stdin or ()  # closed
     prompts = prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts:
@@ -219,27 +235,35 @@ def generate(
     from scale_cli import generate as generation
 
     sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed, generation.parsed_options(options or []))
-    generator = generation.Generator(path)
     stream = len(prompts) == 1 and not show_heads and not as_json and "num_beams" not in sampling.options
-    continuations = generator.continue_all(prompts, sampling, stream=stream)
-    for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
-        typer.echo(line)  # coloured, where that was asked for
+
+    def continue_and_print() -> None:
+        continuations = generation.Generator(folder).continue_all(prompts, sampling, stream=stream)
+        for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
+            typer.echo(line)  # coloured, where that was asked for
+
+    on_main(continue_and_print)
 
 
 @app.command()
 def verify(path: Checked) -> None:
     """Check a folder of ours, or all folders of a run: hashes, preservation, ledgers, exports."""
+    folder = _run_folder(path)
     _quieten_libraries()
     from scale_cli import verify as verification
 
-    checked = verification.verify(path)
-    _show(checked)
-    checked.require()
+    def verify_and_require() -> None:
+        checked = verification.verify(folder)
+        _show(checked)
+        checked.require()
+
+    on_main(verify_and_require)
 
 
 @app.command()
 def biography(config: Config, overrides: Overrides = None) -> None:
     """Teach synthetic people to every method, one task after another, and draw what each forgets."""
+    refuse_several("biography")
     from scale_cli.config.biography import BiographyConfig
     from scale_cli.config.load import load_checked
 
@@ -263,17 +287,30 @@ def run_all(
     if max_forgetting is not None:
         check_gate(checked)
     report = run_pipeline(checked, _say, accept or ())
-    if max_forgetting is not None:
+    if max_forgetting is not None and report is not None:
         check_forgetting(report, max_forgetting)
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     from scale_cli.config.load import load_config
+    from scale_cli.storage.layout import RunFolder
 
+    if path.is_dir():  # of a run: its own config, wherever it lies now
+        overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or [])]
+        path = RunFolder(path).config
     config = load_config(path, overrides)
     _check_output(config.output_dir)
     _quieten_libraries()
     return config
+
+
+def _run_folder(path: Path) -> Path:
+    """Return the folder of the run that a config is of, or the folder that was given itself."""
+    if not path.is_file():
+        return path
+    from scale_cli.config.load import load_config
+
+    return load_config(path).output_dir
 
 
 def _check_output(output_dir: Path) -> None:
@@ -293,8 +330,8 @@ def _quieten_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def _show(summary: Summary) -> None:
-    for line in summary.lines():
+def _show(summary: Summary | None) -> None:
+    for line in () if summary is None else summary.lines():
         _say(line)
 
 
@@ -309,13 +346,16 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
-        app()
+        with lost_peers_named():
+            _run_verb()
     except Interrupted as stopped:
         from scale_cli.training.interruption import command_to_go_on
 
         again = command_to_go_on(sys.argv[1:], os.environ)
         typer.echo(printable(without_passwords(f"{stopped}\ncontinue with: {again}")), err=True)
         sys.exit(stopped.exit_code)
+    except EndedElsewhere as ended:
+        sys.exit(ended.exit_code)
     except ScaleError as error:
         _fail(error)
     except (OSError, SafetensorError) as error:
@@ -323,6 +363,15 @@ def main() -> None:
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
     except MemoryError:
         _fail(RunError("out of memory"))
+
+
+def _run_verb() -> None:
+    try:
+        app()
+    except SystemExit as ended:
+        if not ended.code:
+            leave()
+        raise
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -31,10 +31,11 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.printable import printable
+from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
-from scale_cli.upscale.folder import load_model
+from scale_cli.upscale.base import BASE_RECORD, load_written, one_line
+from scale_cli.upscale.session import open_trained
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
 _COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
@@ -171,11 +172,12 @@ class Generator:
         self.model: Any
         if (folder / BASE_RECORD).is_file():
             base = load_config(folder / "scale.yaml").model
-            self.model, self.tokenizer = load_model(folder, base), load_tokenizer(base)
+            opened = open_trained(folder, base)
+            self.model, self.tokenizer = opened.model, opened.tokenizer
         else:
             kind = read_json(folder / "config.json").get("model_type")
             loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
-            self.model = load_written(loader, folder).eval()
+            self.model = placed(load_written(loader, folder)).eval()
             # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self._boundary = Boundaries.of(self.tokenizer).context

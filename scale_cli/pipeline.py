@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora
@@ -10,20 +11,25 @@ from scale_cli.errors import ConfigError
 from scale_cli.evaluation.results import Report
 from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_report, open_benchmarks_of
 from scale_cli.export.run import check_format, export, export_is_finished
+from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.lock import claimed
 from scale_cli.training.run import train
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.run import upscale, upscale_is_finished
 
 
-def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collection[str] = ()) -> Report:
+def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train (resuming what was interrupted), evaluate and export.
 
     Args:
         config: the resolved config.
-        say: prints a line for the user.
+        say: prints a line for the user, on the main process.
         accepted: keys that may have changed since the run was begun.
+
+    Returns:
+        What was measured; None where this is not the main process.
 
     Raises:
         ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
@@ -34,23 +40,46 @@ def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collec
         for line in lines:
             say(line)
 
-    check_format(config)  # what the last verbs would refuse is refused before the first
+    on_main(lambda: _check(config))
+    with ExitStack() as held:
+        on_main(lambda: held.enter_context(claimed(run.root)))
+        on_main(lambda: show(_upscaled(config, say)))
+        say("== train")
+        show(train(config, "auto", say, accepted).lines())
+        say("== evaluate")
+        if main_decides(lambda: finished_report(config) is None):
+            evaluate(config)
+        report = on_main(lambda: finished_report(config))
+        if report is not None:
+            show(EvaluationSummary(run.evaluation, report).lines())
+        on_main(lambda: show(_exported(config, say)))
+    return report
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse before the first verb what the last ones would refuse."""
+    check_format(config)
     if not config.evaluation.perplexity and not config.evaluation.benchmarks:
         raise ConfigError("evaluation: names nothing to evaluate on (perplexity, benchmarks)")
-    trained = run.final.is_dir()  # then what was trained on need not be here any more
-    check_before_writing(config, config.evaluation.perplexity if trained else every_source(config))
-    if not run.evaluation.is_dir():
+    trained = RunFolder(config.output_dir).final.is_dir()  # then what was trained on need not be here any more
+    sources = config.evaluation.perplexity if trained else every_source(config)
+    check_before_writing(config, sources, share().num_processes)
+    if not RunFolder(config.output_dir).evaluation.is_dir():
         open_benchmarks_of(config)
+
+
+def _upscaled(config: RunConfig, say: Callable[[str], None]) -> list[str]:
     say("== upscale")
-    show([f"done already   {run.upscaled}"] if upscale_is_finished(config) else upscale(config).lines())
+    if upscale_is_finished(config):
+        lines = [f"done already   {RunFolder(config.output_dir).upscaled}"]
+    else:
+        lines = upscale(config).lines()
     open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
-    say("== train")
-    show(train(config, "auto", say, accepted).lines())
-    say("== evaluate")
-    report = finished_report(config)
-    summary = evaluate(config) if report is None else EvaluationSummary(run.evaluation, report)
-    show(summary.lines())
+    return lines
+
+
+def _exported(config: RunConfig, say: Callable[[str], None]) -> list[str]:
     say("== export")
-    done = export_is_finished(config)
-    show([f"done already   {run.export(config.export.format)}"] if done else export(config).lines())
-    return summary.report
+    if export_is_finished(config):
+        return [f"done already   {RunFolder(config.output_dir).export(config.export.format)}"]
+    return export(config).lines()

@@ -22,9 +22,12 @@ from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageErr
 if TYPE_CHECKING:
     import torch
     from accelerate import PartialState
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Result = TypeVar("Result")
+
+
+AnyModule = TypeVar("AnyModule", bound="nn.Module")
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,13 @@ def are_several() -> bool:
 
 def state() -> PartialState:
     """Return Accelerate's state of this process; the first call joins the process group of a launch."""
+    import torch
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=_TIMEOUT)
+    # Unless it is told so, Accelerate takes each of several processes without an accelerator to be alone.
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=on_cpu, timeout=_TIMEOUT)
 
 
 def device() -> torch.device:
@@ -63,6 +69,12 @@ def device() -> torch.device:
     chosen = state().device
     # The router's weights are float64, which Apple's GPUs do not have.
     return torch.device("cpu") if chosen.type == "mps" else chosen
+
+
+def placed(module: AnyModule) -> AnyModule:
+    """Move a module to the device of this process, and return it."""
+    module.to(device())
+    return module
 
 
 def share() -> Share:

@@ -28,17 +28,26 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger
 from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS
-from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, ScaleError, VerificationError
+from scale_cli.errors import (
+    BaseModelError,
+    ChangedBaseError,
+    PreservationError,
+    RunFolderError,
+    ScaleError,
+    VerificationError,
+)
 from scale_cli.export.run import check_written_export
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
-from scale_cli.upscale.folder import load_any_base, load_model
+from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
+from scale_cli.upscale.session import open_trained
 
 
 @dataclass
@@ -129,11 +138,10 @@ def _hold(check: FolderCheck, name: str, prove: Callable[[], None]) -> bool:
     """Run one proof and write down how it ended."""
     try:
         prove()
-    except BaseModelError as error:
-        if "differs" not in str(error):  # not at hand, rather than another one
-            check.unchecked.append(f"{name}: {error}")
-            return False
+    except ChangedBaseError as error:
         check.failed.append(f"{name}: {error}")
+    except BaseModelError as error:  # not at hand
+        check.unchecked.append(f"{name}: {error}")
     except ScaleError as error:
         check.failed.append(f"{name}: {error}")
     else:
@@ -189,10 +197,10 @@ def _check_token_ledger(folder: Path) -> None:
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:
     def prove_base() -> None:
-        model = load_model(check.folder, base)  # holds the base to its hashes
-        if isinstance(model, ScaleForCausalLM):
-            tokenizer = load_tokenizer(base)
-            check_preservation(model, tokenizer, own_logits(load_any_base(base), sample_ids(tokenizer)))
+        trained = open_trained(check.folder, base)  # holds the base and its tokenizer to their hashes
+        if isinstance(trained.model, ScaleForCausalLM):
+            plain = placed(load_any_base(base))
+            check_preservation(trained.model, trained.tokenizer, own_logits(plain, sample_ids(trained.tokenizer)))
 
     _hold(check, "base and its preservation", prove_base)
 
@@ -204,7 +212,7 @@ def _architecture(folder: Path) -> str | None:
 
 def _check_joined(folder: Path) -> None:
     report = read_json(folder / "report.json")
-    model = load_written(JoinedForCausalLM, folder).eval()
+    model = placed(load_written(JoinedForCausalLM, folder)).eval()
     now = record_base(model.base, ModelConfig(base=report["base"])).content_sha256
     if now != report["base_sha256"]:
         raise VerificationError(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report['base_sha256'][:12]}")

@@ -123,7 +123,9 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
         for of_one, said_RH in zip(shares, gathered(mine_RH, lengths), strict=True):
             asked = [text for batch in of_one for text, _context, _continuation in batch]
-            self._scores |= {text: dict(zip(HEADS, row, strict=True)) for text, row in zip(asked, said_RH.tolist(), strict=True)}
+            self._scores |= {
+                text: dict(zip(HEADS, row, strict=True)) for text, row in zip(asked, said_RH.tolist(), strict=True)
+            }
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
 
     def _observe(self, batch: list[Encoded]) -> Tensor:

@@ -110,9 +110,7 @@ def score_corpus(
     with tqdm(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
-            observed = observe_documents(
-                model, corpus, documents, sequence_length, batch_size, mixed_precision, share
-            )
+            observed = observe_documents(model, corpus, documents, sequence_length, batch_size, mixed_precision, share)
             rows.extend(_document_row(document, corpus.num_bytes[document.index], router) for document in observed)
             bar.update(len(documents))
     if not rows:

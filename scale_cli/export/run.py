@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import BASE_PLACE, EXPORT_SECTIONS, TRAIN_SECTIONS, check_same_run, differences
+from scale_cli.config.compare import EXPORT_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
-from scale_cli.errors import ConfigError, ExportParityError, RunFolderError
+from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.evaluation.run import finished_report
 from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
@@ -22,20 +22,13 @@ from scale_cli.export.licence import base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_tokenizer, load_written
-from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import (
-    MethodModel,
-    load_model,
-    load_onto_base,
-    read_record,
-    trained_sha256,
-    write_trained,
-)
-from scale_cli.upscale.method import set_router
-from scale_cli.upscale.preservation import SAMPLE_TEXTS
+from scale_cli.upscale.base import load_written
+from scale_cli.upscale.folder import MethodModel, load_onto_base, trained_sha256, write_trained
+from scale_cli.upscale.preservation import sample_ids
+from scale_cli.upscale.session import check_run, open_final
 
 _DOCUMENTS_PER_CORPUS = 4
 _DESCRIPTIONS = {
@@ -77,14 +70,10 @@ def export(config: RunConfig) -> ExportSummary:
         RunFolderError: nothing has been trained, or with another config.
         ExportParityError: what was written does not compute what was trained; nothing is left behind then.
     """
-    run, settings = RunFolder(config.output_dir), config.export
-    if not run.final.is_dir():
-        raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
+    run, settings = check_run(config), config.export
     check_format(config)
-    check_before_writing(config, config.evaluation.perplexity)
-    model, tokenizer = load_model(run.final, config.model), load_tokenizer(config.model)
-    set_router(model, config.method.router)
+    trained = open_final(run, config)
+    model, tokenizer = trained.model, trained.tokenizer
     prompts = _prompts(config, tokenizer)
     folder = run.export(settings.format)
     with new_folder(folder) as partial:
@@ -98,7 +87,7 @@ def export(config: RunConfig) -> ExportSummary:
             assert isinstance(lowered, ScaleForCausalLM), "check_format"
             write_self_contained(lowered, partial)
         else:
-            write_trained(partial, model, config.method, read_record(run.final))
+            write_trained(partial, model, config.method, trained.record)
         loaded = _load_export(partial, config)
         parity = _check(loaded, model, prompts, config)
         licence = base_licence(config.model)
@@ -110,11 +99,14 @@ def export(config: RunConfig) -> ExportSummary:
 
 
 def _load_export(folder: Path, config: RunConfig) -> MethodModel:
+    loaded: MethodModel
     if config.export.format == "llama":
-        return load_written(AutoModelForCausalLM, folder)
-    if config.export.format == "transformers":
-        return load_written(ScaleForCausalLM, folder)
-    return load_onto_base(folder, config.model)
+        loaded = load_written(AutoModelForCausalLM, folder)
+    elif config.export.format == "transformers":
+        loaded = load_written(ScaleForCausalLM, folder)
+    else:
+        loaded = load_onto_base(folder, config.model)
+    return placed(loaded).eval()
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -127,12 +119,11 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     Raises:
         ExportParityError: it computes something else, or belongs to another training.
     """
-    run = RunFolder(config.output_dir)
+    run = check_run(config)
     if read_json(folder / "parity.json").get("trained_sha256") != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
-    model = load_model(run.final, config.model)
-    set_router(model, config.method.router)
-    _check(_load_export(folder, config), model, _prompts(config, load_tokenizer(config.model)), config)
+    trained = open_final(run, config)
+    _check(_load_export(folder, config), trained.model, _prompts(config, trained.tokenizer), config)
 
 
 def check_format(config: RunConfig) -> None:
@@ -168,7 +159,7 @@ def export_is_finished(config: RunConfig) -> bool:
 
 def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
     expected = trained_logits if config.export.format == "llama" else served_logits
-    parity = measure_parity(loaded.eval(), model, expected, prompts)
+    parity = measure_parity(loaded, model, expected, prompts)
     check_parity(parity, str(loaded.dtype).removeprefix("torch."))
     return parity
 
@@ -182,5 +173,5 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
         for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
     ]
     if documents:
-        return [torch.from_numpy(ids).unsqueeze(0) for ids in documents]
-    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in SAMPLE_TEXTS]
+        return [torch.from_numpy(ids).unsqueeze(0).to(device()) for ids in documents]
+    return sample_ids(tokenizer)

@@ -31,8 +31,8 @@ from scale_cli.upscale.base import (
     stage_folder,
     tensor_sha256,
 )
-from scale_cli.upscale.folder import load_model
 from scale_cli.upscale.preservation import own_logits, sample_ids
+from scale_cli.upscale.session import open_trained
 
 # What a member's expansion takes of its run's configuration; the router is the joined model's own.
 _SIZES = (
@@ -73,7 +73,7 @@ class Joint:
     """Several runs put together.
 
     Args:
-        model: on the CPU, in evaluation mode.
+        model: in evaluation mode.
         members: its expansions.
         configs: of the runs, as they were given.
         record: of the plain base.
@@ -122,7 +122,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
 def _open_run(run: Path) -> tuple[ScaleForCausalLM, Path, RunConfig]:
     folder = _finished_folder(run)
     config = load_config(folder / "scale.yaml")
-    widened = load_model(folder, config.model)
+    widened = open_trained(folder, config.model).model
     if not isinstance(widened, ScaleForCausalLM):
         raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
     return widened, folder, config
@@ -196,4 +196,5 @@ def put_together(
     model = JoinedForCausalLM(config, base)
     for place, member in zip(model.members, members, strict=True):
         place.load_state_dict(member.expansion.state_dict(), strict=True)
+    model.to(base.device)
     return model.eval()

@@ -18,8 +18,10 @@ from scale_cli.join.members import Joint, join_runs
 from scale_cli.join.render import table_lines
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.replaceable import check_replaceable
+from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
 
 KIND = "scale join"
@@ -147,7 +149,7 @@ def prove(joint: Joint) -> None:
 
 def _check_written(folder: Path, joint: Joint) -> None:
     """Load what was written, and hold its heads to those that were measured, bit for bit."""
-    loaded = JoinedForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
+    loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
     prompts = sample_ids(joint.tokenizer)
     for one, other in zip(_head_logits(loaded, prompts), _head_logits(joint.model, prompts), strict=True):
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):

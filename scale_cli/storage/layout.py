@@ -54,6 +54,19 @@ class RunFolder:
         """The exported model."""
         return self.root / "export" / export_format
 
+    @property
+    def config(self) -> Path:
+        """The config that the run was made with, as far as it has come.
+
+        Raises:
+            RunFolderError: nothing was made here.
+        """
+        newest_first = sorted(self.checkpoints.glob("step-*"), reverse=True)
+        for folder in (self.root, self.final, *newest_first, self.upscaled):
+            if (folder / "scale.yaml").is_file():
+                return folder / "scale.yaml"
+        raise RunFolderError(f"{self.root}: is a folder, and not one of a run: give a config (YAML), or a run's folder")
+
     def check(self) -> None:
         """Find out before any work whether results can land here, and only here.
 

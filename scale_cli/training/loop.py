@@ -22,12 +22,13 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.model.observing import TwoHeaded
+from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.checkpoint import Origin, Position
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.metrics import EVALUATION, MetricsLog
 from scale_cli.training.saving import Saver
-from scale_cli.training.sharding import gathered_roots
+from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.training.spikes import SpikeWatch
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.folder import MethodModel
@@ -43,7 +44,7 @@ class TrainingRun:
         config: the resolved config.
         accelerator: processes and devices.
         model: what is trained.
-        observed: the same with its base head, for the periodic evaluation; None where this process has no part in it.
+        observed: the same with its base head, for the periodic evaluation; None where there is none.
         wrapped: the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded.
         origin: what checkpoints say of the run.
         optimiser: over what trains.
@@ -240,19 +241,13 @@ def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
 
 
 def _evaluate(run: TrainingRun) -> list[dict[str, Any]]:
-    """Score a few documents of every held-out corpus, on the main process; the others wait. Return what to log.
-
-    The parts of a sharded model are only together on all processes, so there all of them score, and the main one tells.
-    """
-    records = []
-    if run.observed is not None:
-        run.model.eval()
-        with gathered_roots(run.wrapped, run.observed):
-            losses = _held_out_losses(run, run.observed)
-        run.model.train()
-        records.append({"step": run.position.step, EVALUATION: losses})
-    run.accelerator.wait_for_everyone()
-    return records
+    """Score a few documents of every held-out corpus, shared among the processes, and return what to log."""
+    assert run.observed is not None, "opened where train.eval_every_steps is set"
+    run.model.eval()
+    with gathered_roots(run.wrapped, run.observed):
+        losses = _held_out_losses(run, run.observed)
+    run.model.train()
+    return [{"step": run.position.step, EVALUATION: losses}]
 
 
 def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[str, float | None]]:
@@ -268,6 +263,8 @@ def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[st
             mixed_precision=evaluation.mixed_precision,
             max_documents=run.config.train.eval_max_documents,
             progress=f"evaluating {source.name}" if run.accelerator.is_main_process else None,
+            # The parts of a sharded model are only together while all processes run the same batch.
+            share=ALONE if is_sharded(run.model) else share(),
         )
         heads = {
             "base": scored.base,

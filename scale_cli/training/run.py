@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 
 from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora, training_sources
-from scale_cli.errors import RunFolderError, StorageError, TrainingError
+from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
+from scale_cli.processes import main_first, on_main, state
 from scale_cli.storage.atomic import (
     changed_versions,
     new_folder,
@@ -46,14 +45,11 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer, one_line
+from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
-
-# One process tokenises, evaluates and saves while the others wait.
-_PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,9 @@ def train(
         RunFolderError: the folder holds another run, or none to resume.
         ConfigError: the batch does not divide among the processes.
     """
+    state()  # joins the process group, with our own time-out
     # Autocast is the step's, by the config alone, whatever the launcher was told.
-    patience = InitProcessGroupKwargs(timeout=_PATIENCE)
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
+    accelerator = Accelerator(mixed_precision="no")
     say = say if accelerator.is_main_process else _say_nothing
     run_folder = RunFolder(config.output_dir)
     if resume == "auto" and run_folder.final.is_dir() and not _is_longer(run_folder.final, config, accepted):
@@ -98,31 +94,19 @@ def train(
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     check_before_writing(config, training_sources(config), accelerator.num_processes)
-    with claimed(run_folder.root) if accelerator.is_main_process else nullcontext(), _peers_named(accelerator):
-        if accelerator.is_main_process:
-            remove_leftovers(run_folder.checkpoints)
+    with ExitStack() as held:
+        on_main(lambda: _claim(run_folder, held))
         start = _starting_point(run_folder, config, resume, say, accepted)
         run = _open_run(config, accelerator, start, say)
         run_loop(run)
         _write_final(run)
-    accelerator.end_training()
     return TrainSummary(run_folder.final, run.position)
 
 
-@contextmanager
-def _peers_named(accelerator: Accelerator) -> Iterator[None]:
-    """Tell in one line that another process is gone, which is where the reason is to be found.
-
-    Raises:
-        TrainingError: it is.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # gloo's own errors are no more than that
-        lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-        if accelerator.num_processes == 1 or not lost:
-            raise
-        raise TrainingError(f"another process is gone; its own message says why ({one_line(error)})") from None
+def _claim(run_folder: RunFolder, held: ExitStack) -> None:
+    """Keep every other launch out of the run, and remove what a killed one has left."""
+    held.enter_context(claimed(run_folder.root))
+    remove_leftovers(run_folder.checkpoints)
 
 
 def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> TrainSummary:
@@ -130,7 +114,9 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         verify_folder(final)
     except StorageError as error:
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
-    if _check_same_run(final, config, TRAIN_SECTIONS, PLACES, accepted):
+    changed = _check_same_run(final, config, TRAIN_SECTIONS, PLACES, accepted)
+    check_tokenizer(load_tokenizer(config.model), read_record(final))
+    if changed:
         _check_same_content(final, config)
     return TrainSummary(final, read_position(final))
 
@@ -234,9 +220,10 @@ def _open_run(
     check_tokenizer(tokenizer, read_record(run_folder.upscaled))
     main = accelerator.is_main_process
     say(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
-    with accelerator.main_process_first():  # the first one fills the cache, the others open it
-        corpora = open_training_corpora(config, tokenizer, show_progress=main)
-        held_out = open_held_out_corpora(config, tokenizer, show_progress=main) if sizes.eval_every_steps else []
+    corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
+    held_out = []
+    if sizes.eval_every_steps:
+        held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
@@ -276,10 +263,10 @@ def _opened_log(run_folder: RunFolder, position: Position) -> MetricsLog:
     return MetricsLog(run_folder.metrics, position.step, evaluation_due=position.evaluation_due)
 
 
-def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded | None:
-    """Return what this process scores in a periodic evaluation, or None where it only waits for the main one."""
+def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded:
+    """Return what this process scores in a periodic evaluation."""
     if not is_sharded(model):
-        return two_headed(model, config.model) if accelerator.is_main_process else None
+        return two_headed(model, config.model)
     if isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
         return two_headed(model, config.model)
     return BesideBase(shard_for_evaluation(load_base(config.model), accelerator), model)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.errors import PreservationError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import device
 from scale_cli.upscale.folder import MethodModel
 
 SAMPLE_TEXTS = (
@@ -23,8 +24,9 @@ SAMPLE_TEXTS = (
 
 
 def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    """Return the sample texts as (1, T) ids."""
-    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in SAMPLE_TEXTS]
+    """Return the sample texts as (1, T) ids, on the device of this process."""
+    tokenised = (tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in SAMPLE_TEXTS)
+    return [of_text.input_ids.to(device()) for of_text in tokenised]
 
 
 @torch.no_grad()

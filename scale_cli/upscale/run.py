@@ -11,8 +11,10 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
 from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.lock import claimed
 from scale_cli.upscale.base import BaseRecord, check_finite, check_same_base, load_tokenizer, record_base
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
@@ -81,7 +83,13 @@ def upscale(config: RunConfig) -> UpscaleSummary:
         RunFolderError: training has already begun in this folder.
         PreservationError: the base logits are not the base's any more; nothing is written then.
     """
-    run, method = RunFolder(config.output_dir), config.method
+    run = RunFolder(config.output_dir)
+    with claimed(run.root):
+        return _upscale(run, config)
+
+
+def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
+    method = config.method
     if run.final.is_dir() or run.checkpoints.is_dir():
         raise RunFolderError(_already_begun(run, config))
     check_before_writing(config, training_sources(config))
@@ -96,8 +104,8 @@ def upscale(config: RunConfig) -> UpscaleSummary:
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
-    base_logits = own_logits(base, sample_ids(tokenizer))
-    model = start_model(base, method, config.seed)
+    base_logits = own_logits(placed(base), sample_ids(tokenizer))
+    model = placed(start_model(base, method, config.seed))
     check_preservation(model, tokenizer, base_logits)
     with new_folder(run.upscaled) as partial:
         if method.widens:

@@ -15,7 +15,7 @@ from scale_cli.config.compare import BASE_PLACE, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import RunFolderError
-from scale_cli.processes import device
+from scale_cli.processes import placed
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, check_tokenizer, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
@@ -47,7 +47,7 @@ def open_trained(folder: Path, base: ModelConfig) -> Trained:
     """
     model, tokenizer, record = load_model(folder, base), load_tokenizer(base), read_record(folder)
     check_tokenizer(tokenizer, record)
-    return Trained(folder, model.to(device()).eval(), tokenizer, record)
+    return Trained(folder, placed(model).eval(), tokenizer, record)
 
 
 def check_run(config: RunConfig) -> RunFolder:

@@ -45,6 +45,7 @@ def report(config: RunConfig) -> Report:
     """The forgetting report of the finished run."""
     said: list[str] = []
     report = run_pipeline(config, said.append)
+    assert report is not None
     assert not any("done already" in line for line in said)
     return report
 

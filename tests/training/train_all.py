@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from unittest.mock import patch
-
-from accelerate import Accelerator
 
 from scale_cli.config.load import load_config
+from scale_cli.processes import leave
 from scale_cli.training.run import train
 
 if __name__ == "__main__":
-    with patch.object(Accelerator, "end_training"):  # the next run needs the process group too
-        for path in sys.argv[1:]:
-            train(load_config(Path(path)), "auto", print)
+    for path in sys.argv[1:]:
+        train(load_config(Path(path)), "auto", print)
+    leave()
