@@ -119,7 +119,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     Raises:
         ExportParityError: it computes something else, or belongs to another training.
     """
-    run = check_run(config)
+    run = RunFolder(config.output_dir)
     if read_json(folder / "parity.json").get("trained_sha256") != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
     trained = open_final(run, config)
