@@ -379,3 +379,29 @@ class RunConfig(Section):
             if isinstance(variant, str) and variant in _PAPER_LR:
                 return {**tree, "train": {**train, "lr": _PAPER_LR[variant]}}
         return tree
+
+    @model_validator(mode="after")
+    def _flash_attention_can(self) -> RunConfig:
+        train = self.train
+        if train.attention != "flash_attention_2":
+            return self
+        if self.corpus.isolate_documents and train.micro_batch_size > 1:
+            # It finds documents by their positions, and in a batch of one alone; others it would run together.
+            raise ValueError(
+                "train.attention: flash_attention_2 cannot keep corpus.isolate_documents with train.micro_batch_size "
+                f"{train.micro_batch_size}: set that to 1, or take flex_attention"
+            )
+        if train.compile and train.micro_batch_size == 1:
+            raise ValueError(
+                "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1; take another"
+                " train.attention"
+            )
+        if self.model.dtype == "bfloat16" and not self.method.trains_base_weights:
+            return self
+        evaluated = [("evaluation", self.evaluation.mixed_precision)] if train.eval_every_steps else []
+        for section, precision in [("train", train.mixed_precision), *evaluated]:
+            if precision == "no":
+                raise ValueError(
+                    f"train.attention: flash_attention_2 computes in 16 bits only: set {section}.mixed_precision to bf16"
+                )
+        return self

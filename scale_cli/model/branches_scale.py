@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .cache_scale import ScaleCache
-from .expansion_scale import Expansion, LayerContext, LayerReads
+from .expansion_scale import Expansion, LayerContext, LayerReads, window_of
 from .fused_scale import frozen_norm
 
 
@@ -136,9 +136,9 @@ def run_branches(
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
-    masks = _attention_masks(decoder.config, x_BTD, attention_mask, cache, position_ids)
+    masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
     rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
-    context = LayerContext(rotary, masks, cache, len(decoder.layers), checkpointing)
+    context = LayerContext(position_ids, rotary, masks, cache, len(decoder.layers), checkpointing)
     streams = {0: x_BTD}
     u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
     for index, base_layer in enumerate(decoder.layers):
@@ -219,26 +219,19 @@ def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: L
         )
 
 
-# How far back a layer looks, by the names of transformers' configurations.
-_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
-
 def _attention_masks(
-    config: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor
+    decoder: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor
 ) -> list[Any]:
-    """Return every layer's mask, made once for each kind of layer that the base has."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # a family whose layers are all of one kind
-        windowed = getattr(config, "sliding_window", None) is not None
-        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    """Return every layer's mask, made once for the layers that look back over all and once for those with a window."""
+    windowed = [window_of(layer.self_attn) is not None for layer in decoder.layers]
     masks = {
-        kind: _MASKS[kind](
-            config=config,
+        kind: (create_sliding_window_causal_mask if kind else create_causal_mask)(
+            config=decoder.config,
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
             past_key_values=cache,
             position_ids=position_ids,
         )
-        for kind in dict.fromkeys(kinds)
+        for kind in dict.fromkeys(windowed)
     }
-    return [masks[kind] for kind in kinds]
+    return [masks[kind] for kind in windowed]

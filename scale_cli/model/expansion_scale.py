@@ -96,6 +96,7 @@ class ExpansionNorm(nn.Module):
 class LayerContext:
     """What every layer of one forward pass shares."""
 
+    position_ids: Tensor
     position_embeddings: tuple[Tensor, Tensor]
     attention_masks: list[Any]  # a layer's: Tensor, BlockMask or None, whatever transformers' attention functions take
     cache: ScaleCache | None
@@ -113,11 +114,23 @@ class LayerContext:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def window_of(attention: Any) -> int | None:
+    """Return how many positions one of the base's layers looks back over, itself included; None for all of them.
+
+    A layer of Qwen's knows its own; Mistral's read it off their configuration; Llama's never look at it.
+    """
+    if hasattr(attention, "sliding_window"):
+        return cast("int | None", attention.sliding_window)
+    return attention.config.sliding_window if attention.config.model_type == "mistral" else None
+
+
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int) -> Tensor:
     """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
 
     `attention` is the base's module; transformers' attention functions read head ratio and scale from it, and both
-    are the same for added heads. So are the gains of a norm over each head's channels, where the family has one.
+    are the same for added heads. So are the gains of a norm over each head's channels, where the family has one. What
+    a kernel needs beside the mask goes with it: flash attention reads the window, and where documents begin off the
+    positions.
     """
     shape = (*q.shape[:-1], -1, attention.head_dim)
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
@@ -137,7 +150,8 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
         context.attention_masks[attention.layer_idx],
         dropout=0.0,
         scaling=attention.scaling,
-        **({"sliding_window": attention.sliding_window} if hasattr(attention, "sliding_window") else {}),
+        sliding_window=window_of(attention),
+        position_ids=context.position_ids,
     )
     return attended.reshape(*shape[:-2], -1).contiguous()
 

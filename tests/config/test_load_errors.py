@@ -188,6 +188,40 @@ def test_preserve_without_a_collaborating_layer_is_fine(layers: str) -> None:
     assert config.method.variant == "preserve"
 
 
+FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "evaluation.mixed_precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["corpus.isolate_documents=true"], ["corpus.isolate_documents", "train.micro_batch_size"]),
+        (["train.compile=true", "train.micro_batch_size=1"], ["train.compile", "train.micro_batch_size"]),
+        (["train.mixed_precision=no"], ["train.mixed_precision"]),
+        (["evaluation.mixed_precision=no", "train.eval_every_steps=5"], ["evaluation.mixed_precision"]),
+        (["train.mixed_precision=no", "model.dtype=bfloat16", "method.variant=full"], ["train.mixed_precision"]),
+    ],
+)
+def test_what_flash_attention_would_get_wrong_is_refused_by_the_fields_names(
+    overrides: list[str], named: list[str]
+) -> None:
+    message = error_of(SMALLEST, *FLASH, *overrides)
+    assert "\n" not in message
+    assert all(field in message for field in ["flash_attention_2", *named])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["corpus.isolate_documents=true", "train.micro_batch_size=1"],
+        ["train.compile=true"],
+        ["evaluation.mixed_precision=no"],
+        ["train.mixed_precision=no", "model.dtype=bfloat16", "train.eval_every_steps=5"],
+    ],
+)
+def test_what_flash_attention_gets_right_is_accepted(overrides: list[str]) -> None:
+    assert load_text(SMALLEST, *FLASH, *overrides).train.attention == "flash_attention_2"
+
+
 @pytest.mark.parametrize("section", ["corpus.sources", "evaluation.perplexity"])
 def test_two_sources_of_one_name_are_refused(section: str) -> None:
     source = "{name: twin, path: a.txt, language: en" + (", role: retention}" if "eval" in section else "}")

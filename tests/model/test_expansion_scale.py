@@ -1,0 +1,127 @@
+"""What reaches the attention kernel: of the base's heads and of the added ones, the very same as in the base itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.modeling_flash_attention_utils as flash
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.model.test_families import FAMILIES, IDS, answered, tiny
+from tests.widening import as_if_trained, tiny_llama, widen
+
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
+# Two documents in the first row and three in the second, some longer than the window of a family that has one.
+ISOLATED = torch.tensor([[*range(25), *range(15)], [*range(9), *range(20), *range(11)]])
+PADDED = torch.ones_like(IDS).index_fill_(1, torch.arange(5), 0)
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "plain": {},
+    "isolated documents": {"position_ids": ISOLATED},
+    "padded on the left": {"attention_mask": PADDED},
+}
+
+
+def comparable(value: Any) -> Any:
+    """A kernel's argument as something that `==` can be asked of."""
+    if isinstance(value, BlockMask):
+        value = create_mask(value.mask_mod, len(IDS), 1, IDS.shape[1], IDS.shape[1], device="cpu")
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+class Kernel:
+    """Stands in for an attention function: gives every head the values of its own position, and remembers."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        options.pop("use_cache", None)  # the base's layers hand it on, and no kernel reads it
+        heads = {"query": query, "key": key, "value": value} if query.shape[1] == module.config.num_attention_heads else {}
+        options |= {"layer": module.layer_idx, "sliding_window": options.get("sliding_window"), "mask": attention_mask}
+        self.calls.append({name: comparable(argument) for name, argument in (options | heads).items()})
+        return value.repeat_interleave(module.num_key_value_groups, dim=1).transpose(1, 2), None
+
+    def taken(self) -> list[dict[str, Any]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_added_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, attention: str
+) -> None:
+    kernel = Kernel()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)  # type: ignore[misc]  # it has all of a mapping
+    model = as_if_trained(widen(tiny(family, tmp_path), "preserve", ratio=0.5))
+    model.root.config._attn_implementation = attention
+    for inputs in INPUTS.values():
+        with torch.no_grad():
+            model.root(input_ids=IDS, use_cache=False, **inputs)
+            of_base = kernel.taken()
+            model(input_ids=IDS, use_cache=False, **inputs)
+        of_widened = kernel.taken()
+        assert of_widened[::2] == of_base
+        shared = of_base[0].keys() - {"query", "key", "value"}
+        assert [{name: call[name] for name in shared} for call in of_widened[1::2]] == [
+            {name: call[name] for name in shared} for call in of_base
+        ]
+
+
+def dense_flash(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: Any = (-1, -1), **_: Any
+) -> Tensor:
+    """flash_attn_func, (B, T, N, A), from its documentation: a window (l, _) reaches l positions to the left."""
+    assert causal
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+    k, v = (states.repeat_interleave(q.shape[2] // states.shape[2], dim=2) for states in (k, v))
+    scores = torch.einsum("bqna,bkna->bnqk", q, k) * softmax_scale
+    return torch.einsum("bnqk,bkna->bqna", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def dense_flash_of_many(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+) -> Tensor:
+    """flash_attn_varlen_func, (tokens, N, A): sequences one after another."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    sizes = cu_seqlens_q.diff().tolist()
+    parts = zip(*(states.split(sizes) for states in (q, k, v)), strict=True)
+    return torch.cat([dense_flash(*(part[None] for part in parts_of), **options)[0] for parts_of in parts])
+
+
+@pytest.mark.parametrize("family", ["mistral, window 8", "qwen2, upper layers windowed", "qwen3, yarn, one key head"])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_flash_attention_says_what_sdpa_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, isolated: bool
+) -> None:
+    options = flash._lazy_define_process_function(
+        lambda q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic: None
+    )
+    kernels = dense_flash, dense_flash_of_many, None, flash._pad_input, flash._unpad_input
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_: (kernels, (options, options)))
+    model: Any = as_if_trained(widen(tiny(family, tmp_path), "route", "top:1", ratio=0.5))
+    # Flash attention tells sequences apart in a batch of one alone; the schema refuses more.
+    inputs = {"input_ids": IDS[:1], "position_ids": ISOLATED[:1]} if isolated else {"input_ids": IDS}
+    heads = []
+    for attention in ("sdpa", "flash_attention_2"):
+        model.root.config._attn_implementation = attention
+        with torch.no_grad():
+            heads.append(model.both_logits(model.final_states(**inputs, preserved=True)))
+    for theirs, ours in zip(*heads, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4
+
+
+def test_a_llama_has_no_window_whatever_its_configuration_says_besides() -> None:
+    base = tiny_llama(sliding_window=8, layer_types=["sliding_attention"] * 3)
+    expected = answered(base)
+    model = widen(base, "preserve")
+    with torch.no_grad():
+        assert torch.equal(model.base_logits(model.final_states(IDS, preserved=True)), expected)
