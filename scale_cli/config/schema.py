@@ -402,6 +402,6 @@ class RunConfig(Section):
         for section, precision in [("train", train.mixed_precision), *evaluated]:
             if precision == "no":
                 raise ValueError(
-                    f"train.attention: flash_attention_2 computes in 16 bits only: set {section}.mixed_precision to bf16"
+                    f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
                 )
         return self

@@ -80,19 +80,30 @@ class PackedWindows:
 class IsolatedWindows(PackedWindows):
     """The same windows, in which positions restart at every document, and so attention with them.
 
+    A document begins with what it is scored after: a mark of its own, or that which ended the document before.
+
     Args:
         ids: a token stream.
         sequence_length: T.
         offsets: (documents + 1,), where each document begins in the stream.
+        marked_by_last: whether the token that a document is scored after is the last of the one before.
     """
 
-    def __init__(self, ids: npt.NDArray[np.integer], sequence_length: int, offsets: npt.NDArray[np.integer]) -> None:
+    def __init__(
+        self,
+        ids: npt.NDArray[np.integer],
+        sequence_length: int,
+        offsets: npt.NDArray[np.integer],
+        *,
+        marked_by_last: bool,
+    ) -> None:
         super().__init__(ids, sequence_length)
         self.offsets = offsets
+        self._lead = int(marked_by_last)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), since its document began, or the window; padding goes on counting."""
-        start = index * self.sequence_length
+        start = index * self.sequence_length + self._lead
         first, last = np.searchsorted(self.offsets, (start, start + self.num_targets(index)))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
         restarts = self.offsets[first:last] - start

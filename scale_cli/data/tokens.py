@@ -31,7 +31,7 @@ from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.atomic import file_sha256, read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Boundaries:
     """The tokenizer's own marks around a document; None where it has none.
 
     Args:
-        bos: stands before every document.
+        bos: stands before every document; None too where it is the EOS, which then stands between two documents once.
         eos: stands after every document.
     """
 
@@ -49,7 +49,8 @@ class Boundaries:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Boundaries:
         """Read them off a tokenizer."""
-        return cls(tokenizer.bos_token_id, tokenizer.eos_token_id)
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        return cls(None if bos == eos else bos, eos)
 
     @property
     def context(self) -> int | None:

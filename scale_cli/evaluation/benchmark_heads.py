@@ -101,6 +101,11 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         """Drop what has been observed."""
         self._scores.clear()
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of both; white space that ends a context goes to the continuation, and may be all of it."""
+        context_ids, continuation_ids = super()._encode_pair(context, continuation)
+        return context_ids or [self.prefix_token_id], continuation_ids
+
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         for (context, continuation), _context_ids, continuation_ids in requests:
             if not 0 < len(continuation_ids) <= self._max_length:

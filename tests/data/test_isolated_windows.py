@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
+from scale_cli.data.corpora import build_batches, open_training_corpora
+from scale_cli.data.tokens import tokenised
+from scale_cli.errors import BaseModelError
+from scale_cli.upscale.base import load_tokenizer
+from tests.config.small_config import SMALLEST, load_text
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=2, max_size=12)
 
 
-def windows_of(lengths: list[int], sequence_length: int) -> IsolatedWindows:
+def windows_of(lengths: list[int], sequence_length: int, *, marked_by_last: bool = False) -> IsolatedWindows:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return IsolatedWindows(np.arange(1, offsets[-1] + 1), sequence_length, offsets)
+    return IsolatedWindows(np.arange(1, offsets[-1] + 1), sequence_length, offsets, marked_by_last=marked_by_last)
 
 
 @given(LENGTHS, st.integers(2, 9))
@@ -27,6 +35,53 @@ def test_a_position_counts_from_where_its_document_began_or_the_window(
         stream = range(index * sequence_length, index * sequence_length + windows.num_targets(index))
         for at, token in enumerate(stream):
             assert positions[at] == min(of_token[token][1], at)
+
+
+@given(LENGTHS, st.integers(2, 9))
+def test_without_a_mark_of_its_own_a_document_begins_with_that_which_ended_the_one_before(
+    lengths: list[int], sequence_length: int
+) -> None:
+    windows = windows_of(lengths, sequence_length, marked_by_last=True)
+    # As inputs: the first document without its last token, and every other with the last of the one before it.
+    one_earlier = windows_of([lengths[0] - 1, *lengths[1:], 1], sequence_length)
+    for index in range(len(windows)):
+        mine, theirs = windows.positions(index), one_earlier.positions(index)
+        assert mine is not None
+        assert theirs is not None
+        num_targets = windows.num_targets(index)
+        np.testing.assert_array_equal(mine[:num_targets], theirs[:num_targets])
+
+
+@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])  # with BOS and EOS, and with EOS alone
+def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
+    tmp_path: Path, shared_data: Path, checkpoint: str
+) -> None:
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{text}."}}\n' for text in ("One", "A cat", "It")))
+    config = load_text(SMALLEST, f"model.base={shared_data / checkpoint / 'hf'}", "corpus.isolate_documents=true")
+    (source,) = config.corpus.sources
+    tokenizer = load_tokenizer(config.model)
+    corpus = tokenised(
+        source.model_copy(update={"path": str(tmp_path / "*.jsonl")}),
+        tokenizer,
+        tmp_path / "cache",
+        show_progress=False,
+    )
+    (windows,) = build_batches(config, [corpus]).sources
+    inputs, targets = windows.window(0)
+    positions = windows.positions(0)
+    assert positions is not None
+    for index in range(1, len(corpus)):
+        first = int(corpus.offsets[index]) + (corpus.boundaries.bos is not None)
+        assert targets[first - 1] == corpus.ids[first]
+        assert (positions[first - 1], inputs[first - 1]) == (0, corpus.boundaries.context)
+
+
+def test_documents_are_not_isolated_where_nothing_stands_between_them(tmp_path: Path, shared_data: Path) -> None:
+    config = load_text(SMALLEST, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}", "corpus.isolate_documents=true")
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(BaseModelError, match=r"corpus\.isolate_documents: .* neither BOS nor EOS"):
+        open_training_corpora(config, tokenizer, show_progress=False)
 
 
 @given(LENGTHS, st.integers(2, 9))

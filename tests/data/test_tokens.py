@@ -112,8 +112,17 @@ def test_what_a_first_token_is_scored_after_is_a_boundary_that_precedes_it(
     assert corpus.ids[first_token - 1] == corpus.boundaries.context
 
 
+def test_where_bos_is_eos_one_mark_stands_between_two_documents(tmp_path: Path, shared_data: Path) -> None:
+    tokenizer = load(shared_data / "ckpt-stories260K" / "hf")
+    tokenizer.bos_token = tokenizer.eos_token  # as SmolLM2's
+    corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tokenizer, tmp_path / "cache")
+    framed = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS]
+    assert corpus.ids.tolist() == [token for document in framed for token in document]
+    assert corpus.boundaries == Boundaries(None, tokenizer.eos_token_id)
+
+
 @pytest.mark.parametrize(
-    ("bos", "eos", "context"), [(1, 2, 1), (1, None, 1), (None, 2, 2), (None, None, None), (0, 0, 0)]
+    ("bos", "eos", "context"), [(1, 2, 1), (1, None, 1), (None, 2, 2), (None, None, None), (0, 2, 0)]
 )
 def test_a_document_is_scored_after_the_boundary_there_is(
     bos: int | None, eos: int | None, context: int | None

@@ -93,6 +93,16 @@ def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(shared_data:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_context_of_white_space_alone_loses_no_token(shared_data: Path) -> None:
+    """A tokenizer without BOS puts nothing before a text, and lm-eval the white space before the continuation."""
+    model = trained(shared_data, "ckpt-eltec")
+    answers = answering(shared_data, "ckpt-eltec", model)
+    assert not answers.tok_encode("")
+    requests = asked((" ", "The old house."), ("", " The old house."), ("\n\n", "The"), ("", "\n\nThe"))
+    white, empty, white_2, empty_2 = (said for said, _ in answers.loglikelihood(requests))
+    assert (white, white_2) == pytest.approx((empty, empty_2), abs=1e-4)
+
+
 @torch.no_grad()
 def by_hand(
     model: ScaleForCausalLM, context: list[int], continuation: list[int], router: RouterConfig

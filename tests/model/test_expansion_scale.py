@@ -43,7 +43,9 @@ class Kernel:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         options.pop("use_cache", None)  # the base's layers hand it on, and no kernel reads it
-        heads = {"query": query, "key": key, "value": value} if query.shape[1] == module.config.num_attention_heads else {}
+        heads = (
+            {"query": query, "key": key, "value": value} if query.shape[1] == module.config.num_attention_heads else {}
+        )
         options |= {"layer": module.layer_idx, "sliding_window": options.get("sliding_window"), "mask": attention_mask}
         self.calls.append({name: comparable(argument) for name, argument in (options | heads).items()})
         return value.repeat_interleave(module.num_key_value_groups, dim=1).transpose(1, 2), None
@@ -59,7 +61,7 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, attention: str
 ) -> None:
     kernel = Kernel()
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)  # type: ignore[misc]  # it has all of a mapping
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model = as_if_trained(widen(tiny(family, tmp_path), "preserve", ratio=0.5))
     model.root.config._attn_implementation = attention
     for inputs in INPUTS.values():
@@ -102,9 +104,7 @@ def dense_flash_of_many(
 def test_flash_attention_says_what_sdpa_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, isolated: bool
 ) -> None:
-    options = flash._lazy_define_process_function(
-        lambda q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic: None
-    )
+    options = flash._lazy_define_process_function(dense_flash)
     kernels = dense_flash, dense_flash_of_many, None, flash._pad_input, flash._unpad_input
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_: (kernels, (options, options)))
     model: Any = as_if_trained(widen(tiny(family, tmp_path), "route", "top:1", ratio=0.5))
