@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig, TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
-from scale_cli.data.tokens import Boundaries, TokenisedCorpus, tokenised
-from scale_cli.errors import BaseModelError
+from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.storage.layout import RunFolder
 
 
@@ -35,14 +34,8 @@ def open_training_corpora(
     """Open every training source, tokenising what the cache does not hold.
 
     Raises:
-        BaseModelError: documents are to be isolated, and the tokenizer has nothing that a first token could come after.
         CorpusError: a source cannot be read, holds no text, or too much of it is bad.
     """
-    if config.corpus.isolate_documents and Boundaries.of(tokenizer).context is None:
-        raise BaseModelError(
-            f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "
-            "first token would be predicted from the document before"
-        )
     return _opened(config, config.corpus.sources, tokenizer, show_progress)
 
 

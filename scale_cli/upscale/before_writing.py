@@ -11,8 +11,10 @@ import torch
 
 from scale_cli.config.schema import RunConfig, TextSource
 from scale_cli.data.sources import check_source
+from scale_cli.data.tokens import Boundaries
+from scale_cli.errors import BaseModelError
 from scale_cli.storage.layout import RunFolder, check_folder
-from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.base import load_base_config, load_tokenizer
 from scale_cli.upscale.folder import any_base_without_weights
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes
@@ -28,7 +30,7 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
 
     Raises:
         RunFolderError: something is in the way of what will be written, or it cannot be written there.
-        BaseModelError: the base is not there, or not supported.
+        BaseModelError: the base is not there, or not supported; or its tokenizer has no mark that isolates documents.
         ConfigError: windows, batches or the method's sizes do not fit the base or the processes.
         CorpusError: a source is not there, or cannot be read.
     """
@@ -39,5 +41,10 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
     check_processes(config, num_processes)
     with torch.device("meta"):
         build_model(any_base_without_weights(config.model), config.method, config.seed)
+    if config.corpus.isolate_documents and Boundaries.of(load_tokenizer(config.model)).context is None:
+        raise BaseModelError(
+            f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "
+            "first token would be predicted from the document before"
+        )
     for source in sources:
         check_source(source)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
-from scale_cli.data.corpora import build_batches, open_training_corpora
+from scale_cli.data.corpora import build_batches
 from scale_cli.data.tokens import tokenised
-from scale_cli.errors import BaseModelError
 from scale_cli.upscale.base import load_tokenizer
 from tests.config.small_config import SMALLEST, load_text
 
@@ -74,14 +73,6 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
         first = int(corpus.offsets[index]) + (corpus.boundaries.bos is not None)
         assert targets[first - 1] == corpus.ids[first]
         assert (positions[first - 1], inputs[first - 1]) == (0, corpus.boundaries.context)
-
-
-def test_documents_are_not_isolated_where_nothing_stands_between_them(tmp_path: Path, shared_data: Path) -> None:
-    config = load_text(SMALLEST, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}", "corpus.isolate_documents=true")
-    tokenizer = load_tokenizer(config.model)
-    tokenizer.bos_token = tokenizer.eos_token = None
-    with pytest.raises(BaseModelError, match=r"corpus\.isolate_documents: .* neither BOS nor EOS"):
-        open_training_corpora(config, tokenizer, show_progress=False)
 
 
 @given(LENGTHS, st.integers(2, 9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_tokenizer, write_base
 from scale_cli.training.prepare import prepare
 from scale_cli.training.run import train
+from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.run import upscale
 from tests.widening import tiny_llama
@@ -169,3 +171,16 @@ def test_baselines_are_held_to_the_bases_sizes_too(configured: Configured) -> No
 def test_what_was_trained_on_need_not_be_there_to_evaluate(configured: Configured) -> None:
     config = configured("corpus.sources.0.path={here}/nowhere.txt")
     check_before_writing(config, config.evaluation.perplexity)
+
+
+def test_documents_are_not_isolated_where_no_mark_stands_between_them(
+    configured: Configured, inputs: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(configured().model)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    write_base(tmp_path / "base", tiny_llama(vocab_size=len(tokenizer)), tokenizer)
+    for base in (inputs / "base", tmp_path / "base"):
+        config = configured(f"model.base={base}", "corpus.isolate_documents=true")
+        expected = pytest.raises(ScaleError, match="neither BOS nor EOS") if base.parent == tmp_path else nullcontext()
+        with expected:
+            check_before_writing(config, training_sources(config))
