@@ -25,7 +25,6 @@ app = typer.Typer(
     name="scale",
     help="Teach a pretrained language model a new language without losing what it knows.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -33,7 +32,7 @@ app = typer.Typer(
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Override config keys.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
 ]
@@ -45,7 +44,7 @@ MaxForgetting = Annotated[
     float | None,
     typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs, or their configs.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
 Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one folder of it, or its config.")]
 Generating = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
@@ -89,6 +88,24 @@ DryRun = Annotated[bool, typer.Option(help="... --no-dry-run is given too.")]
 Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"scale {version('scale-cli')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+]
+
+
+@app.callback()
+def _common(version: Version = False) -> None:
+    pass
+
+
 class Summary(Protocol):
     """What a verb returns, on the process that speaks."""
 
@@ -105,7 +122,10 @@ def plan(
     num_processes: Processes = 1,
     output: PlanFile = None,
 ) -> None:
-    """Tell what a run and every other method will cost; needs only the base's config.json."""
+    """Tell what a run and every other method will cost.
+
+    Of the base it needs the config.json only.
+    """
     checked = _load(config, overrides)
     from scale_cli.planning import render, run
 
@@ -133,7 +153,10 @@ def upscale(config: Config, overrides: Overrides = None) -> None:
 
 @app.command()
 def prepare(config: Config, overrides: Overrides = None) -> None:
-    """Tokenise every corpus ahead of training; stopped or killed, the same command goes on where it was."""
+    """Tokenise every corpus ahead of training.
+
+    Stopped or killed, the same command goes on where it was.
+    """
     checked = _load(config, overrides)
     from scale_cli.training.prepare import prepare
 
@@ -142,7 +165,10 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Config, overrides: Overrides = None, resume: Resume = None, accept: Accepted = None) -> None:
-    """Train what the method trains, and nothing else (one process, or under `accelerate launch -m scale_cli`)."""
+    """Train what the method trains, and nothing else.
+
+    In one process, or in several under `accelerate launch -m scale_cli`.
+    """
     checked = _load(config, overrides)
     from scale_cli.training import run
 
@@ -151,7 +177,10 @@ def train(config: Config, overrides: Overrides = None, resume: Resume = None, ac
 
 @app.command()
 def evaluate(config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None) -> None:
-    """Compare base and trained model on held-out text: the forgetting report."""
+    """Compare base and trained model: the forgetting report.
+
+    On held-out text, and on benchmarks where the config names some.
+    """
     checked = _load(config, overrides)
     from scale_cli.evaluation import run
 
@@ -168,7 +197,10 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 
 @app.command()
 def export(config: Config, overrides: Overrides = None, push_to_hub: Repository = None, dry_run: DryRun = True) -> None:
-    """Write the trained model as a folder that other tools load, with its model card."""
+    """Write the trained model as a folder that other tools load.
+
+    With its model card.
+    """
     checked = _load(config, overrides)
     from scale_cli.export import publish, run
 
@@ -187,7 +219,10 @@ def export(config: Config, overrides: Overrides = None, push_to_hub: Repository 
 
 @app.command()
 def calibrate(config: Config, overrides: Overrides = None, documents: Documents = 32) -> None:
-    """Find a threshold for the cosine rule on small held-out samples, and print its frontier."""
+    """Find a threshold for the cosine rule on held-out samples.
+
+    Prints its frontier: what each threshold costs on either kind of text.
+    """
     checked = _load(config, overrides)
     from scale_cli.evaluation import calibration
 
@@ -205,7 +240,10 @@ def compare(runs: Runs, output: Output) -> None:
 
 @app.command()
 def join(runs: Runs, output: JoinedFolder, prior: Prior = None, switch_rate: SwitchRate = 0.0) -> None:
-    """Put finished runs on the same base into one model that routes among all their heads."""
+    """Put finished runs on the same base into one routed model.
+
+    It routes among the base head and the heads of all runs.
+    """
     folders = [_run_folder(path) for path in runs]
     _quieten_libraries()
     from scale_cli.join import run
@@ -225,7 +263,10 @@ def generate(
     show_heads: ShowHeads = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts (or the lines of standard input) with a trained model, router and all."""
+    """Continue prompts with a trained model, router and all.
+
+    Without --prompt, every line of standard input is one.
+    """
     folder = _run_folder(path)
     lines = sys.stdin or ()  # closed
     prompts = prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
@@ -247,7 +288,10 @@ def generate(
 
 @app.command()
 def verify(path: Checked) -> None:
-    """Check a folder of ours, or all folders of a run: hashes, preservation, ledgers, exports."""
+    """Check a folder of ours, or all folders of a run.
+
+    Hashes, preservation, ledgers, exports.
+    """
     folder = _run_folder(path)
     _quieten_libraries()
     from scale_cli import verify as verification
@@ -262,7 +306,10 @@ def verify(path: Checked) -> None:
 
 @app.command()
 def biography(config: Config, overrides: Overrides = None) -> None:
-    """Teach synthetic people to every method, one task after another, and draw what each forgets."""
+    """Teach synthetic people to every method, task after task.
+
+    Draws what each method forgets.
+    """
     refuse_several("biography")
     from scale_cli.config.biography import BiographyConfig
     from scale_cli.config.load import load_checked
@@ -279,7 +326,7 @@ def biography(config: Config, overrides: Overrides = None) -> None:
 def run_all(
     config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, accept: Accepted = None
 ) -> None:
-    """Run the four verbs in turn, skipping what is done already."""
+    """Upscale, train, evaluate and export, unless done already."""
     checked = _load(config, overrides)
     from scale_cli.evaluation.run import check_forgetting, check_gate
     from scale_cli.pipeline import run_pipeline

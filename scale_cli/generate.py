@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     TextStreamer,
-    set_seed,
 )
 
 from scale_cli.config.load import load_config
@@ -214,7 +213,7 @@ class Generator:
         mask_BT = torch.zeros_like(ids_BT)
         for index, row in enumerate(rows):
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
-        set_seed(sampling.seed)
+        torch.manual_seed(sampling.seed)
         streamer = _PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
         try:
             generated = self.model.generate(

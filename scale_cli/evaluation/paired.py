@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from scale_cli.evaluation.statistics import Interval, finite
 
@@ -81,6 +80,8 @@ def percentile_interval(value: float, resampled_R: Values, num_items: int) -> In
 
 def mcnemar_p(gained: int, lost: int) -> float:
     """Return the exact two-sided p-value of McNemar's test: a fair coin for every item on which two heads disagree."""
+    from scipy import stats  # takes half a second to import, and only tests need it
+
     return 1.0 if gained + lost == 0 else float(stats.binomtest(gained, gained + lost, 0.5).pvalue)
 
 
@@ -98,6 +99,8 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
     Returns:
         None where a score is not finite.
     """
+    from scipy import stats
+
     difference_N = after_N - before_N
     if not np.isfinite(difference_N).all():
         return None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from scale_cli.config.schema import EvaluationSource
-from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.evaluation.statistics import Interval, finite, paired_difference
+
+if TYPE_CHECKING:
+    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")

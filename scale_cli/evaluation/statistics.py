@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 Values = npt.NDArray[np.float64]
 
@@ -48,6 +47,8 @@ def paired_difference(before: Values, after: Values, units: Values, *, num_resam
         num_resamples: bootstrap resamples.
         seed: of the resampling.
     """
+    from scipy import stats  # takes half a second to import, and only this needs it
+
     difference = after - before
     value = float(difference.sum() / units.sum())
     if len(units) < 2 or not np.isfinite(difference).all():

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -101,7 +100,7 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
     if isinstance(model, ScaleForCausalLM):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
-    if isinstance(plain, PeftModel):
+    if not isinstance(plain, PreTrainedModel):
         plain = plain.merge_and_unload()
     return nn.Module.to(plain, getattr(torch, dtype)).eval()
 

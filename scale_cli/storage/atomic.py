@@ -21,14 +21,15 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.lock import claimed, make_folder, sync
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
@@ -158,6 +159,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         StorageError: the file could not be written.
     """
+    from safetensors.torch import save_file  # imports torch, which folders of text do without
+
     with writing(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         path.chmod(0o644)  # safetensors leaves a file that only its owner can read

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -92,8 +91,8 @@ def _gather_unit(unit: Any, *_: object) -> None:
     unit.unshard()
 
 
-def _plain_model(model: PreTrainedModel | PeftModel) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def _plain_model(model: MethodModel) -> Any:
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -151,6 +150,8 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
 
 
 def _is_root(unit: object) -> bool:
+    from peft import PeftModel  # takes a moment to import, and one process needs none of this
+
     return isinstance(unit, PreTrainedModel | PeftModel | ChunkedLossModel)
 
 

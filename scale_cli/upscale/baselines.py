@@ -15,14 +15,16 @@ PEFT; LLaMA-Pro, arXiv 2401.02415.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> PreTrainedModel | PeftModel:
@@ -59,6 +61,8 @@ def _freeze(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
 
 
 def _lora(base: PreTrainedModel, method: MethodConfig, seed: int) -> PeftModel:
+    from peft import LoraConfig, get_peft_model  # takes a moment, and only this needs it
+
     lora = method.lora
     settings = LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0

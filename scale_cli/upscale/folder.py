@@ -11,9 +11,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from peft import PeftModel
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
@@ -35,11 +35,14 @@ from scale_cli.upscale.base import (
 )
 from scale_cli.upscale.baselines import prepare_baseline
 
+if TYPE_CHECKING:
+    from peft import PeftModel  # takes a moment to import, and only LoRA needs it
+
 TRAINED = "trained.safetensors"
 _METHOD = "method.json"
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
-MethodModel = ScaleForCausalLM | PreTrainedModel | PeftModel
+MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"
 
 
 def describe_method(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:

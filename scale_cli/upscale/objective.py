@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import TrainConfig
@@ -38,7 +38,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
         model.activation_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
         return model
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     if train.activation_checkpointing:
         plain.gradient_checkpointing_enable({"use_reentrant": False})
     head = plain.get_output_embeddings()
@@ -53,7 +53,7 @@ def set_attention(model: MethodModel, implementation: str) -> None:
     Raises:
         ConfigError: it is not installed, or cannot train on the model's device.
     """
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     plain = plain.root if isinstance(plain, ScaleForCausalLM) else plain
     if implementation == "flex_attention" and plain.device.type == "cpu":
         raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it out")
