@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig, TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
-from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
+from scale_cli.errors import CorpusError
 from scale_cli.storage.layout import RunFolder
 
 
@@ -48,6 +50,22 @@ def open_held_out_corpora(
         CorpusError: a source cannot be read, holds no text, or too much of it is bad.
     """
     return _opened(config, config.evaluation.perplexity, tokenizer, show_progress)
+
+
+def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
+    """Open every evaluation source that the cache holds; None for the others, and for those that are not there."""
+    folder = cache_dir(config)
+    return [_in_cache(source, tokenizer, folder, config) for source in config.evaluation.perplexity]
+
+
+def _in_cache(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, config: RunConfig
+) -> TokenisedCorpus | None:
+    if not any(folder.glob(f"{source.name}-*")):
+        return None
+    with suppress(CorpusError):
+        return already_tokenised(source, tokenizer, folder, config.corpus)
+    return None
 
 
 def _opened(

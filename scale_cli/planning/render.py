@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from scale_cli.planning.device import Device
 from scale_cli.planning.run import MethodPlan, Plan
 
-_LABEL = 15
+_WIDTH, _LABEL = 100, 15
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -38,6 +40,9 @@ def _heading(plan: Plan) -> list[str]:
     lines.append(("device", _device_line(plan.device)))
     if processes > 1:
         lines.append(("processes", f"{processes:,}, each on a device of its own"))
+    for warning in plan.warnings:
+        first, *rest = wrap(warning, _WIDTH - _LABEL)
+        lines += [("warning", first), *(("", line) for line in rest)]
     return [f"{label:{_LABEL}}{text}" for label, text in lines]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig, Variant
 from scale_cli.data.corpora import cache_dir
+from scale_cli.data.doubtful import num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError
 from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
@@ -19,7 +20,7 @@ from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale.base import base_without_weights, load_base_config, load_tokenizer, stage_folder
 from scale_cli.upscale.method import build_model
-from scale_cli.upscale.sizes import check_context, check_processes
+from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Plan:
         methods: the config's first.
         refused: methods that cannot be had with this base, and why.
         corpora: one for every source; None where it is not tokenised yet.
+        warnings: what is rarely meant.
     """
 
     config: RunConfig
@@ -90,6 +92,7 @@ class Plan:
     methods: list[MethodPlan]
     refused: dict[str, str]
     corpora: list[Corpus | None]
+    warnings: list[str]
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +110,7 @@ class Plan:
             "corpora": [None if corpus is None else asdict(corpus) for corpus in self.corpora],
             "methods": [method.to_json() for method in self.methods],
             "refused": self.refused,
+            "warnings": self.warnings,
         }
 
 
@@ -140,7 +144,11 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
             planned.append(_plan_method(config, base_config, method, device, num_processes))
         except ConfigError as error:  # the config does not ask for it: the others are planned all the same
             refused[method.variant] = str(error)
-    return Plan(config, base_config, num_processes, device, planned, refused, tokenised_corpora(config))
+    corpora = tokenised_corpora(config)
+    warnings = context_warnings(config, base_config)
+    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
+        warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
+    return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -189,9 +197,7 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
         opened = [already_tokenised(source, tokenizer, folder, config.corpus) for source in sources]
     except (BaseModelError, CorpusError):
         return [None] * len(sources)
-    num_windows = config.train.max_steps * config.train.global_batch_size
-    num_tokens = num_windows * config.corpus.sequence_length / sum(source.weight for source in sources)
     return [
-        None if corpus is None else Corpus(source.name, len(corpus.ids), num_tokens * source.weight / len(corpus.ids))
+        None if corpus is None else Corpus(source.name, len(corpus.ids), num_readings(config, source, len(corpus.ids)))
         for source, corpus in zip(sources, opened, strict=True)
     ]

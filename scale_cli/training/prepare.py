@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora, open_training_corpora
+from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.base import load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
+from scale_cli.upscale.sizes import context_warnings
 
 
 @dataclass(frozen=True)
@@ -16,10 +18,12 @@ class PrepareSummary:
     """What is tokenised now, for the terminal."""
 
     corpora: dict[str, TokenisedCorpus]
+    warnings: list[str]
 
     def lines(self) -> list[str]:
         """Return what every source holds, what was dropped of it, and where it lies."""
-        return [line for name, corpus in self.corpora.items() for line in _lines(name, corpus)]
+        lines = [line for name, corpus in self.corpora.items() for line in _lines(name, corpus)]
+        return [*lines, *(f"warning: {line}" for line in self.warnings)]
 
 
 def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
@@ -45,4 +49,8 @@ def prepare(config: RunConfig) -> PrepareSummary:
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]
-    return PrepareSummary(dict(zip(names, [*training, *held_out], strict=True)))
+    warnings = [
+        *context_warnings(config, load_base_config(config.model)),
+        *corpus_warnings(config, training, held_out),
+    ]
+    return PrepareSummary(dict(zip(names, [*training, *held_out], strict=True)), warnings)

@@ -12,7 +12,14 @@ from accelerate import Accelerator
 from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora, training_sources
+from scale_cli.data.corpora import (
+    build_batches,
+    held_out_in_cache,
+    open_held_out_corpora,
+    open_training_corpora,
+    training_sources,
+)
+from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -45,11 +52,12 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_tokenizer
+from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.sizes import context_warnings
 
 
 @dataclass(frozen=True)
@@ -228,6 +236,13 @@ def _open_run(
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
         say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
+    if main:
+        beside = held_out or held_out_in_cache(config, tokenizer)
+        for line in [
+            *context_warnings(config, load_base_config(config.model)),
+            *corpus_warnings(config, corpora, beside),
+        ]:
+            say(f"warning: {line}")
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None:
         _check_same_text(start, contents)

@@ -60,13 +60,30 @@ def check_context(config: RunConfig, model_config: Any) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    lengths = {
+    for key, length in _lengths(config).items():
+        if length > model_config.max_position_embeddings:
+            raise ConfigError(f"{key}: {length}, but the base has {model_config.max_position_embeddings} positions")
+
+
+def _lengths(config: RunConfig) -> dict[str, int]:
+    return {
         "corpus.sequence_length": config.corpus.sequence_length,
         "evaluation.sequence_length": config.evaluation.sequence_length or 0,
     }
-    for key, length in lengths.items():
-        if length > model_config.max_position_embeddings:
-            raise ConfigError(f"{key}: {length}, but the base has {model_config.max_position_embeddings} positions")
+
+
+def context_warnings(config: RunConfig, base_config: Any) -> list[str]:
+    """Return a line where windows are longer than those the base was trained on, as far as its RoPE tells."""
+    rope = getattr(base_config, "rope_parameters", None) or {}
+    kind, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    # A llama3 base was trained on after its RoPE had been stretched; the others are stretched for serving.
+    if trained is None or kind == "llama3":
+        return []
+    return [
+        f"{key}: {length:,}, but the base was trained on {trained:,} positions, its RoPE stretched beyond ({kind})"
+        for key, length in _lengths(config).items()
+        if length > trained
+    ]
 
 
 def check_processes(config: RunConfig, num_processes: int) -> None:

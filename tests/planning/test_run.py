@@ -122,6 +122,21 @@ def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path
     assert tokenised_corpora(config) == [None]
 
 
+def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path) -> None:
+    base = shared_data / "ckpt-stories260K" / "hf"
+    config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
+    (tmp_path / "news.txt").write_text("Once upon a time there was a cat.\n", encoding="utf-8")
+    tokenised(
+        config.corpus.sources[0], AutoTokenizer.from_pretrained(base), tmp_path / "run" / "tokens", show_progress=False
+    )
+    made = plan(config, 1e12, None, 1)
+    (warning,) = made.warnings
+    assert "corpus news: its " in warning and " times over" in warning
+    lines = plan_lines(made)
+    assert any(line.startswith("warning        corpus news: its ") for line in lines)
+    assert max(len(line) for line in lines) <= 100
+
+
 def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
     config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))

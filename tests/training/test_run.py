@@ -56,7 +56,10 @@ def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
 ) -> None:
     whole, cut = make_config("whole", "train.eval_every_steps=4"), make_config("cut", "train.eval_every_steps=4")
     upscale(whole)
-    train(whole, None, said_nothing)
+    said: list[str] = []
+    train(whole, None, said.append)
+    (warning,) = [line for line in said if line.startswith("warning")]
+    assert "held-out tiny: 4 of its 4 documents (100.0%) are in tiny, which is trained on" in warning
     upscale(cut)
     for step, number, resume in ((2, signal.SIGTERM, None), (5, signal.SIGINT, "auto")):
         raise_signal_after(monkeypatch, number, step)

@@ -1,0 +1,90 @@
+"""What may be meant and rarely is: a text read over and over, held-out text that is trained on, text not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.data.tokens import TokenisedCorpus
+
+# Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
+# et al., arXiv 2305.16264).
+_OFTEN = 16
+_FEW_UNKNOWN = 1e-4
+_HASHES_AT_ONCE = 1 << 20
+
+
+def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
+    """Return how often a run reads each token of a training source."""
+    share = source.weight / sum(other.weight for other in config.corpus.sources)
+    num_windows = config.train.max_steps * config.train.global_batch_size
+    return num_windows * config.corpus.sequence_length * share / num_tokens
+
+
+def corpus_warnings(
+    config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
+) -> list[str]:
+    """Return a line for everything that is doubtful about some opened corpora.
+
+    Args:
+        config: of the run.
+        training: one for every training source.
+        held_out: one for every held-out source; None where it is not open.
+    """
+    trained = dict(zip((source.name for source in config.corpus.sources), training, strict=True))
+    sources = config.evaluation.perplexity
+    held = {source.name: corpus for source, corpus in zip(sources, held_out, strict=True) if corpus is not None}
+    readings = [
+        line
+        for source in config.corpus.sources
+        for line in reading_warnings(config, source, len(trained[source.name].ids))
+    ]
+    unknown = [line for corpora in (trained, held) for name in corpora for line in _unknown(name, corpora[name])]
+    return [*readings, *unknown, *(line for name in held for line in _shared(name, held[name], trained))]
+
+
+def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -> list[str]:
+    """Return a line where a training source is read very often, or none."""
+    often = num_readings(config, source, num_tokens)
+    if often <= _OFTEN:
+        return []
+    return [
+        f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
+        "teach little but themselves: give more text, a lower weight, or fewer train.max_steps"
+    ]
+
+
+def _unknown(name: str, corpus: TokenisedCorpus) -> list[str]:
+    share = corpus.ledger.unknown_fraction
+    if share <= _FEW_UNKNOWN:
+        return []
+    return [f"corpus {name}: {share:.2%} of its tokens are <unk>, text that the tokenizer does not know"]
+
+
+def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
+    if held_out.hashes is None:
+        return []
+    hashes, documents = np.unique(held_out.hashes, return_counts=True)
+    lines = []
+    for source, corpus in trained.items():
+        if corpus.hashes is None:
+            continue
+        if number := int(documents[_is_among(hashes, corpus.hashes)].sum()):
+            lines.append(
+                f"held-out {name}: {number:,} of its {len(held_out):,} documents ({number / len(held_out):.1%}) are in "
+                f"{source}, which is trained on: what is measured on them is memory"
+            )
+    return lines
+
+
+def _is_among(wanted: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Return for each of some sorted hashes whether it is among others, of which there may be very many."""
+    found = np.zeros(len(wanted), dtype=np.bool_)
+    for start in range(0, len(hashes), _HASHES_AT_ONCE):
+        part = hashes[start : start + _HASHES_AT_ONCE]
+        places = np.minimum(np.searchsorted(wanted, part), len(wanted) - 1)
+        found[places[wanted[places] == part]] = True
+    return found

@@ -1,0 +1,127 @@
+"""A text read over and over, held-out text that is trained on, unknown text, stretched positions: each is warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data import doubtful
+from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
+from scale_cli.data.doubtful import corpus_warnings, num_readings
+from scale_cli.upscale.sizes import context_warnings
+
+WORDS = [f"w{number}" for number in range(60)]
+HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def configured(folder: Path, training: list[list[str]], held_out: list[str], **train: int) -> RunConfig:
+    for number, texts in enumerate([*training, held_out]):
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    sources: list[dict[str, Any]] = [
+        {"name": f"c{n}", "path": str(folder / f"{n}.jsonl"), "language": "en", "weight": n + 1.0}
+        for n in range(len(training))
+    ]
+    held = {"name": "held", "path": str(folder / f"{len(training)}.jsonl"), "language": "en", "role": "retention"}
+    return RunConfig.model_validate(
+        {
+            "output_dir": folder / "run",
+            "model": {"base": "none"},
+            "corpus": {"sequence_length": 8, "sources": sources, "num_workers": 1},
+            "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 1, **train},
+            "evaluation": {"perplexity": [held]},
+        }
+    )
+
+
+def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    training = open_training_corpora(config, tokenizer, show_progress=False)
+    return corpus_warnings(config, training, open_held_out_corpora(config, tokenizer, show_progress=False))
+
+
+def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT), tokenizer) == []
+
+
+def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)], [" ".join(WORDS)]], HELD_OUT, max_steps=150)
+    (line,) = warned(config, tokenizer)
+    assert "corpus c0" not in line  # 13 times
+    assert line.startswith("corpus c1: its 60 tokens are read 27 times over")
+    corpora = open_training_corpora(config, tokenizer, show_progress=False)
+    for source, corpus, trained in zip(
+        config.corpus.sources, corpora, build_batches(config, corpora).trained_tokens(150), strict=True
+    ):
+        told = num_readings(config, source, len(corpus.ids))
+        assert trained.num_trained / (len(corpus.ids) - 1) == pytest.approx(told, rel=0.3)  # sources are drawn
+
+
+def test_held_out_documents_that_are_trained_on_are_counted_whatever_their_white_space(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    trained = ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], " ".join(WORDS), HELD_OUT[2]]
+    (line,) = warned(configured(tmp_path, [trained], [*HELD_OUT, HELD_OUT[2]]), tokenizer)
+    assert line.startswith("held-out held: 3 of its 5 documents (60.0%) are in c0, which is trained on")
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 40), min_size=1), st.lists(st.integers(0, 40)))
+def test_a_hash_is_found_among_any_number_of_others(wanted: set[int], hashes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubtful, "_HASHES_AT_ONCE", 3)
+        ordered = np.array(sorted(wanted), np.uint64)
+        found = doubtful._is_among(ordered, np.array(hashes, np.uint64))
+    assert found.tolist() == [number in hashes for number in sorted(wanted)]
+
+
+def test_a_corpus_that_an_earlier_version_tokenised_is_not_compared(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = configured(tmp_path, [[*HELD_OUT, " ".join(WORDS)]], HELD_OUT)
+    assert len(warned(config, tokenizer)) == 1
+    for folder in (tmp_path / "run" / "tokens").iterdir():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"]["hashes.bin"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "hashes.bin").unlink()
+    assert warned(config, tokenizer) == []
+
+
+def test_unknown_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = " ".join(WORDS * 3)
+    (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
+    assert line.startswith("corpus c0: 0.55% of its tokens are <unk>")
+
+
+@pytest.mark.parametrize(
+    ("rope", "warns"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}, True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, False),
+        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 4}, False),
+    ],
+)
+def test_windows_beyond_the_positions_that_were_trained_are_told(
+    tmp_path: Path, rope: dict[str, Any], warns: bool
+) -> None:
+    config = configured(tmp_path, [HELD_OUT], HELD_OUT)
+    lines = context_warnings(config, SimpleNamespace(rope_parameters=rope))
+    assert len(lines) == warns
+    assert all(line.startswith("corpus.sequence_length: 8, but the base was trained on 4 positions") for line in lines)
