@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from scale_cli.data.corpora import (
     training_sources,
 )
 from scale_cli.data.doubtful import corpus_warnings
+from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -232,17 +233,8 @@ def _open_run(
     held_out = []
     if sizes.eval_every_steps:
         held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
-    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
-        losses = corpus.ledger.described_losses()
-        dropped = f"; dropped {losses}" if losses else ""
-        say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
     if main:
-        beside = held_out or held_out_in_cache(config, tokenizer)
-        for line in [
-            *context_warnings(config, load_base_config(config.model)),
-            *corpus_warnings(config, corpora, beside),
-        ]:
-            say(f"warning: {line}")
+        _tell_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), say)
     contents = [corpus.folder.name for corpus in corpora]
     if start is not None:
         _check_same_text(start, contents)
@@ -272,6 +264,22 @@ def _open_run(
         metrics=_opened_log(run_folder, position) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else position.step,
     )
+
+
+def _tell_corpora(
+    config: RunConfig,
+    corpora: list[TokenisedCorpus],
+    held_out: Sequence[TokenisedCorpus | None],
+    say: Callable[[str], None],
+) -> None:
+    """Say what is trained on, what was dropped of it, and what is doubtful about it."""
+    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
+        losses = corpus.ledger.described_losses()
+        dropped = f"; dropped {losses}" if losses else ""
+        say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
+    stretched = context_warnings(config, load_base_config(config.model))
+    for warning in [*stretched, *corpus_warnings(config, corpora, held_out)]:
+        say(f"warning: {warning}")
 
 
 def _opened_log(run_folder: RunFolder, position: Position) -> MetricsLog:
