@@ -197,7 +197,8 @@ def test_logged_losses_do_not_hang_on_where_a_run_was_interrupted(
 
 
 def test_windows_longer_than_the_bases_context_are_refused(make_config: MakeConfig) -> None:
-    config = make_config("run", "corpus.sequence_length=1024")
-    upscale(config)
-    with pytest.raises(ConfigError, match=r"corpus\.sequence_length: 1024, but the base has 512"):
-        train(config, None, said_nothing)
+    upscale(make_config("run"))
+    longer = make_config("run", "corpus.sequence_length=1024")
+    for verb in (upscale, lambda config: train(config, None, said_nothing)):
+        with pytest.raises(ConfigError, match=r"corpus\.sequence_length: 1024, but the base has 512"):
+            verb(longer)
