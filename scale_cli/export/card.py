@@ -18,18 +18,21 @@ from scale_cli.evaluation.render import language_name, number, signed
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.export.parity import Parity
+from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, looks_local, stage_folder
 from scale_cli.upscale.folder import read_record
 
-LOADING_WITH_CODE = """\
+LOADING_WITH_CODE = f"""\
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)
 
-The code is in the `.py` files beside this card: read it before you trust it. Without it: `scale generate FOLDER`."""
+It needs transformers {".".join(map(str, LEAST_TRANSFORMERS))} or newer. The code is in the `.py` files beside this \
+card: read it before you trust it. Without it: `scale generate FOLDER`. The tokenizer needs none of it, but \
+transformers asks about it unless it is told so, as above."""
 _LOADING = {
     "llama": """\
     from transformers import AutoModelForCausalLM, AutoTokenizer

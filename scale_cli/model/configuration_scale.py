@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+
+# This file is the first of an export that is read, and an older transformers lacks names that are imported below.
+LEAST_TRANSFORMERS = (5, 4)
+if tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_TRANSFORMERS:
+    raise ImportError(
+        f"a widened model needs transformers {'.'.join(map(str, LEAST_TRANSFORMERS))} or newer; "
+        f"installed is {transformers.__version__}"
+    )
+
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402 (of an old one the import fails)
 
 # What generation and evaluation tools read off a configuration; on a widened model it is the base's.
 _READ_FROM_BASE = (

@@ -69,6 +69,7 @@ class JoinedForCausalLM(WidenedModel):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the router's logits, a loss for `labels`, and the cache; arguments as of ScaleForCausalLM."""
+        self._refuse_unknown(kwargs)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = self._own_cache(past_key_values) if use_cache else None
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)

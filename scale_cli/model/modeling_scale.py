@@ -37,6 +37,7 @@ class ScaleForCausalLM(WidenedModel):
     """
 
     config_class = ScaleConfig
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -52,7 +53,7 @@ class ScaleForCausalLM(WidenedModel):
         self.branches = [*below, Branch(self.expansion, parent=len(below))]
         self.routed_heads = (len(below), len(below) + 1)
         self.freeze()
-        self.activation_checkpointing = False
+        self.gradient_checkpointing = False  # transformers reads it by this name
         self.compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
         self.generation_config = base.generation_config
         self.post_init()
@@ -65,7 +66,25 @@ class ScaleForCausalLM(WidenedModel):
     @property
     def is_checkpointing(self) -> bool:
         """Whether activations of what trains are computed again in backward."""
-        return self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Compute activations of what trains again in backward; transformers' Trainer calls it.
+
+        Raises:
+            ValueError: it asks for another way than the one there is, layer by layer and without reentering.
+        """
+        theirs = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+        for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
+            if name not in theirs or value != theirs[name]:
+                raise ValueError(f"gradient checkpointing of a widened model takes no {name}={value}; leave it out")
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.gradient_checkpointing = False
 
     def forward(
         self,
@@ -92,6 +111,7 @@ class ScaleForCausalLM(WidenedModel):
             **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
                 `num_items_in_batch` (what the sum is divided by; the number of labels where not given).
         """
+        self._refuse_unknown(kwargs)
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
         if self.training and labels is not None:

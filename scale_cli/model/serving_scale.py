@@ -56,6 +56,64 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Return the base's token embedding."""
         return self.root.get_input_embeddings()
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_args: Any, **_kwargs: Any
+    ) -> nn.Embedding:
+        """Refuse another vocabulary: a frozen base has learnt none of its tokens.
+
+        Raises:
+            NotImplementedError: another size is asked for.
+        """
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if size + (-size % pad_to_multiple_of if pad_to_multiple_of else 0) != self.config.vocab_size:
+            raise NotImplementedError(
+                f"a widened model keeps its base's vocabulary of {self.config.vocab_size} tokens; "
+                "enlarge the base's own before it is widened"
+            )
+        embedding = self.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding), "of a decoder's tokens"
+        return embedding
+
+    def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: its paged cache knows neither the second stream nor the router's state.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
+
+    @property
+    def peft_config(self) -> Any:
+        """None of PEFT's: to whoever asks, this model has no such attribute."""
+        raise AttributeError("peft_config")
+
+    @peft_config.setter
+    def peft_config(self, adapters: Any) -> None:
+        """Refuse PEFT's adapters, which leave their configuration here once they are in.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "a widened model takes no PEFT adapters: it reads its base's weights, not its base's layers; "
+            "put them into the plain export (format llama), and load this model again"
+        )
+
+    def _refuse_unknown(self, options: dict[str, Any]) -> None:
+        """Refuse what transformers may ask of a forward and would miss in the answer.
+
+        Raises:
+            ValueError: naming it.
+        """
+        if options.get("inputs_embeds") is not None:
+            raise ValueError("inputs_embeds: a widened model embeds every token in each of its streams; pass input_ids")
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = options.get(name)
+            if getattr(self.config, name) if asked is None else asked:
+                raise ValueError(
+                    f"{name}: a widened model has several streams, and returns none; ask its base's (.root)"
+                )
+
     @staticmethod
     def _own_cache(past_key_values: Any) -> ScaleCache:
         if isinstance(past_key_values, ScaleCache):

@@ -35,7 +35,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     if train.attention is not None:
         set_attention(model, train.attention)
     if isinstance(model, ScaleForCausalLM):
-        model.activation_checkpointing = train.activation_checkpointing
+        model.gradient_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
         return model
     plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()

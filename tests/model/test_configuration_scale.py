@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scale_cli.export.card import LOADING_WITH_CODE
+from scale_cli.model import configuration_scale
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
+def test_under_an_older_transformers_a_self_contained_folder_names_the_one_it_needs(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old: Any = SimpleNamespace(__version__=version)  # and none of the names that the file imports
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(ImportError, match=rf"needs transformers 5\.4 or newer; installed is {version}$"):
+        runpy.run_path(configuration_scale.__file__)
+
+
+def test_the_card_and_this_package_name_the_same_least_version() -> None:
+    least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert f"transformers>={least}" in project["project"]["dependencies"]
+    assert f"transformers {least} or newer" in LOADING_WITH_CODE
