@@ -4,7 +4,8 @@ What is checked, by kind of folder:
 
 | folder                            | checked                                                                        |
 |-----------------------------------|--------------------------------------------------------------------------------|
-| any                               | size and SHA-256 of every file, and that no file has come in                   |
+| any                               | size and SHA-256 of every file, that no file has come in, and that none that   |
+|                                   | a folder of its kind has was never there                                       |
 | upscaled, checkpoint, final       | the base's hashes; the base logits of a widened model, bit for bit             |
 | checkpoint, final                 | that of every source read = kept + dropped, and trained + held over = all      |
 | final                             | the log: no step twice, none missing, the same number of tokens                |
@@ -42,10 +43,10 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import TOKEN_LEDGER, read_position
+from scale_cli.training.checkpoint import CORPORA, TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
-from scale_cli.upscale.folder import load_any_base
+from scale_cli.upscale.folder import TRAINED, load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import open_trained
 
@@ -109,6 +110,19 @@ def verify(path: Path) -> Verification:
     return Verification([_check(folder) for folder in folders])
 
 
+# What a folder has at least, by the name that it, or the folder that it lies in, has in a run (`storage/layout.py`).
+_METHOD_FOLDER = ("base.json", "config.json", "method.json", "scale.yaml")
+_TRAINED_FOLDER = (*_METHOD_FOLDER, CORPORA, "position.json", TOKEN_LEDGER)
+_FILES = {
+    "upscaled": _METHOD_FOLDER,
+    "checkpoints": _TRAINED_FOLDER,
+    "final": (*_TRAINED_FOLDER, TRAINED),
+    "evaluation": ("report.json", "report.md", "scale.yaml"),
+    "export": ("README.md", "config.json", "parity.json", "scale.yaml"),
+    "tokens": (LEDGER, OFFSETS, NUM_BYTES),
+}
+
+
 def _folders_of_ours(root: Path) -> Iterator[Path]:
     for manifest in root.rglob(MANIFEST):
         if not any(part.startswith(".") for part in manifest.relative_to(root).parts):  # half-written ones
@@ -158,6 +172,11 @@ def _check_files(folder: Path) -> None:
     }
     if extra := sorted(present - listed):
         raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
+    kind = folder.name if folder.name in _FILES else folder.absolute().parent.name
+    if absent := sorted(set(_FILES.get(kind, ())) - present):
+        raise VerificationError(f"{folder}: was never whole: {absent[0]} is not among its files")
+    if present == {MANIFEST}:
+        raise VerificationError(f"{folder}: was never whole: there is nothing in it")
 
 
 def _check_tokens(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,48 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert scale("run")[0] == 0
     code, error = scale("run", "train.max_steps=14")
     assert code == 2
-    assert "scale train CONFIG --resume auto --accept train.max_steps" in error
+    assert "(--accept train.max_steps)" in error
+    code, error = scale("evaluate", "train.max_steps=14")
+    assert code == 2
+    assert "--accept" not in error, "evaluate does not know it"
     assert scale("run", "train.max_steps=14", "--accept", "train.max_steps")[0] == 0
     position = read_json(config.output_dir / "final" / "position.json")
     assert position["step"] == 14
     report = read_json(RunFolder(config.output_dir).evaluation / "report.json")
     assert report["num_tokens_trained"] == position["num_tokens"]
+
+
+def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
+    config: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert scale("run")[0] == 0
+    moved = config.output_dir.rename(tmp_path / "moved")
+    for verb, *options in (["evaluate"], ["export", "export.format=adapter"], ["verify"], ["plan"]):
+        monkeypatch.setattr("sys.argv", ["scale", verb, str(moved), *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+    assert (moved / "export" / "adapter").is_dir()
+    assert not config.output_dir.exists()
+
+
+def test_a_folder_that_is_no_run_is_told_so(scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["scale", "evaluate", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("verb", [["evaluate"], ["export"], ["train", "--resume", "auto"]])
+def test_another_tokenizer_is_refused_by_every_verb(
+    config: RunConfig, shared_data: Path, scale: Scale, tmp_path: Path, verb: list[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(config.model.base, base)
+    assert scale("run", f"model.base={base}")[0] == 0
+    changed = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    changed["model"]["merges"].pop()
+    (base / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
+    code, error = scale(verb[0], f"model.base={base}", *verb[1:])
+    assert code == 2
+    assert "the tokenizer of" in error

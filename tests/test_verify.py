@@ -77,6 +77,34 @@ def test_a_file_that_came_in_later_is_found(run: Path) -> None:
     assert "surprise.py: is not among the files that were written" in found(run / "final")["final"].failed[0]
 
 
+@pytest.mark.parametrize("name", ["upscaled", "checkpoints/step-00000002", "final", "export/llama"])
+def test_a_folder_that_was_published_hollow_is_found(run: Path, name: str) -> None:
+    with new_folder(run / name) as partial:
+        (partial / "scale.yaml").write_text("{}")
+    (check,) = verify(run / name).checks
+    assert "was never whole" in check.failed[0]
+
+
+def test_an_evaluation_that_was_published_hollow_is_found(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "evaluation") as partial:
+        (partial / "scale.yaml").write_text("{}")
+    with pytest.raises(VerificationError, match="evaluation"):
+        verify(tmp_path).require()
+
+
+@pytest.mark.parametrize("name", ["upscaled", "final"])
+def test_another_tokenizer_is_found(run: Path, finished: RunConfig, name: str) -> None:
+    file = Path(finished.model.base) / "tokenizer.json"
+    content = file.read_text(encoding="utf-8")
+    changed = json.loads(content)
+    changed["model"]["merges"].pop()
+    try:
+        file.write_text(json.dumps(changed), encoding="utf-8")
+        assert "the tokenizer of" in found(run / name)[name].failed[0]
+    finally:
+        file.write_text(content, encoding="utf-8")
+
+
 def write_again(folder: Path, change: Callable[[Path], None]) -> None:
     """Change a folder and give it a manifest that fits, as one who means to deceive would."""
     with new_folder(folder) as partial:

@@ -80,7 +80,7 @@ def check_same_run(
     now: RunConfig,
     sections: tuple[str, ...],
     held_by_content: str = NOTHING,
-    accepted: Collection[str] = (),
+    accepted: Collection[str] | None = None,
 ) -> list[str]:
     """Hold whoever goes on from a folder to the config that it was made with.
 
@@ -90,7 +90,7 @@ def check_same_run(
         now: this one.
         sections: that count.
         held_by_content: a pattern of keys that do not count, as in `differences`.
-        accepted: keys that may have changed.
+        accepted: keys that may have changed; None where the verb trains nothing, so that none may.
 
     Returns:
         A line for every key that has changed all the same: those accepted, and those to be held by content.
@@ -99,13 +99,14 @@ def check_same_run(
         ConfigError: a key is accepted that makes another run.
         RunFolderError: naming the keys that have changed, and what can be done.
     """
-    for key in accepted:
+    for key in accepted or ():
         if key not in ACCEPTABLE:
             raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
     changes = _changes(before, now, sections)
-    refused = [c for c in changes if c.key not in accepted and not re.fullmatch(held_by_content, c.key)]
+    refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(held_by_content, c.key)]
     if refused:
-        raise RunFolderError(f"{where}: was made with another config ({_listed(refused)}); {_remedy(refused)}")
+        remedy = _remedy(refused, trains=accepted is not None)
+        raise RunFolderError(f"{where}: was made with another config ({_listed(refused)}); {remedy}")
     return [str(change) for change in changes]
 
 
@@ -130,13 +131,12 @@ def _listed(changes: list[_Change]) -> str:
     return "; ".join([*told, f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else told)
 
 
-def _remedy(refused: list[_Change]) -> str:
-    """Return what can be done: back to the earlier values, or, where every key allows it, the changes accepted."""
+def _remedy(refused: list[_Change], *, trains: bool) -> str:
+    """Return what can be done: back to the earlier values, or, where training goes on, the changes accepted."""
     earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_TOLD])
     ways = [f"go on with what it was ({earlier})"]
-    if all(change.key in ACCEPTABLE for change in refused):
-        accepted = " ".join(f"--accept {change.key}" for change in refused)
-        ways.append(f"say that it may change (scale train CONFIG --resume auto {accepted})")
+    if trains and all(change.key in ACCEPTABLE for change in refused):
+        ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")
     return f"{', '.join(ways)}, or start anew in another output_dir"
 
 

@@ -190,7 +190,11 @@ def _starting_point(
 
 
 def _check_same_run(
-    folder: Path, config: RunConfig, sections: tuple[str, ...], held_by_content: str, accepted: Collection[str] = ()
+    folder: Path,
+    config: RunConfig,
+    sections: tuple[str, ...],
+    held_by_content: str,
+    accepted: Collection[str] | None = None,
 ) -> list[str]:
     return check_same_run(folder, load_config(folder / "scale.yaml"), config, sections, held_by_content, accepted)
 

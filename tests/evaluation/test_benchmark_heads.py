@@ -20,7 +20,9 @@ from scale_cli.evaluation.results import HEADS
 from scale_cli.export.dense import dense_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import Observation
+from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.base import load_tokenizer
+from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
@@ -42,10 +44,12 @@ def trained(shared_data: Path, checkpoint: str) -> ScaleForCausalLM:
 
 
 def answering(
-    shared_data: Path, checkpoint: str, model: Any, max_length: int = 512, batch_size: int = 8
+    shared_data: Path, checkpoint: str, model: Any, max_length: int = 512, batch_size: int = 8, share: Share = ALONE
 ) -> ObservedHeads:
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
-    return ObservedHeads(model, tokenizer, ROUTER, max_length=max_length, batch_size=batch_size, mixed_precision="no")
+    return ObservedHeads(
+        model, tokenizer, ROUTER, max_length=max_length, batch_size=batch_size, mixed_precision="no", share=share
+    )
 
 
 def asked(*texts: tuple[str, str]) -> list[Instance]:
@@ -189,3 +193,23 @@ def test_a_continuation_that_cannot_be_scored_is_named(shared_data: Path, max_le
     answers = answering(shared_data, "ckpt-stories260K", CountingHeads(), max_length=max_length)
     with pytest.raises(RunError, match=f"{continuation!r} after 'One'"):
         answers.loglikelihood(asked(("One", continuation)))
+
+
+def test_several_processes_that_share_the_requests_answer_as_one_does(
+    shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained(shared_data, "ckpt-stories260K")
+    requests = asked(
+        *((f"Once upon a time {word}", " there was a cat" * count) for count, word in enumerate("abcde", 1))
+    )
+
+    def answers(share: Share) -> list[list[tuple[float, bool]]]:
+        heads = answering(shared_data, "ckpt-stories260K", model, batch_size=2, share=share)
+        answered = []
+        for heads.head in HEADS:
+            answered.append(heads.loglikelihood(requests))
+        return answered
+
+    alone = answers(ALONE)
+    assert in_processes(monkeypatch, 2, answers) == [alone, alone]
+    assert in_processes(monkeypatch, 4, answers) == [alone] * 4  # more processes than batches

@@ -15,6 +15,7 @@ from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, score_corpus
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_tokenizer
+from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
 OpenCorpus = Callable[..., TokenisedCorpus]
@@ -255,3 +256,14 @@ def test_before_training_all_heads_and_rules_say_the_same(shared_data: Path, ope
     np.testing.assert_array_equal(losses.cosine, losses.base)
     np.testing.assert_allclose(losses.posterior, losses.base, rtol=1e-12)
     np.testing.assert_array_equal(losses.cosine_base_share, losses.num_tokens)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_the_figures_do_not_hang_on_how_many_processes_share_the_documents(
+    model: ScaleForCausalLM, open_corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch, num_processes: int
+) -> None:
+    corpus = open_corpus("ckpt-stories260K", "en")
+    alone = score(model, corpus)
+    for together in in_processes(monkeypatch, num_processes, lambda share: score(model, corpus, share=share)):
+        for name, values in vars(alone).items():
+            np.testing.assert_array_equal(getattr(together, name), values)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
 import pytest
 
-from scale_cli.storage.lock import sole_user
+from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.lock import claimed, sole_user
 
 
 def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(tmp_path: Path) -> None:
@@ -35,3 +38,38 @@ def test_a_file_of_that_name_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "folder").touch()
     with pytest.raises(NotADirectoryError), sole_user(tmp_path / "folder"):
         pass
+
+
+def refused_in_another_process(folder: Path, take: str) -> bool:
+    """Whether `take`, an expression of `folder`, is refused to another process."""
+    program = f"""
+import sys
+from pathlib import Path
+from scale_cli.errors import RunFolderError
+from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.lock import claimed
+folder = Path(sys.argv[1])
+try:
+    with {take}:
+        pass
+except RunFolderError as error:
+    sys.exit("at work here" in str(error) and 7)
+"""
+    return subprocess.run([sys.executable, "-c", program, str(folder)], check=False).returncode == 7
+
+
+def test_a_claimed_folder_is_refused_to_others_and_not_to_its_holder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claimed(folder), claimed(folder):
+        assert refused_in_another_process(folder, "claimed(folder)")
+    assert not folder.exists(), "nothing came of it"
+    assert not refused_in_another_process(folder, "claimed(folder)")
+
+
+def test_a_folder_that_is_being_written_is_refused_to_others_and_ends_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluation"
+    with new_folder(folder) as partial:
+        (partial / "report.json").write_text("{}")
+        assert refused_in_another_process(folder, "new_folder(folder)")
+        assert (partial / "report.json").is_file()
+    assert sorted(file.name for file in folder.iterdir()) == ["manifest.json", "report.json"]

@@ -1,0 +1,110 @@
+"""Any verb under several processes: real ones for `scale run`, for all its verbs at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli import processes
+from scale_cli.config.load import dump_config
+from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
+from scale_cli.pipeline import run_pipeline
+from scale_cli.processes import on_main, refuse_several
+from scale_cli.storage.layout import RunFolder
+from scale_cli.verify import verify
+from tests.training.conftest import configs_in
+
+pytestmark = pytest.mark.long
+
+
+def files(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*")}
+
+
+def losses(run: RunFolder) -> list[float]:
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Path) -> None:
+    make = configs_in(tmp_path, shared_data, tmp_path / "tokens")
+    one, two = make("one", "train.eval_every_steps=5"), make("two", "train.eval_every_steps=5")
+    alone = run_pipeline(one, lambda _: None)
+    path = tmp_path / "two-processes.yaml"
+    path.write_text(dump_config(two), encoding="utf-8")
+    # accelerate launch starts several CPU processes through MPI only; torchrun sets the same variables without it.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "scale_cli", "run", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    for said in ("== upscale", "processes      2 x cpu", "== evaluate", "== export"):
+        assert result.stdout.count(said) == 1, "two work, one speaks"
+    assert files(two.output_dir) == files(one.output_dir)
+    assert losses(RunFolder(two.output_dir)) == pytest.approx(losses(RunFolder(one.output_dir)), rel=1e-5)
+    report = json.loads((two.output_dir / "evaluation" / "report.json").read_text(encoding="utf-8"))
+    assert alone is not None
+    for told, corpus in zip(report["corpora"], alone.corpora, strict=True):
+        value = told["heads"]["posterior"]["bits_per_byte"]
+        assert value == pytest.approx(corpus.heads["posterior"].bits_per_byte, rel=1e-4)
+    verify(two.output_dir).require()
+
+
+class _State:
+    """Accelerate's state of one of two processes."""
+
+    device = "cpu"
+
+    def __init__(self, *, main: bool) -> None:
+        self.is_main_process = main
+
+
+def as_one_of_two(monkeypatch: pytest.MonkeyPatch, *, main: bool, told: int = 0) -> list[int]:
+    """Take this process for one of two; return what it tells the others."""
+    said: list[int] = []
+
+    def agreed(value: int) -> int:
+        said.append(value)
+        return value if main else told
+
+    monkeypatch.setattr(processes, "are_several", lambda: True)
+    monkeypatch.setattr(processes, "state", lambda: _State(main=main))
+    monkeypatch.setattr(processes, "_agreed", agreed)
+    return said
+
+
+def test_the_others_do_not_work_and_end_as_the_main_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    work: list[str] = []
+    as_one_of_two(monkeypatch, main=False)
+    assert on_main(lambda: work.append("done")) is None
+    as_one_of_two(monkeypatch, main=False, told=3)
+    with pytest.raises(EndedElsewhere) as ended:
+        on_main(lambda: work.append("done"))
+    assert (work, ended.value.exit_code) == ([], 3)
+
+
+@pytest.mark.parametrize(("raised", "code"), [(CheckFailed("x"), 3), (SystemExit(143), 1), (MemoryError(), 1)])
+def test_the_main_process_tells_the_others_however_it_fails(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+) -> None:
+    said = as_one_of_two(monkeypatch, main=True)
+
+    def fail() -> Any:
+        raise raised
+
+    with pytest.raises(type(raised)):
+        on_main(fail)
+    assert said == [code]
+
+
+def test_a_verb_that_has_no_use_for_several_processes_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_several("biography")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        refuse_several("biography")
