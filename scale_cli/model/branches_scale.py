@@ -57,8 +57,8 @@ class FinalStates:
     x_BTD: dict[int, Tensor]
     u_KBTE: list[Tensor]
 
-    def at(self, positions: slice) -> FinalStates:
-        """Return the states at some positions only."""
+    def at(self, positions: slice | Tensor) -> FinalStates:
+        """Return the states at some positions only, of every sequence the same."""
         x_BTD = {head: x[:, positions] for head, x in self.x_BTD.items()}
         return FinalStates(self.branches, x_BTD, [u[:, positions] for u in self.u_KBTE])
 

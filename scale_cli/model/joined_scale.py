@@ -15,7 +15,7 @@ from .branches_scale import Branch
 from .cache_scale import ScaleCache
 from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
-from .serving_scale import WidenedModel
+from .serving_scale import WidenedModel, kept_positions
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -65,7 +65,7 @@ class JoinedForCausalLM(WidenedModel):
         past_key_values: ScaleCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the router's logits, a loss for `labels`, and the cache; arguments as of ScaleForCausalLM."""
@@ -73,6 +73,6 @@ class JoinedForCausalLM(WidenedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = self._own_cache(past_key_values) if use_cache else None
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
-        kept = slice(-logits_to_keep if logits_to_keep else None, None)
+        kept = kept_positions(logits_to_keep)
         logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
         return self._output(logits, labels, cache, **kwargs)

@@ -25,7 +25,7 @@ from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .head_loss import IGNORED, adaptation_cross_entropy
 from .routing import cosine_serves_base, logit_cosine
-from .serving_scale import WidenedModel
+from .serving_scale import WidenedModel, kept_positions
 
 
 class ScaleForCausalLM(WidenedModel):
@@ -94,7 +94,7 @@ class ScaleForCausalLM(WidenedModel):
         past_key_values: ScaleCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (training: adaptation head; evaluation: as served), a loss for `labels`, and the cache.
@@ -107,7 +107,7 @@ class ScaleForCausalLM(WidenedModel):
             labels: (B, T), -100 where no loss is wanted; shifted here, as everywhere in transformers. In training mode
                 the loss comes without logits, which then never exist whole.
             use_cache: whether to keep keys, values and the router's state; the config's default in evaluation mode.
-            logits_to_keep: return logits of the last so many positions only; 0 for all.
+            logits_to_keep: return logits of the last so many positions only, 0 for all; or of those in an index (N,).
             **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
                 `num_items_in_batch` (what the sum is divided by; the number of labels where not given).
         """
@@ -120,7 +120,7 @@ class ScaleForCausalLM(WidenedModel):
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.variant == "route" and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
-        kept = slice(-logits_to_keep if logits_to_keep else None, None)
+        kept = kept_positions(logits_to_keep)
         if not routed:
             logits = self.adaptation_logits(states.at(kept))
         elif self.config.router_rule == "cosine":

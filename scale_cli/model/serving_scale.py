@@ -31,7 +31,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _no_split_modules = ["LlamaDecoderLayer", "ExpansionLayer"]  # noqa: RUF012 (declared by transformers)
+    _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
 
     base: Any
     root: Any
@@ -39,9 +39,15 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     routed_heads: Sequence[int]
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable."""
-        loaded = super().from_pretrained(*args, **kwargs)
+    def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
+        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable.
+
+        All of it lies on one device, which `device_map="auto"` chooses.
+
+        Raises:
+            ValueError: `device_map` names several.
+        """
+        loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
         return loaded
 
@@ -195,7 +201,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def _posterior_logits(
         self,
         states: FinalStates,
-        kept: slice,
+        kept: slice | Tensor,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         cache: ScaleCache | None,
@@ -208,10 +214,15 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self.config.router_switch_rate)[
             ..., 1:
         ]
-        logits_KBTV = torch.stack([logits.float() for logits in self.routed_logits(states.at(kept))])
+        logits_KBTV = self._stacked_logits(states.at(kept))
         if cache is not None:
-            cache.router = RouterState(log_weights_KBS[..., -1], head_log_probs(logits_KBTV[:, :, -1]))
+            ends_last = isinstance(kept, slice)
+            last_KBTV = logits_KBTV if ends_last else self._stacked_logits(states.at(slice(-1, None)))
+            cache.router = RouterState(log_weights_KBS[..., -1], head_log_probs(last_KBTV[:, :, -1]))
         return mix_logits(log_weights_KBS[..., kept], logits_KBTV)
+
+    def _stacked_logits(self, states: FinalStates) -> Tensor:
+        return torch.stack([logits.float() for logits in self.routed_logits(states)])
 
     def _evidence(
         self,
@@ -236,3 +247,25 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         # A padding token is no evidence, and neither is the token after one: nothing was predicted from padding.
         seen = F.pad(attention_mask.bool(), (1, 0))[:, -input_ids.shape[1] - 1 :]
         return torch.where(seen[:, 1:] & seen[:, :-1], evidence_KBT, 0.0)
+
+
+def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Return the positions whose logits are asked for: the last so many, all for 0, or those of an index."""
+    if isinstance(logits_to_keep, Tensor):
+        return logits_to_keep
+    return slice(-logits_to_keep if logits_to_keep else None, None)
+
+
+def _one_device(device_map: Any) -> Any:
+    """Return a device map that keeps a model together: a layer reads the weights of its base's layer, not its outputs.
+
+    Raises:
+        ValueError: it names several devices, or the disk.
+    """
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+    if len(places) > 1 or "disk" in places:
+        raise ValueError(f"device_map: a widened model lies on one device, not on {', '.join(sorted(places))}")
+    return device_map

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.model import observing
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
 from scale_cli.upscale.base import changed_tensors, record_base
-from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
+from tests.widening import CHECKPOINTS, as_if_trained, joined, real_base, real_ids, tiny_llama, train_steps, widen
 
 pytestmark = pytest.mark.long
 
@@ -252,12 +253,15 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_of_either_mode(variant: str
 @pytest.mark.parametrize("rule", ["posterior", "cosine"])
 @pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
 @torch.no_grad()
-def test_logits_to_keep_keeps_the_last_ones(variant: str, layers: str | None, rule: str) -> None:
+def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, layers: str | None, rule: str) -> None:
     model = as_if_trained(widen(tiny_llama(), variant, layers, rule=rule))
     whole = model(input_ids=some_ids(2, 9)).logits
     for kept in (1, 3, 9):
         last = model(input_ids=some_ids(2, 9), logits_to_keep=kept).logits
         torch.testing.assert_close(last, whole[:, -kept:], rtol=1e-5, atol=1e-5)
+    index = torch.tensor([4, 0, -1])
+    chosen = model(input_ids=some_ids(2, 9), logits_to_keep=index).logits
+    torch.testing.assert_close(chosen, whole[:, index], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module", params=["eager", "sdpa"])
@@ -300,3 +304,20 @@ def test_the_expansion_alone_is_what_trains_and_its_norms_and_linears_are_all_th
     num_linears = sum(isinstance(module, nn.Linear) for module in model.base.model.modules())
     assert sum(name.endswith("weight_21") for name in trained) == num_linears
     assert sum(name.endswith("bias_2") for name in trained) == num_linears
+
+
+@pytest.mark.parametrize("model_class", [ScaleForCausalLM, JoinedForCausalLM])
+@torch.no_grad()
+def test_a_loaded_model_lies_on_one_device_or_is_refused(tmp_path: Path, model_class: Any) -> None:
+    base = tiny_llama()
+    model: Any = as_if_trained(widen(base, "route", "none"))
+    if model_class is JoinedForCausalLM:
+        model = joined(base, one=(0, model))
+    model.save_pretrained(tmp_path)
+    # The room there is would put its parts into different places.
+    loaded = model_class.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 20_000})
+    assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
+    assert torch.equal(loaded(input_ids=some_ids(1, 9)).logits, model(input_ids=some_ids(1, 9)).logits)
+    for parts in ({"": "cpu", "base.model.layers.0": "meta"}, {"": "disk"}):
+        with pytest.raises(ValueError, match="device_map: a widened model lies on one device, not on"):
+            model_class.from_pretrained(tmp_path, device_map=parts)
