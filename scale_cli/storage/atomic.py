@@ -163,7 +163,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     with writing(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        path.chmod(0o644)  # safetensors leaves a file that only its owner can read
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -241,8 +240,11 @@ def publish_folder(beside: Path, path: Path) -> None:
             leftover.unlink(missing_ok=True)
         described = {"files": _describe_files(beside), "versions": _versions()}
         write_json(beside / MANIFEST, {**described, _SEAL: _seal(described)})
-        for file in [*beside.rglob("*"), beside]:
-            sync(file)
+        mode = (beside / MANIFEST).stat().st_mode  # as the umask has it; safetensors lets only the owner read
+        for path_in_it in [*beside.rglob("*"), beside]:
+            if path_in_it.is_file():
+                path_in_it.chmod(mode)
+            sync(path_in_it)
         _rename(beside, path)
 
 

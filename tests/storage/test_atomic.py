@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from scale_cli.errors import StorageError
 from scale_cli.storage import atomic
@@ -53,6 +54,21 @@ def write_folder(path: Path, files: dict[str, bytes]) -> None:
 
 
 # Folders
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_every_file_of_a_new_folder_has_the_mode_that_the_umask_asks_for(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "folder") as partial:
+            fill(partial, FILES)
+            save_tensors(partial / "ours.safetensors", {"a": torch.ones(2)})
+            save_file({"a": torch.ones(2)}, partial / "theirs.safetensors")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "folder").rglob("*") if file.is_file()}
+    assert len(modes) == len(FILES) + 3
+    assert set(modes.values()) == {mode}
 
 
 def test_a_new_folder_holds_what_was_put_in_and_verifies(tmp_path: Path) -> None:
