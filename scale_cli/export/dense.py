@@ -9,6 +9,9 @@ with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x
 u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
 Expansions that stand upon one another are stored one after another, d' being the channels of all of them.
 
+Qwen3 norms every head's queries and keys with the same eps. There rms(q; eps') is wanted to be sqrt(eps' / eps) times
+rms(q; eps), and is where q is as many times as large: so are the rows that make queries and keys.
+
 Source: ours (README, "Export"); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
 """
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
@@ -60,14 +64,12 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     """
     excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
     scales = _SCALES[dtype]
-    if hasattr(model.root.model.layers[0].self_attn, "q_norm"):
-        # A norm over each head's channels has the same eps, which a larger x would raise; a smaller u does as well.
-        scales = StreamScales(1.0, scales.expansion / scales.base)
     scales = replace(scales, expansion=scales.expansion * 2.0 ** -math.ceil(math.log2(excess)))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
     dense.load_state_dict(_dense_tensors(model, scales), strict=True)
     dense.generation_config = model.root.generation_config
-    return dense.to(getattr(torch, dtype)).eval()
+    lower_weights(dense, getattr(torch, dtype))
+    return dense.eval()
 
 
 @torch.no_grad()
@@ -102,7 +104,8 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
     plain = copy.deepcopy(model).float()
     if not isinstance(plain, PreTrainedModel):
         plain = plain.merge_and_unload()
-    return nn.Module.to(plain, getattr(torch, dtype)).eval()
+    lower_weights(plain, getattr(torch, dtype))
+    return plain.eval()
 
 
 def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
@@ -115,11 +118,18 @@ def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedCon
     }
     base |= {
         "head_dim": model.root.model.layers[0].self_attn.head_dim,
-        "rms_norm_eps": scales.base**2 * base["rms_norm_eps"] * base["hidden_size"] / sizes["hidden_size"],
+        "rms_norm_eps": _eps_growth(model, scales) * base["rms_norm_eps"],
         "tie_word_embeddings": False,
         **sizes,
     }
     return AutoConfig.for_model(base.pop("model_type"), **base)
+
+
+def _eps_growth(model: ScaleForCausalLM, scales: StreamScales) -> float:
+    """Return eps' / eps, which is the growth of the base stream's mean square too."""
+    num_base: int = model.root.config.hidden_size
+    num_added = sum(stage.expansion_hidden_size for stage in model.config.stages())
+    return scales.base**2 * num_base / (num_base + num_added)
 
 
 def _stages(model: ScaleForCausalLM) -> list[Expansion]:
@@ -131,6 +141,7 @@ def _stages(model: ScaleForCausalLM) -> list[Expansion]:
 def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, Tensor]:
     base, stages = model.root, _stages(model)
     decoder, num_base = base.model, base.config.hidden_size
+    eps_growth = _eps_growth(model, scales)
     embedding = joint_embedding(base, stages)
     embedding[:, :num_base] *= scales.base
     embedding[:, num_base:] *= scales.expansion
@@ -147,8 +158,11 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
             norms = [getattr(layer, name) for layer in layers]
             tensors[f"{prefix}{name}.weight"] = _joined_gains(getattr(base_layer, name), norms, scales)
         for owner, name, frozen, added in widened_linears(base_layer, layers):
-            # Where a map writes into the stream, in the stream's scales.
-            rows = scales if name in ("o_proj", "down_proj") else StreamScales(1.0, 1.0)
+            rows = StreamScales(1.0, 1.0)
+            if name in ("o_proj", "down_proj"):  # they write into the stream
+                rows = scales
+            elif name in ("q_proj", "k_proj") and hasattr(base_layer.self_attn, "q_norm"):
+                rows = StreamScales(eps_growth**0.5, eps_growth**0.5)
             for kind, tensor in _joined_linear(frozen, added, rows).items():
                 tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
         for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads

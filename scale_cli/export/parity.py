@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scale_cli.errors import ExportParityError
+from scale_cli.export.precision import lower_weights
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
 
@@ -66,7 +67,7 @@ def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits
         prompts: (1, T) token ids.
     """
     reference, lowered = copy.deepcopy(trained).double(), copy.deepcopy(trained)
-    nn.Module.to(lowered, exported.dtype)
+    lower_weights(lowered, exported.dtype)
     differences, own = [], []
     for input_ids in prompts:
         wanted = expected(reference, input_ids)

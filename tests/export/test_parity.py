@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from scale_cli.errors import ExportParityError
 from scale_cli.export.dense import dense_model, largest_stream_ratio
@@ -16,8 +18,9 @@ from tests.widening import as_if_trained, tiny_llama, widen
 
 
 def prompts() -> list[Tensor]:
+    """Short ones, and one in whose far positions rounded RoPE frequencies would turn everything."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 61, (1, length), generator=generator) for length in (5, 17, 9)]
+    return [torch.randint(0, 61, (1, length), generator=generator) for length in (5, 17, 120)]
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def trained() -> ScaleForCausalLM:
 def test_a_faithful_export_is_close_and_called_good(trained: ScaleForCausalLM) -> None:
     parity = measure_parity(dense_model(trained, "float32"), trained, trained_logits, prompts())
     assert 0.0 < parity.mean_logit_difference <= parity.max_logit_difference <= 1e-4
-    assert parity.num_positions == 31
+    assert parity.num_positions == 142
     check_parity(parity, "float32")
 
 
@@ -41,6 +44,29 @@ def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, p
     parity = measure_parity(exported, trained, trained_logits, prompts())
     with pytest.raises(ExportParityError, match="the export is not the trained model"):
         check_parity(parity, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_faithful_export_measures_the_same_in_memory_and_loaded_from_its_folder(
+    trained: ScaleForCausalLM, tmp_path: Path, dtype: str
+) -> None:
+    dense_model(trained, dtype).save_pretrained(tmp_path)
+    in_memory = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert measure_parity(loaded, trained, trained_logits, prompts()) == in_memory
+    check_parity(in_memory, dtype)
+
+
+def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_long_prompt(tmp_path: Path) -> None:
+    trained = as_if_trained(widen(tiny_llama(max_position_embeddings=2048), "route", "top:1"))
+    dense_model(trained, "float16").save_pretrained(tmp_path)
+    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    long = torch.randint(0, 61, (1, 1500), generator=torch.Generator().manual_seed(0))
+    check_parity(measure_parity(exported, trained, trained_logits, [long]), "float16")
+    with torch.no_grad():
+        exported.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+    with pytest.raises(ExportParityError):
+        check_parity(measure_parity(exported, trained, trained_logits, [long]), "float16")
 
 
 def test_an_export_of_another_head_is_refused(trained: ScaleForCausalLM) -> None:
@@ -81,11 +107,13 @@ def test_float32_is_held_to_a_figure_and_bfloat16_to_the_models_own_error(
             check_parity(parity, dtype)
 
 
-def test_the_models_own_error_is_how_far_it_moves_in_the_exports_dtype(trained: ScaleForCausalLM) -> None:
-    for dtype in ("float32", "bfloat16"):
+def test_the_models_own_error_is_that_of_the_model_loaded_in_the_exports_dtype(
+    trained: ScaleForCausalLM, tmp_path: Path
+) -> None:
+    trained.save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16", "float16"):
         parity = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
-        lowered = as_if_trained(widen(tiny_llama(), "route", "top:1"))
-        nn.Module.to(lowered, getattr(torch, dtype))
+        lowered = ScaleForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
         exact = copy.deepcopy(trained).double()
         with torch.no_grad():
             moved = torch.cat(

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import dense_model
+from scale_cli.export.parity import check_parity, measure_parity, trained_logits
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.method import start_model
 from tests.widening import TINY, as_if_trained, train_steps, widen
@@ -28,6 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
     "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -104,6 +106,22 @@ def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logi
         expected = model.adaptation_logits(model.final_states(IDS, preserved=False))
     assert (answered(loaded) - expected).abs().max() <= 1e-4
     assert (expected - answered(model.base)).abs().max() > 0.1, "the expansion is in it"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3, biases"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_exact_where_the_norm_of_queries_and_keys_meets_its_epsilon(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    model = as_if_trained(widen(tiny(family, tmp_path), "adapt", ratio=0.5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(0.003)  # the mean square of a head is about eps
+    exported = dense_model(model, dtype, [IDS])
+    parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
+    assert dtype == "bfloat16" or parity.max_logit_difference <= 2e-5
+    check_parity(parity, dtype)
 
 
 @families
