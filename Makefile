@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
+TRANSFORMERS_4 := $(VENV)/transformers-4
 
 .PHONY: install demo bench test torture runtimes check format lint types layers clean
 
@@ -26,8 +27,14 @@ test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
 
-runtimes: $(RUNTIMES)  ## exports in llama.cpp; the first time it is built from source, about 10 minutes
-	LLAMA_CPP=$(abspath $(RUNTIMES)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtimes --runtimes
+runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed  ## exports in llama.cpp, built the first time in about 10 minutes, and in transformers 4
+	LLAMA_CPP=$(abspath $(RUNTIMES)) TRANSFORMERS_4=$(abspath $(TRANSFORMERS_4))/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/runtimes --runtimes
+
+$(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
+	$(PYTHON) -m venv $(TRANSFORMERS_4)
+	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
+	touch $@
 
 # The converter is no part of the package: it comes with the package's source, at the same version.
 $(RUNTIMES): $(STAMP)

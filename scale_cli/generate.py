@@ -19,11 +19,11 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     TextStreamer,
 )
 
 from scale_cli.config.load import load_config
+from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -33,7 +33,7 @@ from scale_cli.printable import printable
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BASE_RECORD, load_written, one_line
+from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
 from scale_cli.upscale.session import open_trained
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
@@ -177,8 +177,7 @@ class Generator:
             kind = read_json(folder / "config.json").get("model_type")
             loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
             self.model = placed(load_written(loader, folder)).eval()
-            # Not AutoTokenizer, which would ask whether to trust a folder's own code before it looks for a tokenizer.
-            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            self.tokenizer = load_tokenizer(ModelConfig(base=str(folder)))
         self._boundary = Boundaries.of(self.tokenizer).context
 
     def prompt_ids(self, prompt: str) -> Tensor:

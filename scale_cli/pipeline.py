@@ -81,5 +81,6 @@ def _upscaled(config: RunConfig, say: Callable[[str], None]) -> list[str]:
 def _exported(config: RunConfig, say: Callable[[str], None]) -> list[str]:
     say("== export")
     if export_is_finished(config):
-        return [f"done already   {RunFolder(config.output_dir).export(config.export.format)}"]
+        folder = RunFolder(config.output_dir).export(config.export.format, config.export.dtype)
+        return [f"done already   {folder}"]
     return export(config).lines()

@@ -8,7 +8,11 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
-    parser.addoption("--runtimes", action="store_true", help="tests/runtimes too, which need llama.cpp (make runtimes)")
+    parser.addoption(
+        "--runtimes",
+        action="store_true",
+        help="tests/runtimes too (make runtimes)",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

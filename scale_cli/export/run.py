@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.compare import EXPORT_SECTIONS, differences
@@ -20,6 +20,8 @@ from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.precision import lower_weights
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
@@ -75,18 +77,18 @@ def export(config: RunConfig) -> ExportSummary:
     trained = open_final(run, config)
     model, tokenizer = trained.model, trained.tokenizer
     prompts = _prompts(config, tokenizer)
-    folder = run.export(settings.format)
+    folder = run.export(settings.format, settings.dtype)
     with new_folder(folder) as partial:
-        tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
         if settings.format == "llama":
-            plain_model(model, settings.dtype, prompts).save_pretrained(partial)
+            write_plain(plain_model(model, settings.dtype, prompts), tokenizer, config.model, partial)
         elif settings.format == "transformers":
             lowered = copy.deepcopy(model)
-            nn.Module.to(lowered, getattr(torch, settings.dtype))
+            lower_weights(lowered, getattr(torch, settings.dtype))
             assert isinstance(lowered, ScaleForCausalLM), "check_format"
-            write_self_contained(lowered, partial)
+            write_self_contained(lowered, tokenizer, partial)
         else:
+            tokenizer.save_pretrained(partial)
             write_trained(partial, model, config.method, trained.record)
         loaded = _load_export(partial, config)
         parity = _check(loaded, model, prompts, config)
@@ -149,7 +151,7 @@ def _formats(method: MethodConfig) -> tuple[str, ...]:
 def export_is_finished(config: RunConfig) -> bool:
     """Return whether the export that the config asks for is already there, for this training."""
     run = RunFolder(config.output_dir)
-    folder = run.export(config.export.format)
+    folder = run.export(config.export.format, config.export.dtype)
     if not is_whole(folder):
         return False
     changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)

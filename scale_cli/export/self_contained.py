@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from scale_cli.model.serving_scale import WidenedModel
 
 
-def write_self_contained(model: WidenedModel, folder: Path) -> None:
-    """Write weights, configuration and code; it loads with trust_remote_code=True, and here without."""
+def write_self_contained(model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights, configuration, code and tokenizer; it loads with trust_remote_code=True, and here without."""
+    # Not the base's own files: which class reads those may hang on the family, which this configuration does not name.
+    tokenizer.save_pretrained(folder)
     # Registered here and not where the classes are defined: only this folder carries its own code.
     classes: tuple[Any, Any] = (type(model).config_class, type(model))
     classes[0].register_for_auto_class()

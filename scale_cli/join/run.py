@@ -111,8 +111,7 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
         corpora=[score(joint.model, name, held_out) for name, held_out in corpora.items()],
     )
     with new_folder(output) as partial:
-        write_self_contained(joint.model, partial)
-        joint.tokenizer.save_pretrained(partial)
+        write_self_contained(joint.model, joint.tokenizer, partial)
         write_json(partial / "report.json", report.to_json())
         licence = base_licence(joint.configs[0].model)
         licence.copy_files(partial)

@@ -50,9 +50,9 @@ class RunFolder:
         """The forgetting report."""
         return self.root / "evaluation"
 
-    def export(self, export_format: str) -> Path:
-        """The exported model."""
-        return self.root / "export" / export_format
+    def export(self, export_format: str, dtype: str = "float32") -> Path:
+        """The exported model; one in another dtype than float32 lies beside it."""
+        return self.root / "export" / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
 
     @property
     def config(self) -> Path:

@@ -91,6 +91,7 @@ def _llama_pro(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
                 silent = added and ("o_proj." in name or "down_proj." in name)
                 tensors[f"model.layers.{place}.{name.removeprefix(prefix)}"] = tensor * 0 if silent else tensor
     deeper.load_state_dict(tensors, strict=True)
+    deeper.generation_config = base.generation_config
     deeper.requires_grad_(False)
     for layer, (_, added) in zip(deeper.model.layers, order, strict=True):
         layer.requires_grad_(added)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
-from scale_cli.export.run import export, export_is_finished
+from scale_cli.export.run import check_written_export, export, export_is_finished
 from scale_cli.upscale.folder import load_onto_base
 from scale_cli.upscale.run import upscale
 from tests.widening import load_widened
@@ -124,6 +124,17 @@ def test_an_export_is_finished_until_what_it_is_made_of_changes(trained_run: Tra
     manifest = config.output_dir / "final" / "manifest.json"
     manifest.write_text(manifest.read_text(encoding="utf-8").replace('"sha256": "', '"sha256": "x'), encoding="utf-8")
     assert not export_is_finished(config)
+
+
+def test_an_export_in_another_dtype_lies_beside_the_first(trained_run: TrainedRun) -> None:
+    config = trained_run({"variant": "preserve"})
+    lowered = RunConfig.model_validate(config.model_dump() | {"export": {"dtype": "bfloat16"}})
+    folders = [export(each).folder for each in (config, lowered)]
+    assert [folder.name for folder in folders] == ["llama", "llama-bfloat16"]
+    assert export_is_finished(config)
+    assert export_is_finished(lowered)
+    for each, folder in zip((config, lowered), folders, strict=True):
+        check_written_export(each, folder)
 
 
 def test_what_was_not_trained_with_this_config_is_not_exported(trained_run: TrainedRun) -> None:

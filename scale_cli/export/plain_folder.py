@@ -1,0 +1,125 @@
+"""A plain model as a folder that everything loads that loads its base.
+
+transformers 5 writes config.json and the tokenizer in a spelling of its own: version 4, which much that serves models
+still pins, does not know `rope_parameters`, goes on with unscaled positions, and does not find the tokenizer's class.
+Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_files
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError, ExportParityError
+from scale_cli.storage.atomic import write_text
+from scale_cli.upscale.base import load_base_config, one_line, root_model
+from scale_cli.upscale.preservation import SAMPLE_TEXTS
+
+_CONFIG = "config.json"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_MORE_TEMPLATES = "additional_chat_templates"
+_COPIED = (*_TOKENIZER, "generation_config.json")
+# What the methods change of a configuration.
+_CHANGED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "layer_types",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+# What is written anew, and the code that a base may name: a plain model needs none.
+_LEFT_OUT = ("auto_map", "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
+
+
+def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder: Path) -> None:
+    """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer.
+
+    Args:
+        plain: of the base's family.
+        tokenizer: as it was loaded from the base.
+        base: where the base is; of a widened base it is the plain model at its bottom that counts.
+        folder: to write into.
+
+    Raises:
+        BaseModelError: the base's files are not at hand.
+        ExportParityError: the tokenizer's files do not tokenise as the base's tokenizer does.
+    """
+    # The base's own are copied; some of those that are out there transformers would load but not save.
+    plain.generation_config = GenerationConfig.from_model_config(plain.config)
+    plain.save_pretrained(folder)
+    config, *others = _base_files(base, (_CONFIG, *_COPIED))
+    told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
+    write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    for file in others:
+        shutil.copyfile(file, folder / file.name)
+    for template in config.parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
+        (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, folder / _MORE_TEMPLATES / template.name)
+    copied = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if any(copied(text).input_ids != tokenizer(text).input_ids for text in SAMPLE_TEXTS):
+        raise ExportParityError(f"the tokenizer's files of {base.base} give other ids elsewhere; nothing was written")
+
+
+def _base_files(base: ModelConfig, names: Sequence[str]) -> list[Path]:
+    """Return those of some files that the plain base has, in order: in its folder, on the hub, or in the hub's cache.
+
+    Raises:
+        BaseModelError: the first is not among them.
+    """
+    base = root_model(base)
+    try:
+        found = cached_files(
+            base.base, list(names), revision=base.revision, _raise_exceptions_for_missing_entries=False
+        )
+    except OSError as error:
+        raise BaseModelError(f"model.base: the files of {base.base} are not at hand: {one_line(error)}") from None
+    files = [Path(file) for file in found or []]
+    if not files or files[0].name != names[0]:
+        raise BaseModelError(f"model.base: {base.base}: {names[0]} is not at hand")
+    return files
+
+
+def _configuration(told: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:
+    """Return what a base's config.json tells, changed to what a plain model is."""
+    dtype = str(plain.dtype).removeprefix("torch.")
+    now = {name: getattr(plain.config, name, None) for name in _CHANGED}
+    return {
+        **{name: value for name, value in told.items() if name not in _LEFT_OUT},
+        **{name: value for name, value in now.items() if value != getattr(base, name, None)},
+        **_rope(plain.config.rope_parameters),
+        "architectures": [type(plain).__name__],
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return RoPE as transformers 4 spells it, and as 5 does."""
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
+        "rope_parameters": parameters,
+    }

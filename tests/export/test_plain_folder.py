@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.errors import BaseModelError, ExportParityError
+from scale_cli.export.dense import dense_model, plain_model
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.upscale.base import load_base, load_tokenizer, load_written
+from scale_cli.upscale.method import start_model
+from tests.model.test_families import FAMILIES, answered, tiny
+from tests.widening import as_if_trained, tiny_llama, widen
+
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+WIDENED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"}
+SPELLINGS = {"rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}
+# What a base's folder may hold; the last ones stay where they are.
+COPIED = (
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tools.jinja",
+)
+LEFT = (
+    "README.md",
+    "notes.txt",
+    ".env",
+    "modeling_own.py",
+    "original/tokenizer.model",
+    "additional_chat_templates/x.py",
+)
+
+
+@pytest.fixture
+def base(shared_data: Path, tmp_path: Path) -> Path:
+    """A random Llama with a real tokenizer, as transformers 4 wrote them."""
+    folder = tmp_path / "base"
+    tiny_llama(vocab_size=512, eos_token_id=2).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, folder / name)
+    spell(folder, None)
+    return folder
+
+
+def read(file: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return value
+
+
+def spell(folder: Path, scaling: dict[str, Any] | None) -> None:
+    """Write a base's config.json in the spelling of transformers 4."""
+    config = read(folder / "config.json")
+    for name in ("rope_parameters", "dtype"):
+        config.pop(name, None)
+    config |= {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "float32", "a_key_of_its_own": [1, 2]}
+    config["transformers_version"] = "4.45.0"
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def written(plain: PreTrainedModel, base: Path | str, folder: Path) -> Path:
+    model = ModelConfig(base=str(base))
+    folder.mkdir(exist_ok=True)
+    write_plain(plain, load_tokenizer(model), model, folder)
+    return folder
+
+
+def widened(base: Path | str, dtype: str = "float32") -> PreTrainedModel:
+    return dense_model(as_if_trained(widen(load_base(ModelConfig(base=str(base))), "preserve")), dtype)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spelled_for_both_transformers(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
+    spell(base, SCALINGS[kind])
+    config = read(written(widened(base, "bfloat16"), base, tmp_path / "export") / "config.json")
+    before = read(base / "config.json")
+    changed = {name for name in config.keys() | before.keys() if config.get(name) != before.get(name)}
+    assert changed == WIDENED | {"torch_dtype", "dtype", "rope_parameters"}
+    assert (config["rope_theta"], config["rope_scaling"]) == (500000.0, SCALINGS[kind])
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0, **(SCALINGS[kind] or {})}
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert AutoConfig.from_pretrained(tmp_path / "export").rope_parameters == config["rope_parameters"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("variant", ["preserve", "llama-pro"])
+def test_of_every_family_it_computes_what_was_written_and_has_no_key_that_the_base_has_not(
+    shared_data: Path, tmp_path: Path, family: str, variant: Any
+) -> None:
+    tiny(family, tmp_path / "base")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, tmp_path / "base" / name)
+    model = start_model(load_base(ModelConfig(base=str(tmp_path / "base"))), MethodConfig(variant=variant), seed=0)
+    plain = plain_model(model.eval(), "float32")
+    folder = written(plain, tmp_path / "base", tmp_path / "export")
+    assert torch.equal(answered(load_written(AutoModelForCausalLM, folder).eval()), answered(plain))
+    config, before = read(folder / "config.json"), read(tmp_path / "base" / "config.json")
+    assert config.keys() - before.keys() <= SPELLINGS | {"head_dim"}
+    assert config["architectures"] == before["architectures"]
+    unchanged = {"preserve": {"num_hidden_layers", "layer_types"}, "llama-pro": WIDENED | {"tie_word_embeddings"}}[
+        variant
+    ]
+    assert all(config.get(name) == before.get(name) for name in unchanged)
+
+
+def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_its_folder_comes_along(
+    base: Path, tmp_path: Path
+) -> None:
+    for name in (*COPIED, *LEFT):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(json.dumps({}) if name.endswith("json") else name, encoding="utf-8")
+    config = read(base / "config.json") | {"auto_map": {"AutoConfig": "modeling_own.Config"}}
+    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    folder = written(widened(base), base, tmp_path / "export")
+    for name in ("tokenizer.json", "tokenizer_config.json", *COPIED):
+        assert (folder / name).read_bytes() == (base / name).read_bytes()
+    files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert files == {
+        *COPIED,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert "auto_map" not in read(folder / "config.json")
+
+
+@pytest.mark.parametrize("variant", ["preserve", "lora", "llama-pro"])
+def test_the_bases_generation_settings_are_kept_even_those_that_transformers_would_not_save(
+    base: Path, tmp_path: Path, variant: Any
+) -> None:
+    settings = {"eos_token_id": [2, 5], "do_sample": False, "temperature": 0.6}
+    (base / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    model = start_model(load_base(ModelConfig(base=str(base))), MethodConfig(variant=variant), seed=0)
+    assert model.generation_config.eos_token_id == [2, 5]
+    folder = written(plain_model(model, "float32"), base, tmp_path / "export")
+    assert (folder / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert model.generation_config.eos_token_id == [2, 5], "the trained model is left as it was"
+
+
+def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, cache = "0" * 40, tmp_path / "hub" / "models--someone--tiny"
+    (base / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    snapshot = cache / "snapshots" / commit
+    for place in (snapshot, cache / "blobs", cache / "refs"):
+        place.mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit, encoding="utf-8")
+    for file in base.iterdir():
+        shutil.copyfile(file, cache / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for revision in (None, commit):
+        folder = tmp_path / f"export-{revision}"
+        folder.mkdir()
+        model = ModelConfig(base="someone/tiny", revision=revision)
+        write_plain(widened(base), load_tokenizer(model), model, folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            assert (folder / name).read_bytes() == (base / name).read_bytes()
+            assert not (folder / name).is_symlink()
+        assert read(folder / "config.json")["a_key_of_its_own"] == [1, 2]
+    elsewhere = ModelConfig(base="someone/else")
+    with pytest.raises(BaseModelError, match=r"^model\.base: .*someone/else"):
+        write_plain(widened(base), AutoTokenizer.from_pretrained(base), elsewhere, tmp_path / "export-None")
+
+
+def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(base=str(base)))
+    content = read(base / "tokenizer.json")
+    content["normalizer"] = {"type": "Lowercase"}
+    (base / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "export").mkdir()
+    with pytest.raises(ExportParityError, match="nothing was written"):
+        write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")

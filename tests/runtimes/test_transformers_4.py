@@ -1,0 +1,129 @@
+"""Plain exports in transformers 4.57, in an environment of its own, beside the trained model in the version of ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.export.dense import plain_model
+from scale_cli.export.parity import trained_logits
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base, load_tokenizer
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import start_model
+from tests.widening import TINY, as_if_trained
+
+SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Of every base its family, RoPE's theta and scaling, and what is its own.
+BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
+    "llama-llama3": ("llama", 5e5, LLAMA3, {"tie_word_embeddings": True}),
+    "llama-linear": ("llama", 1e4, {"rope_type": "linear", "factor": 2.0}, {}),
+    "llama-dynamic": ("llama", 1e4, {"rope_type": "dynamic", "factor": 2.0}, {"max_position_embeddings": 64}),
+    "mistral": ("mistral", 1e6, None, {"sliding_window": 32, "head_dim": 12}),
+    "qwen2": ("qwen2", 1e6, None, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
+    "qwen3-yarn": ("qwen3", 1e6, YARN, {"head_dim": 16}),
+}
+VARIANTS = ("preserve", "llama-pro")
+NAMES = [f"{base}-{variant}" for base in BASES for variant in VARIANTS]
+EOS = [3, 5]
+# Far positions, where a wrong frequency shows most.
+IDS = torch.randint(6, 8192, (2, 200), generator=torch.Generator().manual_seed(0))
+TEXTS = ["Once upon a time, there was a little girl.", "  12.5 %,\n\ttabs", "옛날 옛적에", "<|end_of_text|>a"]
+
+
+def write_base(name: str, shared_data: Path, folder: Path) -> None:
+    """Write a random base as transformers 4 would: its spelling, and a tokenizer that it knows."""
+    family, theta, scaling, differences = BASES[name]
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    config = AutoConfig.for_model(family, **{**SIZES, **differences, "rope_parameters": rope})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for new in ("dtype", "rope_parameters"):
+        del told[new]
+    told |= {"torch_dtype": "float32", "rope_theta": theta, "rope_scaling": scaling, "transformers_version": "4.45.0"}
+    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}), encoding="utf-8")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared_data / "ckpt-novels-en" / "hf" / file, folder / file)
+
+
+@torch.no_grad()
+def trained(base: ModelConfig, variant: Any) -> MethodModel:
+    """What a method makes of a base, everything that trains moved from its start."""
+    model = start_model(load_base(base), MethodConfig(variant=variant), seed=0).eval()
+    if isinstance(model, ScaleForCausalLM):
+        return as_if_trained(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(
+    shared_data: Path, transformers_4: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Tensor]]:
+    """The exports of all bases, each answered by transformers 4, and the trained model's logits."""
+    root, found = tmp_path_factory.mktemp("transformers-4"), {}
+    for name in BASES:
+        write_base(name, shared_data, root / name)
+        base = ModelConfig(base=str(root / name))
+        for variant in VARIANTS:
+            folder = root / f"{name}-{variant}"
+            folder.mkdir()
+            model = trained(base, variant)
+            write_plain(plain_model(model, "float32", [IDS]), load_tokenizer(base), base, folder)
+            questions = {"ids": IDS.tolist(), "texts": TEXTS}
+            (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
+            with torch.no_grad():
+                found[folder.name] = folder, trained_logits(model, IDS)
+    script = Path(__file__).parent / "answer.py"
+    folders = [str(folder) for folder, _ in found.values()]
+    ran = subprocess.run(
+        [transformers_4, "-I", script, *folders], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"}
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("4.57."), ran.stdout
+    return found
+
+
+def test_every_supported_family_is_exported() -> None:
+    assert {family for family, *_ in BASES.values()} == set(SUPPORTED_FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_answers_in_transformers_4_as_the_trained_model_does_here(
+    name: str,
+    expected: dict[str, tuple[Path, Tensor]],
+    shared_data: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    folder, logits = expected[name]
+    answers = load_file(folder / "answers.safetensors")
+    difference = (answers["logits"] - logits).abs().max().item()
+    record_property("largest difference of a logit", f"{difference:.1e} at a deviation of {logits.std().item():.2g}")
+    assert difference <= 1e-4
+    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-novels-en" / "hf")))
+    assert answers["ids"].tolist() == [number for text in TEXTS for number in tokenizer(text).input_ids]
+    assert answers["ends"].tolist() == EOS
