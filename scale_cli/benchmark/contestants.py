@@ -96,7 +96,7 @@ def ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Con
 
     def step(index: int) -> float:
         clock.start()
-        loss = train_step(accelerator, wrapped, optimiser, batches, index, train).loss
+        loss = train_step(accelerator, wrapped, optimiser, batches, index, train).result().loss
         clock.mark("optimiser")
         return loss
 

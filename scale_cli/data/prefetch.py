@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
+
+import torch
 
 from scale_cli.data.batches import Batches, MicroBatch, StepBatches
 
 _STEPS_AHEAD = 2
 
 Item = TypeVar("Item")
-
-
-class _End:
-    """No more items; with the error that ended them, if any."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
 
 
 class Prefetched(Generic[Item]):
@@ -34,80 +30,54 @@ class Prefetched(Generic[Item]):
     """
 
     def __init__(self, items: Iterable[Item], num_ahead: int) -> None:
-        self._ready: queue.Queue[Item | _End] = queue.Queue(num_ahead)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(iter(items),), name="prefetch", daemon=True)
+        self._items = iter(items)
+        self._num_ahead = num_ahead
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ready: deque[Future[Item]] = deque()
 
-    def __enter__(self) -> Prefetched[Item]:
-        self._thread.start()
+    def __enter__(self) -> Self:
+        self._make_ahead()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopping.set()
-        while self._thread.is_alive():  # it may be waiting for a place
-            self._discard()
-            self._thread.join(timeout=0.01)
+        self._thread.shutdown(cancel_futures=True)
 
-    def _discard(self) -> None:
-        try:
-            while True:
-                self._ready.get_nowait()
-        except queue.Empty:
-            return
-
-    def _work(self, items: Iterator[Item]) -> None:
-        end = _End(None)
-        try:
-            for item in items:
-                self._ready.put(item)
-                if self._stopping.is_set():
-                    return
-        except BaseException as error:
-            end = _End(error)
-        self._ready.put(end)
+    def _make_ahead(self) -> None:
+        while len(self._ready) < self._num_ahead:
+            self._ready.append(self._thread.submit(next, self._items))
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        item = self._ready.get()
-        if isinstance(item, _End):
-            self._ready.put(item)  # asked again, it says the same
-            raise item.error or StopIteration
+        item = self._ready[0].result()  # an end or an error stays the first: asked again, it says the same
+        self._ready.popleft()
+        self._make_ahead()
         return item
 
 
-class BatchesAhead:
+class BatchesAhead(Prefetched[StepBatches]):
     """The batches of one process, asked for step by step in order as `Batches` is; the next are made meanwhile.
-
-    Use it in a `with` statement, which stops the making.
 
     Args:
         batches: of the whole run.
         first: the step it begins with.
         rank: of the process.
         num_processes: in the run.
+        device: that trains on them; for a GPU they are made in memory that it copies from by itself.
     """
 
-    def __init__(self, batches: Batches, first: int, rank: int, num_processes: int) -> None:
+    def __init__(self, batches: Batches, first: int, rank: int, num_processes: int, device: torch.device) -> None:
         self._place = (rank, num_processes)
-        self._steps = Prefetched(batches.from_step(first, rank, num_processes), _STEPS_AHEAD)
         self._current: StepBatches | None = None
-
-    def __enter__(self) -> BatchesAhead:
-        self._steps.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._steps.__exit__(kind, error, trace)
+        steps = batches.from_step(first, rank, num_processes)
+        super().__init__(map(_pinned, steps) if device.type == "cuda" else steps, _STEPS_AHEAD)
 
     def _at(self, step: int) -> StepBatches:
         if self._current is None or self._current.step != step:
-            self._current = next(self._steps)
+            self._current = next(self)
         assert self._current.step == step, "steps come in order"
         return self._current
 
@@ -119,3 +89,7 @@ class BatchesAhead:
         """Return the micro-batches of this process in one step."""
         assert (rank, num_processes) == self._place, "made for another process"
         return self._at(step).micro_batches
+
+
+def _pinned(step: StepBatches) -> StepBatches:
+    return replace(step, micro_batches=[micro_batch.pinned() for micro_batch in step.micro_batches])

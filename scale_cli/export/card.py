@@ -180,10 +180,13 @@ def _training(stage: _Stage) -> dict[str, str]:
     trained = "not known: it is an adapter export"
     if (stage.folder / "position.json").is_file():
         position = read_json(stage.folder / "position.json")
-        steps, num_tokens, elapsed_s = (position[name] for name in ("step", "num_tokens", "elapsed_s"))
+        steps, num_tokens = position["step"], position["num_tokens"]
+        stepping_s = position.get("stepping_s")
+        # Older folders know the time of training and evaluating together only.
+        rate = f" in {stepping_s:,.0f} s ({num_tokens / stepping_s:,.0f} tokens/s)" if stepping_s else ""
         trained = (
             f"{steps:,} steps of {train.global_batch_size:,} sequences of {config.corpus.sequence_length:,} tokens: "
-            f"{num_tokens:,} tokens in {elapsed_s:,.0f} s"
+            f"{num_tokens:,} tokens{rate}"
         )
     return {
         "method": _method(config),

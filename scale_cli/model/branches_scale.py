@@ -133,10 +133,10 @@ def run_branches(
     """
     decoder = base.model
     x_BTD = decoder.embed_tokens(input_ids)
+    masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
-    masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
     rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
     context = LayerContext(position_ids, rotary, masks, cache, len(decoder.layers), checkpointing)
     streams = {0: x_BTD}
@@ -220,9 +220,12 @@ def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: L
 
 
 def _attention_masks(
-    decoder: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor
+    decoder: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor | None
 ) -> list[Any]:
-    """Return every layer's mask, made once for the layers that look back over all and once for those with a window."""
+    """Return every layer's mask, made once for the layers that look back over all and once for those with a window.
+
+    In positions that are given transformers looks for the ends of documents, which waits for the device.
+    """
     windowed = [window_of(layer.self_attn) is not None for layer in decoder.layers]
     masks = {
         kind: (create_sliding_window_causal_mask if kind else create_causal_mask)(

@@ -3,7 +3,7 @@
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
     optimiser.safetensors  the moments of every trainable parameter
-    position.json          step, tokens seen, seconds trained
+    position.json          step, tokens seen, where the time went
     token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
     scale.yaml             the resolved config
 
@@ -66,7 +66,10 @@ class Position:
     Args:
         step: optimiser steps done.
         num_tokens: target tokens trained on.
-        elapsed_s: seconds of training, over all resumes.
+        elapsed_s: seconds of training, evaluating and saving, over all resumes, as are the three that follow.
+        stepping_s: of those, seconds in steps.
+        evaluating_s: of those, seconds in periodic evaluations.
+        saving_s: of those, seconds that training has waited for checkpoints.
         skipped_steps: of the steps done, those left out because their loss or gradient was not finite.
         skipped_tokens: the target tokens of those.
         evaluation_due: a signal came in this step's periodic evaluation, which a resume begins with.
@@ -75,18 +78,31 @@ class Position:
     step: int = 0
     num_tokens: int = 0
     elapsed_s: float = 0.0
+    stepping_s: float = 0.0
+    evaluating_s: float = 0.0
+    saving_s: float = 0.0
     skipped_steps: int = 0
     skipped_tokens: int = 0
     evaluation_due: bool = False
 
-    def advanced(self, num_tokens: int, elapsed_s: float) -> Position:
-        """Return the position one step on."""
-        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, elapsed_s=elapsed_s)
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
+        return self.num_tokens / self.stepping_s if self.stepping_s else None
 
-    def skipped(self, num_tokens: int, elapsed_s: float) -> Position:
+    def rate_since(self, earlier: Position) -> float | None:
+        """Return target tokens a second of training since an earlier position; None where no step lies between."""
+        between_s = self.stepping_s - earlier.stepping_s
+        return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
+
+    def advanced(self, num_tokens: int) -> Position:
+        """Return the position one step on."""
+        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens)
+
+    def skipped(self, num_tokens: int) -> Position:
         """Return the position one step on, that step left out."""
         return replace(
-            self.advanced(0, elapsed_s),
+            self.advanced(0),
             skipped_steps=self.skipped_steps + 1,
             skipped_tokens=self.skipped_tokens + num_tokens,
         )
@@ -293,18 +309,18 @@ def read_position(folder: Path) -> Position:
     """Read how far the run in a checkpoint or in `final/` had come."""
     try:
         position = read_json(folder / _POSITION)
-        return Position(**position)
-    except TypeError:
+        # Older folders know the whole time only, which they counted as training.
+        return Position(**{"stepping_s": position["elapsed_s"], **position})
+    except (TypeError, KeyError):
         raise StorageError(f"{folder / _POSITION}: damaged, not a position") from None
 
 
 def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> Position:
-    """Put a checkpoint's blocks and moments back, and return its position.
+    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
 
     Raises:
-        StorageError: it is damaged.
+        StorageError: it does not fit the model.
     """
-    verify_folder(folder)
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model)
         load_shards(folder, {**trainable_parameters(model), **moments})

@@ -20,12 +20,12 @@ class TrainingCost:
         trainable_parameters: that an optimiser moved.
         total_parameters: of the whole model in training, frozen ones included; a tied one counts once.
         tokens_per_s: target tokens over all processes, during optimiser steps only: no periodic evaluation, no
-            checkpoint. None where this process took no step (all of them were done before it resumed).
+            checkpoint; over all resumes. None where no step was taken.
         peak_memory_bytes: of the main process since it started; on a GPU what PyTorch allocated there, elsewhere
             resident memory, the libraries' own included.
         device: `cpu`, or what the GPU calls itself.
         num_processes: that shared the work.
-        saving_s: seconds that training has waited for checkpoints, since it was last started.
+        saving_s: seconds that training has waited for checkpoints, over all resumes.
     """
 
     trainable_parameters: int
@@ -48,11 +48,11 @@ def measure_cost(run: TrainingRun) -> TrainingCost:
     return TrainingCost(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
-        tokens_per_s=round(run.stepped_tokens / run.stepping_s, 1) if run.stepping_s else None,
+        tokens_per_s=run.position.tokens_per_s,
         peak_memory_bytes=_peak_memory_bytes(device),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_processes=run.accelerator.num_processes,
-        saving_s=round(run.saving_s, 4),
+        saving_s=round(run.position.saving_s, 4),
     )
 
 

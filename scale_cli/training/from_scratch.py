@@ -87,7 +87,7 @@ def training_steps(model: MethodModel, batches: Batches, train: TrainConfig, des
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
         for step in steps:
             wrapped.train()
-            result = train_step(accelerator, wrapped, optimiser, batches, step, train)
+            result = train_step(accelerator, wrapped, optimiser, batches, step, train).result()
             steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
             yield step + 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -30,7 +29,7 @@ from scale_cli.training.metrics import EVALUATION, MetricsLog
 from scale_cli.training.saving import Saver
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.training.spikes import SpikeWatch
-from scale_cli.training.step import StepResult, train_step
+from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
 from scale_cli.upscale.folder import MethodModel
 
 _WINDOWS_NAMED = 8
@@ -53,10 +52,6 @@ class TrainingRun:
         position: where the run stands.
         metrics: the log; None except on the main process.
         saved_step: of the checkpoint in this run's folder that it began with, if it did.
-        stepped_tokens: target tokens of the steps that this process took part in.
-        stepping_s: seconds inside those steps, without evaluations and checkpoints.
-        saving_s: seconds that training waited for checkpoints.
-        spikes: warns of losses far above the usual.
     """
 
     config: RunConfig
@@ -71,10 +66,6 @@ class TrainingRun:
     position: Position
     metrics: MetricsLog | None
     saved_step: int | None = None
-    stepped_tokens: int = 0
-    stepping_s: float = 0.0
-    saving_s: float = 0.0
-    spikes: SpikeWatch = field(default_factory=SpikeWatch)
 
     @property
     def folder(self) -> RunFolder:
@@ -93,98 +84,207 @@ def run_loop(run: TrainingRun) -> None:
     run.wrapped.train()
     accelerator, max_hours = run.accelerator, run.config.train.max_hours
     processes = accelerator.process_index, accelerator.num_processes
-    ahead = BatchesAhead(run.batches, run.position.step, *processes)
+    ahead = BatchesAhead(run.batches, run.position.step, *processes, accelerator.device)
     saver = Saver(run.origin, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
     alone = accelerator.num_processes == 1
     with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
-        _take_steps(run, ahead, stop, saver, bar)
-    run.saving_s += saver.stalled_s
+        loop = _Loop(run, ahead, stop, saver, bar)
+        loop.take_all_steps()
+    loop.clock()
 
 
-def _take_steps(run: TrainingRun, batches: BatchSource, stop: StopRequest, saver: Saver, bar: Any) -> None:
-    train, first_step = run.config.train, run.position.step
-    before_s, started_s = run.position.elapsed_s, time.monotonic()
-    if run.position.evaluation_due:
-        run.position = replace(run.position, evaluation_due=False)
-        _evaluate_unless_asked(run, stop, saver)
-    while run.position.step < train.max_steps:
-        saver.check()
+@dataclass
+class _Loop:
+    """The steps of a run in this process, and what is done between them.
+
+    What a step came to is asked for only where it has to be known: for a record, an evaluation, a checkpoint, the end.
+    Until then the device works on, and a step that is not finite updates nothing by the device's own doing.
+
+    Args:
+        run: whose position is that of the last step of which it is known what it came to.
+        batches: made ahead.
+        stop: what has asked this process to stop.
+        saver: of checkpoints.
+        bar: of progress.
+        taken: the steps after the position.
+        taken_since_s: when the first of them began.
+        begun: where the run stood when this process took it up.
+        begun_s: when that was.
+        logged: where the run stood at its last record.
+        spikes: warns of losses far above the usual.
+    """
+
+    run: TrainingRun
+    batches: BatchSource
+    stop: StopRequest
+    saver: Saver
+    bar: Any
+    taken: list[TakenStep] = field(default_factory=list)
+    taken_since_s: float = 0.0
+    begun: Position = field(init=False)
+    begun_s: float = field(init=False)
+    logged: Position = field(init=False)
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
+
+    def __post_init__(self) -> None:
+        self.begun = self.logged = self.run.position
+        self.begun_s = time.monotonic()
+
+    def take_all_steps(self) -> None:
+        """Train from the run's position to its last step."""
+        run, train = self.run, self.run.config.train
+        if run.position.evaluation_due:
+            run.position = replace(run.position, evaluation_due=False)
+            self._evaluate_unless_asked()
+        done = run.position.step
+        while done < train.max_steps:
+            self.saver.check()
+            try:
+                self._take_step(done)
+            except StopNow:
+                self._leave()
+            done += 1
+            last = done == train.max_steps
+            if last or done % train.log_every_steps == 0:
+                self._learn()
+            if train.eval_every_steps and done % train.eval_every_steps == 0:
+                self._evaluate_unless_asked()
+            if not last and self.stop.agreed(run.accelerator):
+                self._leave()
+            if last or done % train.save_every_steps == 0:
+                self._learn()
+                self.saver.save(run.position)
+
+    def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
+        """Bring the position's times up to now."""
+        position = self.run.position
+        self.run.position = replace(
+            position,
+            elapsed_s=self.begun.elapsed_s + time.monotonic() - self.begun_s,
+            stepping_s=position.stepping_s + stepping_s,
+            evaluating_s=position.evaluating_s + evaluating_s,
+            saving_s=self.begun.saving_s + self.saver.stalled_s,
+        )
+
+    def _take_step(self, step: int) -> None:
+        run, started_s = self.run, time.monotonic()
+        look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
+        taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)
+        if not self.taken:
+            self.taken_since_s = started_s
+        self.taken.append(taken)
+        self.bar.update(1)
+
+    def _learn(self) -> None:
+        """Wait for the steps taken, and go on to the position after them.
+
+        Raises:
+            TrainingError: one of them was not finite, where that is one too many.
+        """
+        run = self.run
+        if not self.taken:
+            return
+        steps, self.taken = self.taken, []
+        figures = figures_of(steps)
+        self.clock(stepping_s=time.monotonic() - self.taken_since_s)
+        for step, (loss, grad_norm) in zip(steps, figures, strict=True):
+            try:
+                result = step.with_figures(loss, grad_norm)
+            except NonFiniteError as error:
+                _leave_out(run, step, error)
+            else:
+                run.position = run.position.advanced(result.num_tokens)
+                self._warn_of_spike(result)
+                self._log(result)
+
+    def _warn_of_spike(self, result: StepResult) -> None:
+        usual = self.spikes.usual_loss_of_spike(result.loss)
+        if usual is None:
+            return
+        train, step = self.run.config.train, self.run.position.step
+        told = f"step {step}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: "
+        advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
+        _warn(self.run, f"{told}{_sources(self.run, step - 1)}; where losses leap again and again, {advice}")
+
+    def _log(self, result: StepResult) -> None:
+        """Show the loss; every `log_every_steps`, and at the last step, write a record of that step alone.
+
+        An average over the steps since the last record would differ after a resume; the speed is one.
+        """
+        position, train = self.run.position, self.run.config.train
+        tokens_per_s = position.rate_since(self.logged) or 0.0
+        self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        if position.step % train.log_every_steps and position.step != train.max_steps:
+            return
+        self.logged = position
+        if self.run.metrics is not None:
+            self.run.metrics.append(
+                {
+                    "step": position.step,
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "lr": result.lr,
+                    "num_tokens": position.num_tokens,
+                    "tokens_per_s": round(tokens_per_s, 1),
+                    "elapsed_s": round(position.elapsed_s, 3),
+                    "evaluating_s": round(position.evaluating_s, 3),
+                    "saving_s": round(position.saving_s, 3),
+                    "log_every_steps": train.log_every_steps,  # it may change at a resume
+                }
+            )
+
+    def _evaluate_unless_asked(self) -> None:
+        """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
+        self._learn()
+        run, started_s = self.run, time.monotonic()
         try:
-            look = partial(stop.between_micro_batches, clock_too=run.position.step > first_step)
-            result = _step(run, batches, look)
+            with self.stop.at_once():
+                records = _evaluate(run)
         except StopNow:
-            _stop(run, stop, saver)
-        elapsed_s = before_s + time.monotonic() - started_s
-        if result is None:
-            run.position = run.position.skipped(run.batches.num_target_tokens(run.position.step), elapsed_s)
-        else:
-            run.position = run.position.advanced(result.num_tokens, elapsed_s)
-            _log(run, result, bar)
-        bar.update(1)
-        if train.eval_every_steps and run.position.step % train.eval_every_steps == 0:
-            _evaluate_unless_asked(run, stop, saver)
-        last = run.position.step == train.max_steps
-        if not last and stop.agreed(run.accelerator):
-            _stop(run, stop, saver)
-        if last or run.position.step % train.save_every_steps == 0:
-            saver.save(run.position)
+            run.position = replace(run.position, evaluation_due=True)
+            self._leave()
+        self.clock(evaluating_s=time.monotonic() - started_s)
+        if run.metrics is not None:
+            for record in records:
+                run.metrics.append(record)
+
+    def _leave(self) -> NoReturn:
+        """Save the position, wait until it is safe, and leave; every process has to call this.
+
+        Raises:
+            Interrupted: always.
+        """
+        self._learn()
+        run = self.run
+        asked = self.stop.agreed(run.accelerator)
+        run.optimiser.zero_grad(set_to_none=True)
+        self.saver.save(run.position)
+        self.saver.finish()
+        run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
+        words, exit_code = describe_stop(asked)
+        raise Interrupted(
+            f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}", exit_code
+        )
 
 
-def _evaluate_unless_asked(run: TrainingRun, stop: StopRequest, saver: Saver) -> None:
-    """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
-    try:
-        with stop.at_once():
-            records = _evaluate(run)
-    except StopNow:
-        run.position = replace(run.position, evaluation_due=True)
-        _stop(run, stop, saver)
-    if run.metrics is not None:
-        for record in records:
-            run.metrics.append(record)
-
-
-def _stop(run: TrainingRun, stop: StopRequest, saver: Saver) -> NoReturn:
-    """Save the position, wait until it is safe, and leave; every process has to call this.
+def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
+    """Go on to the position after a step that was not finite.
 
     Raises:
-        Interrupted: always.
+        TrainingError: where that is to stop the run, or it is one too many.
     """
-    asked = stop.agreed(run.accelerator)
-    run.optimiser.zero_grad(set_to_none=True)
-    saver.save(run.position)
-    saver.finish()
-    run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
-    words, exit_code = describe_stop(asked)
-    raise Interrupted(
-        f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}", exit_code
-    )
-
-
-def _step(run: TrainingRun, batches: BatchSource, between_micro_batches: Callable[[], None]) -> StepResult | None:
-    """Take one step, or return None where it was left out for not being finite."""
-    train, step = run.config.train, run.position.step
-    started_s = time.monotonic()
-    try:
-        result = train_step(run.accelerator, run.wrapped, run.optimiser, batches, step, train, between_micro_batches)
-    except NonFiniteError as error:
-        told = f"{error}; its batch: {_sources(run, step)}"
-        if train.on_nonfinite == "stop":
-            raise TrainingError(
-                f"{told}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
-            ) from None
-        if run.position.skipped_steps >= train.max_skipped_steps:
-            raise TrainingError(f"{told}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
-        _warn(run, f"{told}; left out")
-        if run.metrics is not None:
-            run.metrics.append({"step": step + 1, "skipped": str(error)})
-        return None
-    run.stepping_s += time.monotonic() - started_s
-    run.stepped_tokens += result.num_tokens
-    if (usual := run.spikes.usual_loss_of_spike(result.loss)) is not None:
-        told = f"step {step + 1}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: {_sources(run, step)}"
-        advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-        _warn(run, f"{told}; where losses leap again and again, {advice}")
-    return result
+    train = run.config.train
+    told = f"{error}; its batch: {_sources(run, taken.step)}"
+    if train.on_nonfinite == "stop":
+        raise TrainingError(
+            f"{told}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
+        ) from None
+    if run.position.skipped_steps >= train.max_skipped_steps:
+        raise TrainingError(f"{told}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
+    _warn(run, f"{told}; left out")
+    if run.metrics is not None:
+        run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
+    run.position = run.position.skipped(taken.num_tokens)
 
 
 def _sources(run: TrainingRun, step: int) -> str:
@@ -212,32 +312,6 @@ def _progress_bar(run: TrainingRun) -> Any:
         unit="step",
         disable=not run.accelerator.is_main_process,
     )
-
-
-def _log(run: TrainingRun, result: StepResult, bar: Any) -> None:
-    """Show the loss; every `log_every_steps`, and at the last step, write a record of that step alone.
-
-    An average over the steps since the last record would differ after a resume.
-    """
-    elapsed_s = max(run.position.elapsed_s, 1e-9)
-    tokens_per_s = run.position.num_tokens / elapsed_s
-    bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-    last = run.position.step == run.config.train.max_steps
-    if run.position.step % run.config.train.log_every_steps and not last:
-        return
-    if run.metrics is not None:
-        run.metrics.append(
-            {
-                "step": run.position.step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.lr,
-                "num_tokens": run.position.num_tokens,
-                "tokens_per_s": round(tokens_per_s, 1),
-                "elapsed_s": round(elapsed_s, 3),
-                "log_every_steps": run.config.train.log_every_steps,  # it may change at a resume
-            }
-        )
 
 
 def _evaluate(run: TrainingRun) -> list[dict[str, Any]]:

@@ -70,10 +70,12 @@ class TrainSummary:
 
     def lines(self) -> list[str]:
         """Return aligned lines."""
-        rate = self.position.num_tokens / max(self.position.elapsed_s, 1e-9)
+        position = self.position
+        rate = f" ({position.tokens_per_s:,.0f} tokens/s)" if position.tokens_per_s else ""
         return [
-            f"trained        {self.position.step:,} steps, {self.position.num_tokens:,} tokens "
-            f"in {self.position.elapsed_s:,.0f} s ({rate:,.0f} tokens/s)",
+            f"trained        {position.step:,} steps, {position.num_tokens:,} tokens "
+            f"in {position.stepping_s:,.0f} s{rate}; "
+            f"besides {position.evaluating_s:,.0f} s evaluating, {position.saving_s:,.0f} s saving",
             f"written        {self.folder}",
         ]
 

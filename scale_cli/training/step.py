@@ -1,10 +1,12 @@
-"""One optimiser step, on one process or on many."""
+"""One optimiser step, on one process or on many, without waiting for the device: what it came to is asked for later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,6 +37,47 @@ class StepResult:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class TakenStep:
+    """A step that may still be under way on its device.
+
+    Args:
+        step: counted from 0.
+        figures: (2,), the loss over the global batch before the update, and the gradient's norm before clipping.
+        lr: of the update.
+        num_tokens: target tokens of the global batch.
+    """
+
+    step: int
+    figures: Tensor
+    lr: float
+    num_tokens: int
+
+    def result(self) -> StepResult:
+        """Wait for the step, and return what it did.
+
+        Raises:
+            NonFiniteError: its loss or its gradient was not finite, so that it has updated nothing.
+        """
+        ((loss, grad_norm),) = figures_of([self])
+        return self.with_figures(loss, grad_norm)
+
+    def with_figures(self, loss: float, grad_norm: float) -> StepResult:
+        """Return what the step did, its figures being known.
+
+        Raises:
+            NonFiniteError: one of them is not finite, so that the step has updated nothing.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
+        return StepResult(loss, grad_norm, self.lr, self.num_tokens)
+
+
+def figures_of(steps: Sequence[TakenStep]) -> list[tuple[float, float]]:
+    """Return the loss and the gradient's norm of some steps, in one transfer from the device."""
+    return [(loss, norm) for loss, norm in torch.stack([step.figures for step in steps]).tolist()]
+
+
 def _nothing() -> None:
     """Between two micro-batches."""
 
@@ -47,8 +90,8 @@ def train_step(
     step: int,
     train: TrainConfig,
     between_micro_batches: Callable[[], None] = _nothing,
-) -> StepResult:
-    """Accumulate the gradient of a global batch, clip it, and update.
+) -> TakenStep:
+    """Accumulate the gradient of a global batch, clip it, and update; where it is not finite, update nothing.
 
     The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
     one large batch however it is cut up.
@@ -56,14 +99,11 @@ def train_step(
     Args:
         accelerator: processes and devices.
         model: as Accelerate runs it, or sharded; its output has a loss.
-        optimiser: over what trains.
+        optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
         batches: of the whole run.
         step: counted from 0.
         train: learning rate, clipping, precision.
         between_micro_batches: what it raises ends the step before anything is updated.
-
-    Raises:
-        NonFiniteError: the loss or the gradient is not finite; the weights are left as they were.
     """
     num_tokens = batches.num_target_tokens(step)
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
@@ -82,25 +122,34 @@ def train_step(
     loss = accelerator.reduce(loss, reduction="sum")
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
-    if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
-        optimiser.zero_grad(set_to_none=True)
-        raise NonFiniteError(f"step {step + 1}: loss {loss.item()}, gradient norm {grad_norm.item()}: not finite")
+    figures = torch.stack([loss, grad_norm.float()])
+    lr = learning_rate(step, train)
     for group in optimiser.param_groups:
-        group["lr"] = learning_rate(step, train)
-    optimiser.step()
+        group["lr"] = lr
+    _update_where_finite(optimiser, figures)
     optimiser.zero_grad(set_to_none=True)
-    return StepResult(loss.item(), grad_norm.item(), learning_rate(step, train), num_tokens)
+    return TakenStep(step, figures, lr, num_tokens)
+
+
+def _update_where_finite(optimiser: Any, figures: Tensor) -> None:
+    """Update, or leave weights, moments and step counts as they are: the device decides, this process does not wait."""
+    # What gradient scalers tell a fused optimiser by (`torch/optim/adam.py`).
+    optimiser.found_inf = (~torch.isfinite(figures).all()).float()
+    try:
+        optimiser.step()
+    finally:
+        del optimiser.found_inf
 
 
 def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:
     """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
-    targets, position_ids = micro_batch.targets.to(device), micro_batch.position_ids
+    batch = micro_batch.to(device)
     # The targets are shifted already; transformers computes a loss only where labels are given too.
     output = model(
-        input_ids=micro_batch.input_ids.to(device),
-        position_ids=None if position_ids is None else position_ids.to(device),
-        labels=targets,
-        shift_labels=targets,
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        labels=batch.targets,
+        shift_labels=batch.targets,
         num_items_in_batch=num_tokens,
         use_cache=False,
     )

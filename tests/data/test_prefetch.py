@@ -15,7 +15,7 @@ from scale_cli.data.prefetch import BatchesAhead, Prefetched
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @settings(deadline=None, max_examples=50)
@@ -100,7 +100,7 @@ def test_the_batches_of_the_steps_are_exactly_those_of_each_step(first: int, ran
 
 def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
     batches = some_batches(20)
-    with BatchesAhead(batches, 5, 1, 2) as ahead:
+    with BatchesAhead(batches, 5, 1, 2, torch.device("cpu")) as ahead:
         for step in range(5, 20):
             assert ahead.num_target_tokens(step) == batches.num_target_tokens(step)
             found, expected = ahead.micro_batches(step, 1, 2), list(batches.micro_batches(step, 1, 2))
@@ -109,12 +109,29 @@ def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
     assert not threads()
 
 
+def test_for_a_gpu_the_thread_that_makes_them_pins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned_by: list[str] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned_by.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    batches = some_batches(3)
+    with BatchesAhead(batches, 0, 0, 1, torch.device("cuda")) as ahead:
+        for step in range(3):
+            for micro_batch, same in zip(ahead.micro_batches(step), batches.micro_batches(step), strict=True):
+                assert torch.equal(micro_batch.input_ids, same.input_ids)
+    assert len(pinned_by) == 3 * 4 * 2
+    assert all(name.startswith("prefetch") for name in pinned_by)
+
+
 def test_a_step_waits_for_less_than_a_hundredth_of_its_time() -> None:
     """Steps of 50 ms, as short as any that is worth training for, on batches of 16 x 1,024 tokens."""
     windows = [PackedWindows(np.zeros(2_000_000, dtype=np.uint16), 1024)]
     batches = Batches(windows, [1.0], seed=0, num_steps=20, global_batch_size=16, micro_batch_size=8)
     waited_s = []
-    with BatchesAhead(batches, 0, 0, 1) as ahead:
+    with BatchesAhead(batches, 0, 0, 1, torch.device("cpu")) as ahead:
         for step in range(20):
             started_s = time.perf_counter()
             ahead.micro_batches(step)

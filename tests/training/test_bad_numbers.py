@@ -14,9 +14,10 @@ from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop
+from scale_cli.training.checkpoint import read_position
 from scale_cli.training.run import train
 from scale_cli.training.spikes import SpikeWatch
-from scale_cli.training.step import StepResult, train_step
+from scale_cli.training.step import TakenStep, train_step
 from scale_cli.upscale.run import upscale
 from scale_cli.verify import verify
 
@@ -30,7 +31,7 @@ def said_nothing(line: str) -> None:
 def break_gradient_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Poison a gradient in the backward pass of some steps (counted from 1), as an overflow would."""
 
-    def step_with_poison(*args: object, **kwargs: object) -> StepResult:
+    def step_with_poison(*args: object, **kwargs: object) -> TakenStep:
         model, step = args[1], args[4]
         assert isinstance(model, torch.nn.Module)
         poisoned = [p for p in model.parameters() if p.requires_grad][:1] if step in {s - 1 for s in steps} else []
@@ -83,6 +84,27 @@ def test_skipped_steps_leave_no_trace_in_the_weights_and_are_counted_over_resume
     assert summary.position.skipped_steps == 2
     assert "token ledger" in verify(run.final).checks[0].held
     assert all(tensor.isfinite().all() for tensor in load_tensors(run.final / "trained.safetensors").values())
+
+
+@pytest.mark.parametrize("log_every_steps", [1, 2, 5])
+def test_what_is_skipped_and_what_stops_does_not_depend_on_how_often_is_logged(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, log_every_steps: int
+) -> None:
+    """Between two records it is not known yet that a step was not finite; a checkpoint in between knows."""
+    logged = f"train.log_every_steps={log_every_steps}"
+    config = make_config("run", "train.on_nonfinite=skip", "train.max_skipped_steps=2", logged)
+    upscale(config)
+    break_gradient_at(monkeypatch, 2, 5, 8)
+    with pytest.raises(TrainingError, match=r"^step 8: .* of petitions .*max_skipped_steps 2 are used up"):
+        train(config, None, said_nothing)
+    run = RunFolder(config.output_dir)
+    position = read_position(run.checkpoint(6))
+    assert (position.step, position.skipped_steps) == (6, 2)
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    assert [record["step"] for record in records if "skipped" in record] == [2, 5]
+    assert [record["step"] for record in records if "loss" in record] == [
+        step for step in range(1, 8) if step % log_every_steps == 0 and step not in (2, 5)
+    ]
 
 
 def test_a_checkpoint_before_the_first_good_step_is_one_to_resume_from(
@@ -169,9 +191,9 @@ def test_the_warning_of_a_leap_names_its_batch_and_says_what_to_do(
     config = make_config("run")
     upscale(config)
 
-    def leaping(*args: object, **kwargs: object) -> StepResult:
-        result = train_step(*args, **kwargs)  # type: ignore[arg-type]
-        return dataclasses.replace(result, loss=10 * result.loss) if args[4] == 7 else result
+    def leaping(*args: object, **kwargs: object) -> TakenStep:
+        taken = train_step(*args, **kwargs)  # type: ignore[arg-type]
+        return dataclasses.replace(taken, figures=10 * taken.figures) if args[4] == 7 else taken
 
     monkeypatch.setattr(loop, "train_step", leaping)
     train(config, None, said_nothing)

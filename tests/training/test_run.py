@@ -5,22 +5,24 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
-from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.atomic import load_tensors, write_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training import loop
+from scale_cli.training import checkpoint, loop, saving
+from scale_cli.training.checkpoint import read_position
 from scale_cli.training.run import train
-from scale_cli.training.step import StepResult, train_step
+from scale_cli.training.step import TakenStep, train_step
 from scale_cli.upscale.run import upscale
 
 MakeConfig = Callable[..., RunConfig]
 # What a metrics record may differ in between two identical runs.
-_CLOCK = ("elapsed_s", "tokens_per_s")
+_CLOCK = ("elapsed_s", "tokens_per_s", "stepping_s", "evaluating_s", "saving_s")
 
 
 def said_nothing(line: str) -> None:
@@ -35,7 +37,7 @@ def metrics(run: RunFolder) -> list[dict[str, object]]:
 def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     """Send ourselves a signal from inside a step, as a scheduler would."""
 
-    def step_then_signal(*args: object, **kwargs: object) -> StepResult:
+    def step_then_signal(*args: object, **kwargs: object) -> TakenStep:
         result = train_step(*args, **kwargs)  # type: ignore[arg-type]
         if args[4] == step - 1:
             os.kill(os.getpid(), number)
@@ -72,6 +74,51 @@ def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
 
 
+def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_same(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations take two hours, checkpoints one, a step one second, by a clock that nothing else moves."""
+    now_s = 0.0
+
+    def takes(seconds: float, real: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return real(*args, **kwargs)
+
+        return take
+
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr(loop, "train_step", takes(1.0, train_step))
+    monkeypatch.setattr(loop, "_held_out_losses", takes(7200.0, loop._held_out_losses))
+    monkeypatch.setattr(saving, "take_snapshot", takes(3600.0, checkpoint.take_snapshot))
+    config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
+    upscale(config)
+    summary = train(config, None, said_nothing)
+    run = RunFolder(config.output_dir)
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    logged = [record for record in records if "loss" in record]
+    before = [0, *(record["num_tokens"] for record in logged)]
+    steps = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
+    assert [record["tokens_per_s"] for record in logged] == [
+        pytest.approx((after - earlier) / (last - first), abs=0.1)
+        for earlier, after, (first, last) in zip(before, before[1:], steps, strict=False)
+    ]
+    assert (logged[-1]["evaluating_s"], logged[-1]["saving_s"]) == (2 * 7200.0, 2 * 3600.0)
+    position = summary.position
+    assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
+    assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
+    cost = json.loads((run.final / "cost.json").read_text(encoding="utf-8"))
+    assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
+    assert f"in 9 s ({position.num_tokens / 9:,.0f} tokens/s); besides 14,400 s evaluating" in summary.lines()[0]
+    assert read_position(run.final) == position
+
+
+def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "position.json", {"step": 3, "num_tokens": 600, "elapsed_s": 2.0, "skipped_steps": 0})
+    assert read_position(tmp_path).tokens_per_s == 300
+
+
 def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +131,7 @@ def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     class Killed(BaseException):
         """Stands for SIGKILL: nothing of ours handles it."""
 
-    def step_until_killed(*args: object, **kwargs: object) -> StepResult:
+    def step_until_killed(*args: object, **kwargs: object) -> TakenStep:
         if args[4] == 5:
             raise Killed
         return train_step(*args, **kwargs)  # type: ignore[arg-type]

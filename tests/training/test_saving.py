@@ -18,7 +18,7 @@ from scale_cli.training import loop, saving
 from scale_cli.training.checkpoint import write_checkpoint
 from scale_cli.training.run import train
 from scale_cli.training.saving import Job
-from scale_cli.training.step import StepResult, train_step
+from scale_cli.training.step import TakenStep, train_step
 from scale_cli.upscale.run import upscale
 
 MakeConfig = Callable[..., RunConfig]
@@ -32,7 +32,7 @@ def said_nothing(line: str) -> None:
 def before_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], object]) -> None:
     """Call something with the number of steps done and the model, before every step."""
 
-    def step(*args: Any, **kwargs: Any) -> StepResult:
+    def step(*args: Any, **kwargs: Any) -> TakenStep:
         act(args[4], args[1])
         return train_step(*args, **kwargs)
 

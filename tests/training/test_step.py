@@ -8,11 +8,19 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.schema import MethodConfig, TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
-from scale_cli.errors import TrainingError
-from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
+from scale_cli.errors import NonFiniteError, TrainingError
+from scale_cli.training.optimiser import (
+    build_optimiser,
+    load_optimiser_tensors,
+    optimiser_tensors,
+    trainable_parameters,
+)
 from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from tests.widening import tiny_llama
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
 
 def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1e-2) -> StepResult:
     train = settings(lr=lr)
-    return train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches, index, train)
+    return train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches, index, train).result()
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
@@ -81,10 +89,46 @@ def test_a_step_that_is_not_finite_updates_nothing_and_names_itself(model: Llama
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What makes a process wait is a read of a tensor's value; plain models read one a forward.
+
+    In those transformers looks for the ends of documents, in positions that it has counted itself.
+    """
+    method = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
+    model = start_model(tiny_llama(vocab_size=64), method, 0)
+    train = settings(1e-2, 1.0)
+    wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
+    trained = trainable_parameters(model)
+    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 0, train).result()
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: t.detach().clone() for name, t in (trained | optimiser_tensors(optimiser, model)).items()}
+
+    def read(_: torch.Tensor) -> bool:
+        raise AssertionError("waits for the device")
+
+    before = state()
+    poison = next(iter(trained.values())).register_hook(lambda gradient: gradient * torch.nan)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__bool__", "__float__"):
+            patch.setattr(torch.Tensor, name, read)
+        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 1, train)
+        between = state()
+        poison.remove()
+        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 2, train)
+    assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
+    with pytest.raises(NonFiniteError, match="step 2: "):
+        bad.result()
+    assert good.result().loss > 0
+    assert not all(torch.equal(state()[name], tensor) for name, tensor in before.items())
+
+
 def test_clipping_bounds_what_reaches_the_optimiser(model: LlamaForCausalLM) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1.0, 0.01))
+    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1.0, 0.01)).result()
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.01
     assert moved.item() == pytest.approx(0.01, rel=1e-3)

@@ -50,7 +50,9 @@ def losses(model: MethodModel, num_steps: int = 4, **settings: Any) -> list[floa
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant", **settings)
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(model, train), some_batches()
     wrapped = for_training(model, train)
-    return [train_step(accelerator, wrapped, optimiser, batches, step, train).loss for step in range(num_steps)]
+    return [
+        train_step(accelerator, wrapped, optimiser, batches, step, train).result().loss for step in range(num_steps)
+    ]
 
 
 @pytest.mark.parametrize("name", ["full", "freeze", "lora", "llama-pro"])
@@ -58,7 +60,7 @@ def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> N
     ours, theirs = start(name), start(name)
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant")
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(theirs, train), some_batches()
-    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).loss for step in range(4)]
+    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).result().loss for step in range(4)]
     assert losses(ours) == pytest.approx(expected, rel=1e-4)
 
 
