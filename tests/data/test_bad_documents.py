@@ -21,7 +21,6 @@ from tests.data.corpus_files import (
     as_parquet,
     as_txt,
     compressed,
-    compressions,
     dropped,
     error_of,
     formats,
@@ -32,48 +31,56 @@ from tests.data.corpus_files import (
 # What is bad is passed over, with its reason and place
 
 
-@compressions
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", Reason.NOT_JSON),
-        (b"", Reason.EMPTY),
-        (b" \t", Reason.EMPTY),
-        (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
-        (b"[" * 100_000, Reason.NOT_JSON),
-        (b"[]", Reason.NO_FIELD),
-        (b'"text"', Reason.NO_FIELD),
-        (b'{"body": "a"}', Reason.NO_FIELD),
-        (b'{"text": null}', Reason.WRONG_TYPE),
-        (b'{"text": ["a"]}', Reason.WRONG_TYPE),
-        (b'{"text": 7}', Reason.WRONG_TYPE),
-        (b'{"text": ""}', Reason.EMPTY),
-        (b'{"text": " \\n"}', Reason.EMPTY),
-        (b'{"text": "caf\xe9"}', Reason.NOT_UTF8),
-        (b'{"text": "\\ud800"}', Reason.NOT_UTF8),
-        (b'{"text": "a\\u0000b"}', Reason.NUL),
-        (b"\0" * 100, Reason.NUL),
-        (b'{"text": "' + b"a" * 1001 + b'"}', Reason.TOO_LARGE),
-        (b'{"id": "' + b"a" * 20_000 + b'", "text": "b"}', Reason.TOO_LARGE),
-    ],
-    ids=lambda value: value[:20].decode("latin-1") if isinstance(value, bytes) else None,
-)
-def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, line: bytes, reason: Reason, compression: str) -> None:
-    file = tmp_path / f"corpus.jsonl{compression}"
-    file.write_bytes(COMPRESSORS[compression](as_jsonl(["a", "b"]) + line + b"\n" + as_jsonl(["c"])))
+BAD_LINES = [
+    (b"{", Reason.NOT_JSON),
+    (b"", Reason.EMPTY),
+    (b" \t", Reason.EMPTY),
+    (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
+    (b"[" * 100_000, Reason.NOT_JSON),
+    (b"[]", Reason.NO_FIELD),
+    (b'"text"', Reason.NO_FIELD),
+    (b'{"body": "a"}', Reason.NO_FIELD),
+    (b'{"text": null}', Reason.WRONG_TYPE),
+    (b'{"text": ["a"]}', Reason.WRONG_TYPE),
+    (b'{"text": 7}', Reason.WRONG_TYPE),
+    (b'{"text": ""}', Reason.EMPTY),
+    (b'{"text": " \\n"}', Reason.EMPTY),
+    (b'{"text": "caf\xe9"}', Reason.NOT_UTF8),
+    (b'{"text": "\\ud800"}', Reason.NOT_UTF8),
+    (b'{"text": "a\\u0000b"}', Reason.NUL),
+    (b"\0" * 100, Reason.NUL),
+    (b'{"text": "' + b"a" * 1001 + b'"}', Reason.TOO_LARGE),
+    (b'{"id": "' + b"a" * 20_000 + b'", "text": "b"}', Reason.TOO_LARGE),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=[line[:20].decode("latin-1") for line, _ in BAD_LINES])
+def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, line: bytes, reason: Reason) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(as_jsonl(["a", "b"]) + line + b"\n" + as_jsonl(["c"]))
     # Nesting so deep is not JSON to Python's parser whatever its length; it must be read to be refused.
     found = records(file, limit=100_000 if line.startswith(b"[[") else 1000)
     assert kept(found) == ["a", "b", "c"]
     assert dropped(found) == [(reason, f"{file}:3")]
 
 
-@compressions
+@compressed
+def test_bad_lines_have_their_places_in_a_compressed_file_too(tmp_path: Path, compression: str) -> None:
+    file = tmp_path / f"corpus.jsonl{compression}"
+    bad = [(line, reason) for line, reason in BAD_LINES if not line.startswith(b"[[")]
+    content = b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(bad))
+    file.write_bytes(COMPRESSORS[compression](content))
+    found = records(file, limit=1000)
+    assert kept(found) == [str(index) for index in range(len(bad))]
+    assert dropped(found) == [(reason, f"{file}:{2 * index + 2}") for index, (_, reason) in enumerate(bad)]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [(b"caf\xe9", Reason.NOT_UTF8), (b"a\0b", Reason.NUL), (b"a" * 1003, Reason.TOO_LARGE)],
     ids=["not UTF-8", "NUL", "too large"],
 )
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize(("end", "compression"), [(b"\n", ""), (b"\r\n", ""), (b"\r\n", ".gz")])
 def test_a_bad_line_of_text_costs_its_paragraph(
     tmp_path: Path, line: bytes, reason: Reason, end: bytes, compression: str
 ) -> None:

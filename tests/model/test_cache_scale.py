@@ -11,24 +11,14 @@ from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from tests.widening import as_if_trained, tiny_llama, widen
 
-METHODS = [
-    ("preserve", None),
-    ("adapt", None),
-    ("adapt", "top:1"),
-    ("route", "none"),
-    ("route", "top:2"),
-    ("route", "all"),
-]
-RULES: list[dict[str, Any]] = [
-    {"rule": "posterior", "switch_rate": 0.0},
-    {"rule": "posterior", "switch_rate": 0.01},
-    {"rule": "cosine", "threshold": 0.8},
-]
-SERVED = [
-    pytest.param(variant, layers, rule, id=f"{variant}-{layers}-{'-'.join(map(str, rule.values()))}")
-    for variant, layers in METHODS
-    for rule in (RULES if variant == "route" else [{}])
-]
+# Each set of layers that collaborate and each rule, once: a layer's cache knows nothing of the router.
+SERVED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "preserve": ("preserve", None, {}),
+    "adapt-top:1": ("adapt", "top:1", {}),
+    "route-none-posterior": ("route", "none", {"rule": "posterior", "switch_rate": 0.0}),
+    "route-top:2-switching": ("route", "top:2", {"rule": "posterior", "switch_rate": 0.01}),
+    "route-all-cosine": ("route", "all", {"rule": "cosine", "threshold": 0.8}),
+}
 
 
 @pytest.fixture
@@ -37,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> ScaleForCausalLM:
     return as_if_trained(widen(tiny_llama(), variant, layers, **rule))
 
 
-served = pytest.mark.parametrize("model", [pytest.param(param.values, id=param.id) for param in SERVED], indirect=True)
+served = pytest.mark.parametrize("model", SERVED.values(), ids=SERVED, indirect=True)
 
 
 def some_ids(*shape: int, seed: int = 0) -> Tensor:

@@ -7,6 +7,9 @@ from importlib import import_module
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+# And what verbs import only when they use it.
+for module in ("matplotlib.pyplot", "peft", "scipy.stats"):
+    import_module(module)
 for module in ("evaluation.run", "export.run", "training.prepare", "training.run", "verify", "upscale.run"):
     import_module(f"scale_cli.{module}")
 for module in ("faults", "signals", "tiny_run"):

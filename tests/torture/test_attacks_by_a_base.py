@@ -27,7 +27,7 @@ from tests.torture.command_line import Scale
 def test_the_payloads_bite(canary: Path) -> None:
     pickle.loads(evil_pickle(canary))  # noqa: S301 (that is the point)
     canary.rmdir()
-    exec(evil_python(canary))
+    exec(evil_python(canary))  # noqa: S102 (the attack)
     assert canary.is_dir()
 
 

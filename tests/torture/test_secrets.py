@@ -140,25 +140,17 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
         assert beginning != b"PK", file  # torch.save
 
 
-FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
-FORBIDDEN_CALLS = {"torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "eval", "exec"}
-FORBIDDEN_CALLS |= {"os.system", "os.popen", "pd.read_pickle", "__import__"}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_no_code_of_ours_can_run_what_it_reads(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            assert not {alias.name.partition(".")[0] for alias in node.names} & FORBIDDEN_MODULES
-        elif isinstance(node, ast.ImportFrom):
-            assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES
-        elif isinstance(node, ast.Call):
-            called, given = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
-            assert called not in FORBIDDEN_CALLS
-            assert called != "yaml.load"
-            assert called not in ("np.load", "np.save") or "allow_pickle" in given
-            for name in ("allow_pickle", "trust_remote_code", "shell"):
-                assert not isinstance(given.get(name), ast.Constant) or ast.unparse(given[name]) == "False"
+def test_no_call_of_ours_asks_for_what_runs_code() -> None:
+    """What ruff's rules in pyproject.toml do not see: pickles in arrays, code that comes with a model."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                called = ast.unparse(node.func)
+                assert called != "__import__", path
+                assert called not in ("np.load", "np.save") or "allow_pickle" in given, path
+                for name in ("allow_pickle", "trust_remote_code"):
+                    assert not isinstance(given.get(name), ast.Constant) or ast.unparse(given[name]) == "False", path
 
 
 def test_the_loader_of_configs_builds_plain_data_only() -> None:
