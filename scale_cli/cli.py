@@ -276,12 +276,18 @@ def generate(
     from scale_cli import generate as generation
 
     sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed, generation.parsed_options(options or []))
-    stream = len(prompts) == 1 and not show_heads and not as_json and "num_beams" not in sampling.options
+    streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
 
     def continue_and_print() -> None:
-        continuations = generation.Generator(folder).continue_all(prompts, sampling, stream=stream)
-        for line in generation.told(continuations, as_json=as_json, show_heads=show_heads, streamed=stream):
-            typer.echo(line)  # coloured, where that was asked for
+        generator = generation.Generator(folder)
+        streamer = generator.streamer(prompts[0], show_heads=show_heads) if streams else None
+        continuations = generator.continue_all(prompts, sampling, streamer)
+        if streamer is None:
+            for line in generation.told(continuations, as_json=as_json, show_heads=show_heads):
+                typer.echo(line)  # coloured, where that was asked for
+        if not as_json:
+            for line in generation.summary(continuations, show_heads=show_heads):
+                typer.echo(line, err=True)
 
     on_main(continue_and_print)
 

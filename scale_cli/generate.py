@@ -9,18 +9,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
@@ -33,11 +27,11 @@ from scale_cli.printable import printable
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
+from scale_cli.streaming import Decoder, HeadStreamer, PrintableStreamer, painted
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
 from scale_cli.upscale.session import open_trained
 
-# Of the base head, of the trained one or the first member, and of further members, in turn.
-_COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
+_RULE = "-" * 8  # between the texts of several prompts
 
 
 # What of transformers' GenerationConfig may be set beside the options that have names of their own.
@@ -83,22 +77,33 @@ class Sampling:
     seed: int = 0
     options: Mapping[str, float] = field(default_factory=dict)
 
-    def settings(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        if (least := self.options.get("min_new_tokens", 0)) > self.max_new_tokens:
+            raise ConfigError(f"--set min_new_tokens={least}: is more than --max-new-tokens {self.max_new_tokens}")
+        if self.top_p < 1.0 and self.temperature == 0.0:
+            raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
+
+    def settings(self, ends: list[int], padding: int) -> GenerationConfig:
         """Return them as transformers' own.
+
+        Args:
+            ends: tokens, each of which ends a text.
+            padding: a token.
 
         Raises:
             ConfigError: transformers does not take an option's value.
         """
-        if (least := self.options.get("min_new_tokens", 0)) > self.max_new_tokens:
-            raise ConfigError(f"--set min_new_tokens={least}: is more than --max-new-tokens {self.max_new_tokens}")
         sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        ends = tokenizer.eos_token_id
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends
         try:
             settings = GenerationConfig(
                 max_new_tokens=self.max_new_tokens,
-                eos_token_id=ends,
-                pad_token_id=0 if padding is None else padding,
+                eos_token_id=ends or None,
+                pad_token_id=padding,
                 **{**(sampled if self.temperature > 0 else {"do_sample": False}), **self.options},
             )
             settings.validate(strict=True)
@@ -179,6 +184,10 @@ class Generator:
             self.model = placed(load_written(loader, folder)).eval()
             self.tokenizer = load_tokenizer(ModelConfig(base=str(folder)))
         self._boundary = Boundaries.of(self.tokenizer).context
+        # What ends a document in training, and what the base's own settings name besides.
+        named = self.model.generation_config.eos_token_id
+        ends = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+        self._ends = [end for end in dict.fromkeys(ends) if end is not None]
 
     def prompt_ids(self, prompt: str) -> Tensor:
         """Return (T,) ids, with the boundary before them that documents have in training.
@@ -197,65 +206,76 @@ class Generator:
         return torch.tensor(ids)
 
     @torch.no_grad()
-    def continue_all(self, prompts: list[str], sampling: Sampling, *, stream: bool = False) -> list[Continuation]:
+    def continue_all(
+        self, prompts: list[str], sampling: Sampling, streamer: PrintableStreamer | HeadStreamer | None = None
+    ) -> list[Continuation]:
         """Continue some prompts, all in one batch.
 
         Args:
             prompts: at least one.
             sampling: how tokens are chosen.
-            stream: print the text as it comes; for one prompt.
+            streamer: prints the text as it comes; for one prompt.
         """
         rows = [self.prompt_ids(prompt) for prompt in prompts]
-        settings = sampling.settings(self.tokenizer)
+        padding = self.tokenizer.pad_token_id
+        settings = sampling.settings(self._ends, next(iter(self._ends), 0) if padding is None else padding)
         width = max(len(row) for row in rows)
-        ids_BT = torch.full((len(rows), width), int(settings.pad_token_id))
+        ids_BT = torch.full((len(rows), width), settings.pad_token_id)
         mask_BT = torch.zeros_like(ids_BT)
         for index, row in enumerate(rows):
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
         torch.manual_seed(sampling.seed)
-        streamer = _PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        # The weights of the heads are read where the router leaves them.
+        seen = {"past_key_values": streamer.cache} if isinstance(streamer, HeadStreamer) else {}
         try:
             generated = self.model.generate(
-                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
+                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer, **seen
             )
         except ValueError as error:  # some values are only looked at when they are used
             if not sampling.options:
                 raise
             raise ConfigError(f"--set: {one_line(error)}") from None
         generated = generated[:, width:]
-        return [
-            self._continuation(prompt, row, new, settings)
-            for prompt, row, new in zip(prompts, rows, generated, strict=True)
-        ]
+        return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
 
-    def _continuation(self, prompt: str, row: Tensor, new: Tensor, settings: GenerationConfig) -> Continuation:
-        ends = (new == settings.eos_token_id).nonzero() if settings.eos_token_id is not None else []
-        if len(ends):
-            new = new[: int(ends[0])]
+    def _continuation(self, prompt: str, row: Tensor, new: Tensor) -> Continuation:
+        ended = torch.isin(new, torch.tensor(self._ends, dtype=new.dtype, device=new.device)).nonzero()
+        if len(ended):
+            new = new[: int(ended[0])]
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
-        # A token alone may be decoded without its space, or be half a character: what it adds to the text before it,
-        # of which the prompt's last token is enough, is what it says.
-        spoken = torch.cat([row[-1:], new])
-        whole = [str(self.tokenizer.decode(spoken[:end])) for end in range(1, len(spoken) + 1)]
-        texts = [text[len(whole[0]) :] for text in whole]
-        added = [now[len(before) :] for before, now in pairwise(texts)]
+        decoder = Decoder(self.tokenizer, int(row[-1]))
+        added = [decoder.added(token) for token in new.tolist()]
+        if added:
+            added[-1] += decoder.rest()
         tokens = [
             SpokenToken(text, None if share is None else share["base"], share)
             for text, share in zip(added, shares, strict=True)
         ]
-        return Continuation(prompt, texts[-1], tokens)
+        return Continuation(prompt, "".join(added), tokens)
+
+    def streamer(self, prompt: str, *, show_heads: bool) -> PrintableStreamer | HeadStreamer | None:
+        """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
+        if not (show_heads and self._head_names()):
+            return PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return None if self._routes_by_cosine() else HeadStreamer(prompt, self.tokenizer, self._ends)
+
+    def _head_names(self) -> list[str]:
+        """Return the names of the heads that are routed among; none where one head alone is served."""
+        if isinstance(self.model, JoinedForCausalLM):
+            return self.model.config.head_names
+        routed = isinstance(self.model, ScaleForCausalLM) and self.model.config.variant == "route"
+        return ["base", "trained"] if routed else []
+
+    def _routes_by_cosine(self) -> bool:
+        return isinstance(self.model, ScaleForCausalLM) and self.model.config.router_rule == "cosine"
 
     def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
         """Return every head's share in the prediction of every token but the first."""
-        model = self.model
-        if isinstance(model, JoinedForCausalLM):
-            names = model.config.head_names
-        elif isinstance(model, ScaleForCausalLM) and model.config.variant == "route":
-            names = ["base", "trained"]
-        else:
+        model, names = self.model, self._head_names()
+        if not names:
             return [None] * (len(ids_T) - 1)
         observed = model.observe_tokens(ids_T[None, :-1], ids_T[None, 1:])
-        if isinstance(model, ScaleForCausalLM) and model.config.router_rule == "cosine":
+        if self._routes_by_cosine():
             serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
             return [{"base": float(serves), "trained": 1.0 - float(serves)} for serves in serves_base_T]
         prior_K = model.log_prior()
@@ -266,41 +286,32 @@ class Generator:
         return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
 
 
-class _PrintableStreamer(TextStreamer):
-    """Prints the text as it comes, but none of the control characters that a model may say."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print what has become certain."""
-        super().on_finalized_text(printable(text), stream_end)
-
-
-def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool, streamed: bool) -> list[str]:
-    """Return the lines to print.
+def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
+    """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts.
 
     Args:
         continuations: of all prompts.
         as_json: one object a line, and nothing else.
         show_heads: colour every token by who spoke.
-        streamed: the text has been printed already.
     """
     if as_json:
         return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
-    lines = []
-    if not streamed:
-        for c in continuations:
-            lines.append(f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}")
+    texts = [f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}" for c in continuations]
+    return [line for text in texts for line in (_RULE, text)][1:]
+
+
+def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]:
+    """Return what is told about the continuations, beside them: which head spoke how much."""
     shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
-    if shares:
-        mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-        if len(mean) == 2:
-            lines.append(f"base head spoke {mean['base']:.1%} of {len(shares):,} tokens")
-        else:
-            each = ", ".join(
-                f"{_colour(place)}{name}{_PLAIN} {share:.1%}" if show_heads else f"{name} {share:.1%}"
-                for place, (name, share) in enumerate(mean.items())
-            )
-            lines.append(f"spoken by {each} of {len(shares):,} tokens")
-    return lines
+    if not shares:
+        return []
+    mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
+    if len(mean) == 2:
+        return [f"base head spoke {mean['base']:.1%} of {len(shares):,} tokens"]
+    each = ", ".join(
+        f"{painted(name, head) if show_heads else name} {share:.1%}" for head, (name, share) in enumerate(mean.items())
+    )
+    return [f"spoken by {each} of {len(shares):,} tokens"]
 
 
 def _coloured(continuation: Continuation) -> str:
@@ -311,9 +322,5 @@ def _coloured(continuation: Continuation) -> str:
             coloured.append(printable(token.text))
         else:
             most = max(token.shares.values())
-            coloured.append(f"{_colour(list(token.shares.values()).index(most))}{printable(token.text)}{_PLAIN}")
+            coloured.append(painted(token.text, list(token.shares.values()).index(most)))
     return "".join(coloured)
-
-
-def _colour(head: int) -> str:
-    return _COLOURS[head if head < len(_COLOURS) else 1 + (head - 1) % (len(_COLOURS) - 1)]

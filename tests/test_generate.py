@@ -10,10 +10,13 @@ import torch
 
 from scale_cli.cli import main
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.run import export
-from scale_cli.generate import Continuation, Generator, Sampling
+from scale_cli.generate import Continuation, Generator, Sampling, told
+from scale_cli.model.cache_scale import RouterState
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.printable import printable
+from scale_cli.streaming import Decoder, HeadStreamer
 from scale_cli.training.run import train
 from scale_cli.upscale.run import upscale
 from tests.export.conftest import configured
@@ -95,6 +98,71 @@ def test_the_verb_prints_json_with_every_tokens_head(
     told = json.loads(capsys.readouterr().out)
     assert told["prompt"] == PROMPTS[0]
     assert len(told["tokens"]) == 4
+
+
+def test_every_end_that_the_bases_settings_name_ends_a_text(run: RunConfig) -> None:
+    generator = Generator(run.output_dir)
+    whole = generator.continue_all(PROMPTS, GREEDY)
+    ids = [
+        generator.model.generate(generator.prompt_ids(p)[None], max_new_tokens=8, do_sample=False)[0] for p in PROMPTS
+    ]
+    new = [row[len(generator.prompt_ids(p)) :].tolist() for row, p in zip(ids, PROMPTS, strict=True)]
+    ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
+    folder = run.output_dir / "export" / "transformers"
+    settings = json.loads((folder / "generation_config.json").read_text())
+    changed = shutil.copytree(folder, run.output_dir.parent / "many-ends")
+    (changed / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
+    for cut, text, row in zip(Generator(changed).continue_all(PROMPTS, GREEDY), whole, new, strict=True):
+        expected = min((row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens)
+        assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
+
+
+def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    monkeypatch.setattr("sys.argv", ["scale", "generate", *arguments, "--max-new-tokens", "12"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    return capsys.readouterr()
+
+
+def test_the_text_is_on_standard_output_the_summary_on_standard_error_and_a_rule_between_prompts(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    continued = Generator(run.output_dir).continue_all(PROMPTS[:2], GREEDY)
+    prompts = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
+    out, err = said([str(run.output_dir), *prompts], monkeypatch, capsys)
+    assert out == "\n--------\n".join(printable(c.prompt + c.completion) for c in continued) + "\n"
+    assert err.startswith("base head spoke") and err.count("\n") == 1
+
+
+def test_heads_are_shown_token_by_token_as_they_are_afterwards(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    continued = Generator(run.output_dir).continue_all(PROMPTS[:1], GREEDY)
+    streamed, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
+    assert [streamed] == [f"{line}\n" for line in told(continued, as_json=False, show_heads=True)]
+    streamer = Generator(run.output_dir).streamer("", show_heads=True)
+    assert isinstance(streamer, HeadStreamer)
+    streamer.put(torch.tensor([[5]]))
+    assert capsys.readouterr().out == ""
+    streamer.cache.router = RouterState(torch.tensor([[-9.0], [0.0]]), torch.zeros(2, 1, 1))
+    for token in continued[0].tokens[:1]:
+        streamer.put(torch.tensor([Generator(run.output_dir).prompt_ids(token.text)[-1]]))
+        assert "\x1b[33m" in capsys.readouterr().out, "before the next token is there"
+
+
+def test_half_a_character_is_held_back_until_it_is_whole(run: RunConfig) -> None:
+    tokenizer = Generator(run.output_dir).tokenizer
+    first, *ids = tokenizer("x 학교 a", add_special_tokens=False).input_ids
+    decoder = Decoder(tokenizer, first)
+    added = [decoder.added(token) for token in ids] + [decoder.rest()]
+    assert "\ufffd" not in "".join(added)
+    assert "".join(added) == str(tokenizer.decode([first, *ids]))[len(str(tokenizer.decode([first]))) :]
+
+
+def test_top_p_without_a_temperature_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"--top-p 0\.9: does nothing at temperature 0; add --temperature 1"):
+        Sampling(top_p=0.9)
 
 
 def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> None:

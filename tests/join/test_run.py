@@ -132,7 +132,8 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole(
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
-        assert told in capsys.readouterr().out
+        captured = capsys.readouterr()
+        assert told in captured.out + captured.err
     (check,) = verify(tmp_path / "out").checks
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
 
