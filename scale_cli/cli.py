@@ -205,14 +205,16 @@ def export(config: Config, overrides: Overrides = None, push_to_hub: Repository 
     from scale_cli.export import publish, run
 
     if push_to_hub is not None:
-        publish.check_repository(push_to_hub)
+        publish.check_repository(push_to_hub, checked.export.formats)
 
     def export_and_push() -> None:
-        summary = run.export(checked)
-        _show(summary)
-        if push_to_hub is not None:
-            send = publish.planned if dry_run else publish.publish
-            _show(send(summary.folder, push_to_hub))
+        run.check_format(checked)
+        for one in run.one_by_one(checked):
+            summary = run.export(one)
+            _show(summary)
+            if push_to_hub is not None:
+                send = publish.planned if dry_run else publish.publish
+                _show(send(summary.folder, push_to_hub))
 
     on_main(export_and_push)
 

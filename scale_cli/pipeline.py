@@ -10,7 +10,8 @@ from scale_cli.data.corpora import every_source, open_held_out_corpora
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.results import Report
 from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_report, open_benchmarks_of
-from scale_cli.export.run import check_format, export, export_is_finished
+from scale_cli.export.renewal import card_is_current, export_is_finished, renew_card
+from scale_cli.export.run import check_format, export, export_folder, one_by_one
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
@@ -80,7 +81,12 @@ def _upscaled(config: RunConfig, say: Callable[[str], None]) -> list[str]:
 
 def _exported(config: RunConfig, say: Callable[[str], None]) -> list[str]:
     say("== export")
-    if export_is_finished(config):
-        folder = RunFolder(config.output_dir).export(config.export.format, config.export.dtype)
-        return [f"done already   {folder}"]
-    return export(config).lines()
+    lines = []
+    for one in one_by_one(config):
+        if not export_is_finished(one):
+            lines += export(one).lines()
+        elif card_is_current(one):
+            lines.append(f"done already   {export_folder(one)}")
+        else:
+            lines.append(f"new card       {renew_card(one)}: the report has changed, the model has not")
+    return lines

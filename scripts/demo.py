@@ -89,7 +89,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 def show_generations(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Complete the beginnings of unseen biographies with the exported model, router and all."""
-    folder = RunFolder(config.output_dir).export(config.export.format, config.export.dtype)
+    folder = RunFolder(config.output_dir).export("transformers", config.export.dtype)
     model = ScaleForCausalLM.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(config.model)
     for name in ("english-valid", "korean-valid"):

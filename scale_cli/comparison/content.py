@@ -8,12 +8,13 @@ from typing import Any
 
 from scale_cli.comparison.bars import draw_cost, draw_shares
 from scale_cli.comparison.curves import draw_curves, runs_with_curves
-from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of, method_in_words, options_of
+from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of, options_of
 from scale_cli.comparison.runs import ComparedRun, setup_differences
 from scale_cli.comparison.svg import Canvas
 from scale_cli.comparison.tables import benchmarks_of
 from scale_cli.comparison.tasks import draw_tasks
 from scale_cli.comparison.trade_off import draw_trade_off
+from scale_cli.config.method_names import method_in_words
 from scale_cli.evaluation.render import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
@@ -261,7 +262,7 @@ def _run_to_json(run: ComparedRun) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "method_in_words": method_in_words(run),
+        "method_in_words": method_in_words(run.method),
         "method": run.method.model_dump(mode="json"),
         "tokens_per_s": run.tokens_per_s,
         "cost": None if run.cost is None else asdict(run.cost),

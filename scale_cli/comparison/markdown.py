@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from scale_cli.comparison.content import Comparison, figures, lead, notes, side_titles, table_caption
-from scale_cli.comparison.options import Option, method_in_words
+from scale_cli.comparison.options import Option
 from scale_cli.comparison.tables import Table, benchmark_tables, corpus_tables
 from scale_cli.comparison.words import percent, rate, short_bytes, short_count, times_base, with_interval
+from scale_cli.config.method_names import method_in_words
 
 # What Markdown, or the HTML in it, would read as more than text.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
@@ -64,7 +65,7 @@ def _headline_cells(option: Option, is_best: bool) -> list[str]:
     shares = ", ".join(f"{code} {percent(share)}" for code, share in (option.base_share or {}).items())
     return [
         plain(option.label),
-        plain(method_in_words(option.run)),
+        plain(method_in_words(option.run.method)),
         option.served,
         *(f"**{text}**" if is_best else text for text in differences),
         shares or "—",

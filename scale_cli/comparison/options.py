@@ -114,19 +114,6 @@ def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
     return total - trainable, total - trainable if run.method.variant == "lora" else total
 
 
-def method_in_words(run: ComparedRun) -> str:
-    """Return a run's method and the settings that matter most to it."""
-    method = run.method
-    if method.widens:
-        return f"SCALE-{method.variant.capitalize()}, ratio {method.expansion.ratio:g}, {method.expansion.init} start"
-    return {
-        "full": "full fine-tuning",
-        "lora": f"LoRA, rank {method.lora.rank}",
-        "freeze": f"bottom {method.freeze.num_layers} layers frozen",
-        "llama-pro": "LLaMA-Pro, new blocks only",
-    }[method.variant]
-
-
 def mean_interval(intervals: Sequence[Interval]) -> Interval:
     """Return the mean of differences measured on different corpora, with its interval.
 

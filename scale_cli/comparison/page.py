@@ -6,7 +6,7 @@ from html import escape
 
 from scale_cli.comparison.bars import method_swatch
 from scale_cli.comparison.content import Comparison, Figure, figures, lead, notes, side_titles, table_caption
-from scale_cli.comparison.options import Option, method_in_words
+from scale_cli.comparison.options import Option
 from scale_cli.comparison.palette import page_style
 from scale_cli.comparison.runs import ComparedRun
 from scale_cli.comparison.tables import Table, benchmark_tables, corpus_tables
@@ -19,6 +19,7 @@ from scale_cli.comparison.words import (
     signed,
     times_base,
 )
+from scale_cli.config.method_names import method_in_words
 from scale_cli.evaluation.statistics import Interval
 
 WIDE, NARROW = 960.0, 358.0
@@ -130,7 +131,7 @@ def _headline_group(comparison: Comparison, run: ComparedRun, languages: list[st
 def _described(option: Option) -> str:
     """Return how the model was trained, under the row of its own; under any other, how it is served."""
     if option.head == option.run.report.served:
-        return f"{method_in_words(option.run)}; served {option.served}"
+        return f"{method_in_words(option.run.method)}; served {option.served}"
     return f"served {option.served}"
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scale_cli.comparison.options import Option
-from scale_cli.comparison.words import digits_for, interval_text, percent, perplexity, points, points_interval, signed
-from scale_cli.evaluation.render import language_name, number
+from scale_cli.comparison.words import digits_for, interval_text, percent, points, points_interval, signed
+from scale_cli.evaluation.render import language_name, number, perplexity, worst_document
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, Report
 
 # Below this, after Holm's correction, a difference is called one.
@@ -54,7 +54,7 @@ def _corpus_table(options: Sequence[Option], index: int) -> Table:
             (number(head.bits_per_byte), ""),
             (signed(difference.value, digits), interval_text(difference, digits)),
             (perplexity(head.perplexity), ""),
-            (number(head.worst_document_nats).replace("-", "−"), ""),
+            (worst_document(head.worst_document_nats), ""),
             (_DASH if head.base_share is None else percent(head.base_share), ""),
         ]
         rows.append(TableRow(option.run.method.variant, option.label, cells))

@@ -38,13 +38,6 @@ def with_interval(interval: Interval, digits: int = 4) -> str:
     return f"{signed(interval.value, digits)} {interval_text(interval, digits)}".strip()
 
 
-def perplexity(value: float | None) -> str:
-    """Return a perplexity, which has no upper end."""
-    if value is None:
-        return "not finite"
-    return f"{value:,.2f}" if value < 1e5 else f"{value:.2e}"
-
-
 def points(share: float | None, sign: str = "") -> str:
     """Return an accuracy in percent, or with `sign` "+" a difference of two in points."""
     if share is None:

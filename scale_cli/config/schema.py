@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -27,6 +27,7 @@ _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e
 # How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
+ExportFormat = Literal["llama", "transformers", "adapter"]
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -352,10 +353,29 @@ class EvaluationConfig(Section):
 class ExportConfig(Section):
     """What `scale export` writes."""
 
-    format: Literal["llama", "transformers", "adapter"] = "llama"
+    format: ExportFormat | list[ExportFormat] = Field(
+        default="llama",
+        description="one or several; where it is left out: llama, and of the variant route transformers too",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="float16 for what becomes f16 or q8_0 in llama.cpp"
     )
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _known_formats(cls, given: object) -> object:
+        known = get_args(ExportFormat)
+        named = given if isinstance(given, list) else [given]
+        if not named or any(name not in known for name in named):
+            raise ValueError(f"{given!r} is none of {', '.join(known)}, and no list of them")
+        if any(named.count(name) > 1 for name in named):
+            raise ValueError("names a format twice")
+        return given
+
+    @property
+    def formats(self) -> list[ExportFormat]:
+        """One or several."""
+        return self.format if isinstance(self.format, list) else [self.format]
 
 
 class RunConfig(Section):
@@ -405,3 +425,15 @@ class RunConfig(Section):
                     f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
                 )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _formats_of_the_variant(cls, tree: Any) -> Any:
+        """Export a routed model with its router too: the plain folder holds the head that forgets, alone."""
+        if not isinstance(tree, dict):
+            return tree
+        method, export = tree.get("method", {}), tree.get("export", {})
+        routed = isinstance(method, dict) and method.get("variant", "route") == "route"
+        if routed and isinstance(export, dict) and "format" not in export:
+            return {**tree, "export": {**export, "format": ["llama", "transformers"]}}
+        return tree

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from scale_cli.config.method_names import method_name
+from scale_cli.config.schema import RouterConfig
+from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, CorpusResult, Report
 from scale_cli.evaluation.statistics import Interval
 
@@ -10,6 +13,10 @@ _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 # Holm-adjusted p-values from here on show nothing.
 SIGNIFICANCE = 0.05
+# Beyond these, digits are noise: of a perplexity, and of nats lost by one document.
+_LARGE, _LONG_DOCUMENT = 1e6, 100.0
+_LEAST_SHOWN = 0.0005
+_SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def language_name(code: str) -> str:
@@ -20,6 +27,24 @@ def language_name(code: str) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Return a figure, or what it is instead of one."""
     return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def perplexity(value: float | None) -> str:
+    """Return a perplexity, which has no upper end, with as many digits as can be read."""
+    if value is None:
+        return "not finite"
+    if value < _LARGE:
+        return f"{value:,.2f}"
+    digits, exponent = f"{value:.1e}".split("e+")
+    return f"{digits} × 10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+def worst_document(value: float | None) -> str:
+    """Return the most that a document lost, in nats; below zero none lost, and it is the least that one gained."""
+    if value is None:
+        return "not finite"
+    size = f"{abs(value):,.3f}" if abs(value) < _LONG_DOCUMENT else f"{abs(value):,.0f}"
+    return size if value > -_LEAST_SHOWN else f"none lost, least gain {size}"
 
 
 def signed(interval: Interval, digits: int = 3) -> str:
@@ -109,11 +134,17 @@ def verdict(head: BenchmarkHead) -> str:
     return "p < 0.001" if head.p_holm < 0.001 else f"p = {head.p_holm:.3f}"
 
 
-def markdown(report: Report, picture: str | None) -> str:
-    """Return report.md, with a picture of that name where there is one."""
+def markdown(report: Report, router: RouterConfig, picture: str | None) -> str:
+    """Return report.md.
+
+    Args:
+        report: what was measured.
+        router: that it was measured under.
+        picture: name of a file beside it; None where there is none.
+    """
     parts = [
         "# Forgetting report",
-        f"SCALE-{report.variant.capitalize()}, {report.step:,} steps, {report.num_tokens_trained:,} training tokens. "
+        f"Trained by {method_name(report.variant)}: {report.step:,} steps, {report.num_tokens_trained:,} tokens. "
         f"Served: {_describe(report.served)}.",
     ]
     if picture is not None:
@@ -133,9 +164,17 @@ def markdown(report: Report, picture: str | None) -> str:
     parts.append(
         "Differences are from the base head; intervals are paired bootstrap, 95 %, over documents. "
         "*Worst document* is the most that any one document lost against the base head, in nats over the whole "
-        "document; under the posterior rule with prior 1/2 and no switching it cannot exceed ln 2 = 0.693."
+        f"document{_bound(router)}"
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _bound(router: RouterConfig) -> str:
+    bound = bound_nats(router.prior, router.switch_rate)
+    if bound is None:
+        return "."
+    figure = f"{bound:.3f} at most (-ln of the base head's prior, {router.prior:g})"
+    return f"; under the posterior rule {figure}. {NOT_COVERED}"
 
 
 def _benchmark_parts(report: Report) -> list[str]:
@@ -202,9 +241,9 @@ def _corpus_table(corpus: CorpusResult, served: str) -> str:
             differences = (
                 signed(head.bits_per_byte_difference, 4),
                 signed(head.nats_per_token_difference, 4),
-                number(head.worst_document_nats),
+                worst_document(head.worst_document_nats),
             )
-        cells = [title, number(head.nats_per_token, 4), number(head.perplexity, 2), number(head.bits_per_byte)]
+        cells = [title, number(head.nats_per_token, 4), perplexity(head.perplexity), number(head.bits_per_byte)]
         rows.append("| " + " | ".join([*cells, *differences]) + " |")
     return "\n".join(rows)
 

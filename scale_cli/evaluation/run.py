@@ -18,7 +18,7 @@ from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.processes import is_main, main_first, on_main, share
-from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import file_sha256, is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.folder import trained_sha256
 from scale_cli.upscale.method import two_headed
@@ -112,6 +112,12 @@ def finished_report(config: RunConfig) -> Report | None:
     return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
 
 
+def report_sha256(config: RunConfig) -> str | None:
+    """Return the hash of the report that `finished_report` returns; None where there is none."""
+    report = RunFolder(config.output_dir).evaluation / "report.json"
+    return None if finished_report(config) is None else file_sha256(report)
+
+
 def served_head(method: MethodConfig) -> str:
     """Return which of the report's heads a method answers with."""
     return method.router.rule if method.variant == "route" else "adapted"
@@ -126,7 +132,7 @@ def write_report(
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         write_json(partial / "report.json", report.to_json())
         drawable = report.with_role("retention") and report.with_role("acquisition")
-        write_text(partial / "report.md", markdown(report, PICTURE if drawable else None))
+        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawable else None))
         if drawable:
             draw_trade_off(report, partial / PICTURE)
         write_text(partial / "scale.yaml", dump_config(config))

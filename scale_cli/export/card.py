@@ -13,8 +13,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from scale_cli.config.load import load_config
+from scale_cli.config.method_names import method_in_words, method_name
 from scale_cli.config.schema import RunConfig
-from scale_cli.evaluation.render import language_name, number, signed
+from scale_cli.evaluation.guarantee import guarantee
+from scale_cli.evaluation.render import language_name, number, signed, worst_document
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.export.parity import Parity
@@ -47,6 +49,14 @@ It is a plain {architecture}: vLLM, llama.cpp's converter and everything else th
 
 It is what was trained, alone; it loads onto the base below, checked tensor by tensor, and onto no other.""",
 }
+_LOADING_BY_PEFT = """\
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE, dtype="{dtype}"), FOLDER)
+
+It is a LoRA adapter as PEFT and servers of adapters load it. That the base is the one below, `scale generate FOLDER`
+checks, and they do not."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +95,48 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     """
     stages = _stages(config)
     record = read_record(stages[0].folder)
-    source = " ([SCALE](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
+    (export_format,) = config.export.formats
+    source = " ([arXiv 2511.03270](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
     upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
+    summary = f"Made by `scale`, by {method_name(config.method.variant)}{source}{upon}."
+    if config.method.widens and export_format == "llama":
+        summary = f"{_what_it_lacks(config.method.variant, report)}\n\n{summary}"
     return card_page(
         record,
         [stage.config for stage in stages],
         licence,
         config.method.variant,
-        f"Made by `scale` with the method {config.method.variant}{source}{upon}.",
+        summary,
         {
-            "Loading": _LOADING[config.export.format].format(architecture=architecture),
-            "How it was made": _making(stages, record, config.export.format, parity),
+            "Loading": (_LOADING_BY_PEFT if _is_peft(config) else _LOADING[export_format]).format(
+                architecture=architecture, dtype=config.model.dtype
+            ),
+            "How it was made": _making(stages, record, export_format, parity),
             "Data": _data(stages),
-            "What it forgot, and what it learned": _forgetting(report, config.export.format),
+            "What it forgot, and what it learned": _forgetting(config, report, export_format),
         },
+        "peft" if _is_peft(config) else "transformers",
     )
+
+
+def _is_peft(config: RunConfig) -> bool:
+    return config.method.variant == "lora" and config.export.formats == ["adapter"]
+
+
+def _what_it_lacks(variant: str, report: Report | None) -> str:
+    """Return the first line of the card of a plain folder: what the head in it lost, and what keeps that."""
+    lost = "what it lost has not been measured"
+    if report is not None and report.with_role("retention"):
+        changes = [
+            f"{language_name(corpus.language)} ({corpus.name}) from {number(corpus.heads['base'].bits_per_byte)} to "
+            f"{number(corpus.heads['adapted'].bits_per_byte)} bits/byte"
+            for corpus in report.with_role("retention")
+        ]
+        lost = f"against the base it took {', '.join(changes)}"
+    keeping = "a run of the variant `route` keeps what the base knew, in the format `transformers`"
+    if variant == "route":
+        keeping = "the folder of the format `transformers`, and `scale generate`, route and keep what the base knew"
+    return f"**This is the trained head alone, without a router: {lost}; {keeping}.**"
 
 
 def card_page(
@@ -109,6 +146,7 @@ def card_page(
     kind: str,
     summary: str,
     sections: Mapping[str, str],
+    library: str = "transformers",
 ) -> str:
     """Return a card: the hub's metadata, title and summary, sections by their titles, the licence.
 
@@ -119,15 +157,16 @@ def card_page(
         kind: of model, for the hub's tags.
         summary: one sentence.
         sections: in Markdown.
+        library: that loads it, by the hub's name.
     """
     base = runs[0].model.base
-    taught = _distinct(source.language for run in runs for source in run.corpus.sources)
+    taught = _distinct(code for run in runs for code in _taught(run))
     metadata = ModelCardData(
         language=_distinct(code for run in runs for code in _languages(run)),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         base_model=None if looks_local(base) else base,
         tags=["scale", "continual-pretraining", kind],
@@ -144,6 +183,19 @@ def card_page(
 
 def _distinct(codes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(codes))
+
+
+def _taught(config: RunConfig) -> list[str]:
+    """Return the codes of the languages that a run trains on to acquire them."""
+    return [source.language for source in config.corpus.sources if source.language not in _replayed(config)]
+
+
+def _replayed(config: RunConfig) -> set[str]:
+    """Return the codes of the languages that a run trains on only to keep them."""
+    held_out = config.evaluation.perplexity
+    kept, wanted = ({s.language for s in held_out if s.role == role} for role in ("retention", "acquisition"))
+    trained_on = {source.language for source in config.corpus.sources}
+    return trained_on & (kept - wanted) if trained_on - (kept - wanted) else set()
 
 
 def _languages(config: RunConfig) -> list[str]:
@@ -197,24 +249,47 @@ def _training(stage: _Stage) -> dict[str, str]:
 
 
 def _method(config: RunConfig) -> str:
-    method = config.method
-    if not method.widens:
-        return method.variant
-    told = f"{method.variant}, widened by {method.expansion.ratio:g} (start: {method.expansion.init})"
-    return f"{told}, {method.router.rule} rule" if method.variant == "route" else told
+    method, router = config.method, config.method.router
+    told = method_in_words(method)
+    if method.variant != "route":
+        return told
+    settings = f"threshold {router.threshold:g}"
+    if router.rule == "posterior":
+        settings = f"prior of the base {router.prior:g}, switch rate {router.switch_rate:g}"
+    return f"{told}, {router.rule} rule ({settings})"
 
 
 def _data(stages: list[_Stage]) -> str:
-    head = ["source", "language", "documents read", "dropped", "tokens", "tokens trained on"]
+    head = ["source", "language", "use", "documents read", "dropped", "tokens", "tokens trained on"]
     rows = [[stage.name, *row] for stage in stages for row in _sources(stage)]
-    if len(stages) > 1:
-        return table(["run", *head], rows)
-    return table(head, [row[1:] for row in rows])
+    listed = table(["run", *head], rows) if len(stages) > 1 else table(head, [row[1:] for row in rows])
+    return f"{listed}\n\n{_by_language(stages)}"
+
+
+def _by_language(stages: list[_Stage]) -> str:
+    """Return how many tokens of each language were trained on."""
+    counts: dict[str, int] = {}
+    for stage in stages:
+        trained, replayed = _token_ledger(stage), _replayed(stage.config)
+        for source in stage.config.corpus.sources:
+            if source.name not in trained:
+                return "How many tokens of each language were trained on is not known of every run."
+            name = language_name(source.language) + (" (replay)" if source.language in replayed else "")
+            counts[name] = counts.get(name, 0) + trained[source.name]["num_trained"]
+    told = ", ".join(f"{name} {count:,} ({count / max(1, sum(counts.values())):.1%})" for name, count in counts.items())
+    note = " Replay is of a language that is to be kept." if any("(replay)" in name for name in counts) else ""
+    return f"Tokens trained on, by language: {told}.{note}"
+
+
+def _token_ledger(stage: _Stage) -> dict[str, Any]:
+    """Return the account of every source; empty where the folder has none."""
+    path = stage.folder / "token_ledger.json"
+    ledger: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return ledger
 
 
 def _sources(stage: _Stage) -> list[list[str]]:
-    path = stage.folder / "token_ledger.json"
-    ledgers: dict[str, Any] = read_json(path) if path.is_file() else {}
+    ledgers, replayed = _token_ledger(stage), _replayed(stage.config)
     rows = []
     for source in stage.config.corpus.sources:
         counts = ["not known"] * 4
@@ -222,12 +297,19 @@ def _sources(stage: _Stage) -> list[list[str]]:
             entry, corpus = ledgers[source.name], ledgers[source.name]["corpus"]
             dropped = sum(count["documents"] for count in corpus["dropped"].values())
             numbers = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
-            counts = [f"{number:,}" for number in numbers]
-        rows.append([source.name, language_name(source.language), *counts])
+            counts = [f"{count:,}" for count in numbers]
+        use = "replay" if source.language in replayed else "new text"
+        rows.append([source.name, language_name(source.language), use, *counts])
     return rows
 
 
-def _forgetting(report: Report | None, export_format: str) -> str:
+def _forgetting(config: RunConfig, report: Report | None, export_format: str) -> str:
+    routed = config.method.variant == "route" and export_format != "llama"
+    told = [_measured(report, export_format), guarantee(config.method.router) if routed else ""]
+    return "\n\n".join(part for part in told if part)
+
+
+def _measured(report: Report | None, export_format: str) -> str:
     if report is None:
         return "Not measured: `scale evaluate`, then `scale export` again, puts the table here."
     if not report.corpora:
@@ -239,7 +321,7 @@ def _forgetting(report: Report | None, export_format: str) -> str:
         figures = [number(corpus.heads["base"].bits_per_byte), number(head.bits_per_byte)]
         named = [corpus.name, f"{language_name(corpus.language)}, {corpus.role}", f"{corpus.num_documents:,}"]
         difference = signed(head.bits_per_byte_difference, 4)
-        rows.append([*named, *figures, difference, number(head.worst_document_nats)])
+        rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
     head_row = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
     told = "Bits per byte; less is better. Differences with paired bootstrap intervals over documents."
     if answers != report.served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,11 +48,15 @@ class Publication:
         ]
 
 
-def check_repository(repository: str) -> None:
+def check_repository(repository: str, formats: Sequence[str]) -> None:
     """Refuse what cannot be a model repository of somebody, before anything is exported.
 
+    Args:
+        repository: as it was given.
+        formats: that are to be exported; a repository holds one model.
+
     Raises:
-        UsageError: it is not of the form OWNER/NAME.
+        UsageError: it is not of the form OWNER/NAME, or there is more than one format.
     """
     try:
         validate_repo_id(repository)
@@ -59,6 +64,11 @@ def check_repository(repository: str) -> None:
         raise UsageError(f"--push-to-hub {repository}: {' '.join(str(error).split())}") from None
     if repository.count("/") != 1:
         raise UsageError(f"--push-to-hub {repository}: OWNER/NAME is wanted")
+    if len(formats) > 1:
+        raise UsageError(
+            f"--push-to-hub {repository}: a repository holds one model; of {' and '.join(formats)} say which is sent: "
+            f"export.format={formats[-1]}"
+        )
 
 
 def planned(folder: Path, repository: str) -> Publication:

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import EXPORT_SECTIONS, differences
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ExportParityError
-from scale_cli.evaluation.run import finished_report
+from scale_cli.evaluation.run import finished_report, report_sha256
 from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
-from scale_cli.export.licence import base_licence
+from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.precision import lower_weights
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.folder import MethodModel, load_onto_base, trained_sha256, write_trained
+from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, trained_sha256, write_trained
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.session import check_run, open_final
 
+CARD, PARITY = "README.md", "parity.json"
 _DOCUMENTS_PER_CORPUS = 4
 _DESCRIPTIONS = {
     "llama": "plain dense model, no custom code: loads wherever the base model does",
@@ -64,8 +64,19 @@ class ExportSummary:
         ]
 
 
+def one_by_one(config: RunConfig) -> list[RunConfig]:
+    """Return a config for every folder that a config asks for: the same, with one format."""
+    return [
+        config.model_copy(update={"export": config.export.model_copy(update={"format": export_format})})
+        for export_format in config.export.formats
+    ]
+
+
 def export(config: RunConfig) -> ExportSummary:
     """Write the trained model in the config's format.
+
+    Args:
+        config: with one format (`one_by_one`).
 
     Raises:
         ConfigError: the method has no such format.
@@ -73,20 +84,26 @@ def export(config: RunConfig) -> ExportSummary:
         ExportParityError: what was written does not compute what was trained; nothing is left behind then.
     """
     run, settings = check_run(config), config.export
+    (export_format,) = settings.formats
     check_format(config)
     trained = open_final(run, config)
     model, tokenizer = trained.model, trained.tokenizer
     prompts = _prompts(config, tokenizer)
-    folder = run.export(settings.format, settings.dtype)
+    folder = export_folder(config)
     with new_folder(folder) as partial:
-        write_text(partial / "scale.yaml", dump_config(config))
-        if settings.format == "llama":
+        if export_format == "llama":
             write_plain(plain_model(model, settings.dtype, prompts), tokenizer, config.model, partial)
-        elif settings.format == "transformers":
+        elif export_format == "transformers":
             lowered = copy.deepcopy(model)
             lower_weights(lowered, getattr(torch, settings.dtype))
             assert isinstance(lowered, ScaleForCausalLM), "check_format"
             write_self_contained(lowered, tokenizer, partial)
+        elif config.method.variant == "lora":
+            from scale_cli.upscale.peft_folder import write_peft
+
+            tokenizer.save_pretrained(partial)
+            describe_method(partial, model, config.method, trained.record)
+            write_peft(partial, model, config.model)
         else:
             tokenizer.save_pretrained(partial)
             write_trained(partial, model, config.method, trained.record)
@@ -94,10 +111,31 @@ def export(config: RunConfig) -> ExportSummary:
         parity = _check(loaded, model, prompts, config)
         licence = base_licence(config.model)
         licence.copy_files(partial)
-        report = finished_report(config)
-        write_text(partial / "README.md", model_card(config, report, parity, licence, type(loaded).__name__))
-        write_json(partial / "parity.json", {**asdict(parity), "trained_sha256": trained_sha256(run.final)})
-    return ExportSummary(folder, settings.format, config.method.variant, parity)
+        write_card(partial, config, parity, licence)
+    return ExportSummary(folder, export_format, config.method.variant, parity)
+
+
+def export_folder(config: RunConfig) -> Path:
+    """Return where the export of a config with one format lands."""
+    (export_format,) = config.export.formats
+    return RunFolder(config.output_dir).export(export_format, config.export.dtype)
+
+
+def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence) -> None:
+    """Write the model card, the config, and what the card tells of: which training, and which report of it, if any.
+
+    Args:
+        folder: of the export; its weights and config.json are there.
+        config: with one format.
+        parity: of the export with the trained model.
+        licence: of the base.
+    """
+    architectures = read_json(folder / "config.json").get("architectures") or [""]
+    write_text(folder / CARD, model_card(config, finished_report(config), parity, licence, architectures[0]))
+    write_text(folder / "scale.yaml", dump_config(config))
+    trained = trained_sha256(RunFolder(config.output_dir).final)
+    told_of = {"trained_sha256": trained, "report_sha256": report_sha256(config)}
+    write_json(folder / PARITY, {**asdict(parity), **told_of})
 
 
 def _load_export(folder: Path, config: RunConfig) -> MethodModel:
@@ -122,7 +160,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
         ExportParityError: it computes something else, or belongs to another training.
     """
     run = RunFolder(config.output_dir)
-    if read_json(folder / "parity.json").get("trained_sha256") != trained_sha256(run.final):
+    if read_json(folder / PARITY).get("trained_sha256") != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
     trained = open_final(run, config)
     _check(_load_export(folder, config), trained.model, _prompts(config, trained.tokenizer), config)
@@ -135,10 +173,10 @@ def check_format(config: RunConfig) -> None:
         ConfigError: naming those it has.
     """
     known = _formats(config.method)
-    if config.export.format not in known:
+    if unknown := [name for name in config.export.formats if name not in known]:
         variant = f"a model of the variant {config.method.variant}"
-        raise ConfigError(f"export.format: {config.export.format}: {variant} is exported as {' or '.join(known)}")
-    if config.export.format == "adapter" and config.export.dtype != "float32":
+        raise ConfigError(f"export.format: {unknown[0]}: {variant} is exported as {' or '.join(known)}")
+    if "adapter" in config.export.formats and config.export.dtype != "float32":
         raise ConfigError(f"export.dtype: {config.export.dtype}: an adapter keeps what was trained, in float32")
 
 
@@ -146,17 +184,6 @@ def _formats(method: MethodConfig) -> tuple[str, ...]:
     if method.widens:
         return ("llama", "transformers", "adapter")
     return ("llama",) if method.trains_base_weights else ("llama", "adapter")
-
-
-def export_is_finished(config: RunConfig) -> bool:
-    """Return whether the export that the config asks for is already there, for this training."""
-    run = RunFolder(config.output_dir)
-    folder = run.export(config.export.format, config.export.dtype)
-    if not is_whole(folder):
-        return False
-    changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
-    exported_sha256 = read_json(folder / "parity.json")["trained_sha256"]
-    return not changed and exported_sha256 == trained_sha256(run.final)
 
 
 def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scale_cli.config.load import load_config
+from scale_cli.config.method_names import method_in_words
 from scale_cli.config.schema import RunConfig
+from scale_cli.evaluation.guarantee import NOT_COVERED
 from scale_cli.evaluation.render import language_name
 from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, table
 from scale_cli.export.licence import Licence
@@ -55,7 +57,8 @@ def joined_card(
                 ],
             ),
             "Expansions": table(["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"], rows),
-            "What it costs, and what it learned": figures_table(corpora, max_cost_nats),
+            "What it costs, and what it learned": figures_table(corpora, max_cost_nats)
+            + ("" if max_cost_nats is None else f". {NOT_COVERED}"),
         },
     )
 
@@ -63,7 +66,7 @@ def joined_card(
 def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
     """Return one row for every source that an expansion was trained on."""
     trained_on = _tokens_trained_on(member.folder)
-    method = f"{config.method.variant}, widened by {config.method.expansion.ratio:g}"
+    method = method_in_words(config.method)
     return [
         [
             member.name,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError
+from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.licence import base_licence
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.join.card import joined_card
@@ -122,8 +123,8 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
 
 
 def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
-    """Return the bound of the posterior rule: -ln of the smallest prior, ln(K + 1) where it is even."""
-    return None if model.config.router_switch_rate else -float(model.log_prior().min())
+    """Return the most that a document may cost over its best head: ln(K + 1) where the prior is even."""
+    return bound_nats(float(model.log_prior().exp().min()), model.config.router_switch_rate)
 
 
 @torch.no_grad()

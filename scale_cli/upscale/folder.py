@@ -4,7 +4,7 @@
 - method.json: the method section of the config
 - base.json: which base it belongs to: name, revision, SHA-256 of every tensor
 - trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none); in a sharded
-  checkpoint `shards/` in its place (`storage/shards.py`)
+  checkpoint `shards/` in its place (`storage/shards.py`), in a LoRA adapter PEFT's own files (`peft_folder.py`)
 - manifest.json: size and SHA-256 of every file
 """
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from peft import PeftModel  # takes a moment to import, and only LoRA needs it
 
 TRAINED = "trained.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 _METHOD = "method.json"
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
@@ -162,6 +163,10 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
         model = prepare_baseline(loaded, method, seed)
     if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)
+    elif method.variant == "lora" and (folder / PEFT_WEIGHTS).exists():
+        from scale_cli.upscale.peft_folder import load_peft
+
+        load_peft(model, folder)
     return model.eval()
 
 

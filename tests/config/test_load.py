@@ -91,7 +91,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "mixed_precision": "no",
             "bootstrap_resamples": 2000,
         },
-        "export": {"format": "llama", "dtype": "float32"},
+        "export": {"format": ["llama", "transformers"], "dtype": "float32"},
     }
 
 
@@ -163,6 +163,23 @@ def test_an_override_may_hold_an_equals_sign() -> None:
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5))
 def test_the_later_override_wins(seeds: list[int]) -> None:
     assert load_text(SMALLEST, *(f"seed={seed}" for seed in seeds)).seed == seeds[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "formats"),
+    [
+        ([], ["llama", "transformers"]),
+        (["method.variant=route", "export.dtype=bfloat16"], ["llama", "transformers"]),
+        (["method.variant=adapt"], ["llama"]),
+        (["method.variant=lora"], ["llama"]),
+        (["export.format=llama"], ["llama"]),
+        (["export.format=[adapter, llama]"], ["adapter", "llama"]),
+    ],
+)
+def test_a_routed_model_is_exported_with_its_router_too_unless_the_config_says_otherwise(
+    overrides: list[str], formats: list[str]
+) -> None:
+    assert load_text(SMALLEST, *overrides).export.formats == formats
 
 
 @pytest.mark.parametrize("section", ["export:", "export: ~", "export: {}"])

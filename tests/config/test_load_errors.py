@@ -159,6 +159,10 @@ def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
         ("train.warmup_steps=11", "train"),
         ("evaluation.perplexity.0.role=both", "evaluation.perplexity.0.role"),
         ("export.format=gguf", "export.format"),
+        ("export.format=[llama, gguf]", "export.format"),
+        ("export.format=[llama, llama]", "export.format"),
+        ("export.format=[]", "export.format"),
+        ("export.format={llama: 1}", "export.format"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_names_its_field_on_one_line(override: str, key: str) -> None:

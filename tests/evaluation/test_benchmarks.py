@@ -12,7 +12,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
 
-from scale_cli.config.schema import BenchmarkSource, RunConfig
+from scale_cli.config.schema import BenchmarkSource, RouterConfig, RunConfig
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
 from scale_cli.evaluation.benchmarks import OpenedBenchmarks
@@ -195,7 +195,7 @@ def pages() -> Callable[[], tuple[list[str], str]]:
                 measured("kobest_x", answered(alike, [0, 1] * 10), "ko", macro_f1=True),
             ]
         )
-        return terminal_lines(report), markdown(report, None)
+        return terminal_lines(report), markdown(report, RouterConfig(), None)
 
     return pages
 

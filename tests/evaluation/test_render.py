@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scale_cli.config.schema import EvaluationSource
+from scale_cli.config.schema import EvaluationSource, RouterConfig
 from scale_cli.evaluation.picture import draw_trade_off
-from scale_cli.evaluation.render import markdown, number, signed, terminal_lines
+from scale_cli.evaluation.render import markdown, number, perplexity, signed, terminal_lines, worst_document
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.evaluation.statistics import Interval
@@ -97,7 +98,7 @@ def test_a_report_survives_json_whatever_was_measured(of_losses: dict[str, Any])
 @pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
 def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dict[str, Any]) -> None:
     made = report(**of_losses)
-    text = markdown(made, "picture.png")
+    text = markdown(made, RouterConfig(), "picture.png")
     assert "![" in text and "(picture.png)" in text
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
@@ -109,7 +110,7 @@ def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dic
         assert f"{result.num_tokens:,} tokens" in section
     assert "not finite" in text or not of_losses.get("broken")
     assert not re.search(r"\b(nan|inf|None)\b", text)
-    assert "![" not in markdown(made, None)
+    assert "![" not in markdown(made, RouterConfig(), None)
 
 
 def test_figures_are_the_documents_own() -> None:
@@ -145,6 +146,42 @@ def test_a_perplexity_beyond_floating_point_is_no_figure() -> None:
     assert result.heads["adapted"].nats_per_token == pytest.approx(1e4, rel=0.01)
 
 
+@pytest.mark.parametrize("variant", ["full", "lora", "freeze", "llama-pro"])
+def test_a_baseline_is_not_called_scale(variant: str) -> None:
+    assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), RouterConfig(), None)
+    assert "Trained by SCALE-Route:" in markdown(report(), RouterConfig(), None)
+
+
+def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -> None:
+    told = markdown(report(), RouterConfig(prior=0.9), None)
+    assert "0.105 at most" in told and "does not cover" in told
+    assert "at most (" not in markdown(report(), RouterConfig(switch_rate=0.1), None)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(3.14159, "3.14"), (123456.7, "123,456.70"), (2.34e7, "2.3 × 10⁷"), (9.99e12, "1.0 × 10¹³"), (None, "not finite")],
+)
+def test_a_perplexity_can_be_read_however_large(value: float | None, told: str) -> None:
+    assert perplexity(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.6931, "0.693"),
+        (10161.25, "10,161"),
+        (-7222.4, "none lost, least gain 7,222"),
+        (-0.25, "none lost, least gain 0.250"),
+        (-0.0, "0.000"),
+        (-1e-9, "0.000"),
+        (None, "not finite"),
+    ],
+)
+def test_the_worst_document_lost_something_or_none_did(value: float | None, told: str) -> None:
+    assert worst_document(value) == told
+
+
 def test_numbers_are_signed_where_they_are_differences() -> None:
     assert number(1.23456) == "1.235"
     assert number(None) == "not finite"
@@ -175,4 +212,4 @@ def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
     made = report()
     only_korean = Report(**{**vars(made), "corpora": made.with_role("acquisition")})
     assert [line for line in terminal_lines(only_korean) if "retention" in line] == []
-    assert "petitions" in markdown(only_korean, None)
+    assert "petitions" in markdown(only_korean, RouterConfig(), None)

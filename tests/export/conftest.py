@@ -36,6 +36,7 @@ def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtyp
                     {"name": "petitions-held-out", **korean, "role": "acquisition", "max_documents": 4},
                 ]
             },
+            "export": {"format": "llama"},
         }
     )
 
@@ -65,6 +66,8 @@ def trained_run(trained_once: TrainedRun, tmp_path: Path) -> TrainedRun:
         config = trained_once(method, base_dtype)
         output_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(config.output_dir, output_dir)
-        return RunConfig.model_validate(config.model_dump() | {"output_dir": output_dir, "export": export})
+        return RunConfig.model_validate(
+            config.model_dump() | {"output_dir": output_dir, "export": config.export.model_dump() | export}
+        )
 
     return copied

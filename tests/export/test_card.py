@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.evaluation.results import Report
 from scale_cli.evaluation.run import evaluate
 from scale_cli.export.card import model_card
-from scale_cli.export.licence import base_licence
+from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Parity
 from scale_cli.export.run import export
 from scale_cli.storage.atomic import read_json
@@ -21,6 +24,23 @@ from tests.export.conftest import configured
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route"}
 CARD = "---\nlicense: other\nlicense_name: ours\nlicense_link: https://example.org/licence\nlanguage: 7\n---\n# Base\n"
+
+
+def card_of(config: RunConfig, report: Report | None) -> str:
+    return model_card(config, report, Parity(0.0, 0.0, 0.0, 1), Licence(), "LlamaForCausalLM")
+
+
+def lines_of(card: str) -> list[str]:
+    """Return the lines that have something on them, after the metadata."""
+    return [line for line in card.split("\n---\n")[1].splitlines() if line]
+
+
+def with_export(config: RunConfig, export_format: str) -> RunConfig:
+    return RunConfig.model_validate(config.model_dump() | {"export": {"format": export_format}})
+
+
+def with_router(config: RunConfig, **router: Any) -> RunConfig:
+    return RunConfig.model_validate(config.model_dump() | {"method": {**config.method.model_dump(), "router": router}})
 
 
 @pytest.mark.parametrize("export_format", ["llama", "transformers", "adapter"])
@@ -58,6 +78,54 @@ def test_the_forgetting_table_is_of_the_head_that_the_folder_answers_with(traine
         assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['adapted'].bits_per_byte:.3f} |" in dense
         assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['posterior'].bits_per_byte:.3f} |" in served
     assert "the router" in dense
+
+
+def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
+    trained_run: TrainedRun,
+) -> None:
+    config, preserve = trained_run(ROUTE), trained_run({"variant": "preserve"})
+    assert "lost has not been measured" in lines_of(card_of(config, None))[1]
+    report = evaluate(config).report
+    tiny = report.corpora[0].heads
+    figures = f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte"
+    first = lines_of(card_of(config, report))[1]
+    assert f"English (tiny) {figures}" in first
+    assert "`transformers`" in first and "`scale generate`" in first
+    assert "variant `route`" in lines_of(card_of(preserve, report))[1]
+    for served in (with_export(config, "transformers"), trained_run({"variant": "full"})):
+        assert "without a router" not in card_of(served, report)
+
+
+def test_a_card_promises_a_bound_where_its_router_has_one_and_says_what_that_does_not_cover(
+    trained_run: TrainedRun,
+) -> None:
+    config = with_export(trained_run(ROUTE), "transformers")
+    assert "no document costs more than 0.693 nats over the better" in card_of(config, None)
+    assert "does not cover" in card_of(config, None)
+    leaning = with_router(config, prior=0.9)
+    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in card_of(leaning, None)
+    unbound = [with_router(config, switch_rate=0.1), with_router(config, rule="cosine"), with_export(config, "llama")]
+    unbound.append(with_export(trained_run({"variant": "preserve"}), "transformers"))
+    for served in unbound:
+        assert "no document costs" not in card_of(served, None)
+
+
+def test_tokens_are_counted_by_language_and_what_is_to_be_kept_is_called_replay(trained_run: TrainedRun) -> None:
+    config = trained_run(ROUTE)
+    path = config.output_dir / "final" / "token_ledger.json"
+    entry = read_json(path)["petitions"]
+    trained = f"{entry['num_trained']:,}"
+    assert f"by language: Korean {trained} (100.0%)." in card_of(config, None)
+    assert "| petitions | Korean | new text |" in card_of(config, None)
+    tree = config.model_dump()
+    tree["corpus"]["sources"].append(tree["corpus"]["sources"][0] | {"name": "stories", "language": "en"})
+    path.write_text(json.dumps({"petitions": entry, "stories": entry}), encoding="utf-8")
+    card = card_of(RunConfig.model_validate(tree), None)
+    assert f"Korean {trained} (50.0%), English (replay) {trained} (50.0%)" in card
+    assert "| stories | English | replay |" in card
+    assert lines_of(card)[0].endswith("taught Korean")
+    tree["corpus"]["sources"] = tree["corpus"]["sources"][1:]
+    assert "replay" not in card_of(RunConfig.model_validate(tree), None), "nothing else is learned"
 
 
 def test_the_licence_of_the_base_is_carried_over_with_its_files(tmp_path: Path, trained_run: TrainedRun) -> None:

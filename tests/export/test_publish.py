@@ -71,7 +71,13 @@ def test_without_a_token_nothing_is_tried(folder: Path, hub: HfApi, monkeypatch:
     assert not hub.mock_calls  # type: ignore[attr-defined]
 
 
+def test_a_repository_is_sent_one_format() -> None:
+    publish.check_repository("me/model", ["llama"])
+    with pytest.raises(UsageError, match=r"of llama and transformers say which .*export\.format=transformers"):
+        publish.check_repository("me/model", ["llama", "transformers"])
+
+
 @pytest.mark.parametrize("name", ["model", "a/b/c", "me/mo del", "me/--x", ""])
 def test_what_is_no_repository_is_refused_before_anything_is_exported(name: str) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
-        publish.check_repository(name)
+        publish.check_repository(name, ["llama"])

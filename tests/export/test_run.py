@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
+from scale_cli.evaluation.run import evaluate
 from scale_cli.export.dense import plain_model
-from scale_cli.export.run import check_written_export, export, export_is_finished
-from scale_cli.upscale.folder import load_onto_base
+from scale_cli.export.renewal import card_is_current, export_is_finished, renew_card
+from scale_cli.export.run import check_written_export, export
+from scale_cli.upscale.folder import load_model, load_onto_base
 from scale_cli.upscale.run import upscale
 from tests.widening import load_widened
 
@@ -86,6 +90,26 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
             load_onto_base(folder, other)
 
 
+def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
+    trained_run: TrainedRun,
+) -> None:
+    config = trained_run({"variant": "lora"}, format="adapter")
+    folder = export(config).folder
+    expected = answered(load_model(config.output_dir / "final", config.model))
+    base = AutoModelForCausalLM.from_pretrained(config.model.base)
+    assert (answered(base) - expected).abs().max() > 0.01
+    assert torch.equal(answered(PeftModel.from_pretrained(base, folder)), expected)
+    assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
+    told = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (config.model.base, "LORA", 16)
+    assert told["target_modules"] == sorted(config.method.lora.targets)
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    assert [file.name for file in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert "library_name: peft" in (folder / "README.md").read_text(encoding="utf-8")
+
+
 def corrupted(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[7] *= 1.01
@@ -135,6 +159,32 @@ def test_an_export_in_another_dtype_lies_beside_the_first(trained_run: TrainedRu
     assert export_is_finished(lowered)
     for each, folder in zip((config, lowered), folders, strict=True):
         check_written_export(each, folder)
+
+
+def test_a_finished_export_gets_a_new_card_when_the_report_is_another_and_keeps_its_weights(
+    trained_run: TrainedRun,
+) -> None:
+    config = trained_run({"variant": "preserve"})
+    folder = export(config).folder
+    weights = (folder / "model.safetensors").stat()
+    assert card_is_current(config)
+    assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
+    tree = config.model_dump()
+    tree["evaluation"]["perplexity"][1]["max_documents"] = 2
+    fewer = RunConfig.model_validate(tree)
+    for now in (config, fewer):
+        report = evaluate(now).report
+        assert export_is_finished(now) and not card_is_current(now)
+        assert renew_card(now) == folder
+        assert export_is_finished(now) and card_is_current(now)
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        for corpus in report.corpora:
+            assert f"| {corpus.name} | " in card and f"| {corpus.num_documents} | " in card
+            assert f"{corpus.heads['adapted'].bits_per_byte:.3f}" in card
+        assert load_config(folder / "scale.yaml") == now
+    assert not card_is_current(config), "its report is not there any more"
+    assert (folder / "model.safetensors").stat().st_ino == weights.st_ino, "the same file"
+    check_written_export(fewer, folder)
 
 
 def test_what_was_not_trained_with_this_config_is_not_exported(trained_run: TrainedRun) -> None:

@@ -89,6 +89,7 @@ class Runs:
                         {"name": "kept", "path": str(self.inputs / "one.txt"), "role": "retention", **source},
                     ],
                 },
+                "export": {"format": "llama"},
             }
         )
         path.write_text(dump_config(config), encoding="utf-8")

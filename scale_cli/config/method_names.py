@@ -1,0 +1,33 @@
+"""What a method is called where people read of it: reports, cards, comparisons. SCALE is the name of what widens."""
+
+from __future__ import annotations
+
+from scale_cli.config.schema import MethodConfig
+
+_NAMES = {
+    "preserve": "SCALE-Preserve",
+    "adapt": "SCALE-Adapt",
+    "route": "SCALE-Route",
+    "full": "full fine-tuning",
+    "lora": "LoRA",
+    "freeze": "partial fine-tuning",
+    "llama-pro": "LLaMA-Pro",
+}
+
+
+def method_name(variant: str) -> str:
+    """Return the name of a variant."""
+    return _NAMES[variant]
+
+
+def method_in_words(method: MethodConfig) -> str:
+    """Return the name of a method and the settings that matter most to it."""
+    if method.widens:
+        setting = f", ratio {method.expansion.ratio:g}, {method.expansion.init} start"
+    else:
+        setting = {
+            "lora": f", rank {method.lora.rank}",
+            "freeze": f", bottom {method.freeze.num_layers} layers frozen",
+            "llama-pro": ", new blocks only",
+        }.get(method.variant, "")
+    return method_name(method.variant) + setting
