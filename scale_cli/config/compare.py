@@ -48,7 +48,7 @@ ACCEPTABLE = {
     "train.activation_checkpointing",
 }
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
-BASE_PLACE = r"model\.(base|revision)"
+BASE_PLACE = r"model\.(base|revision|tokenizer)"
 PLACES = BASE_PLACE + r"|corpus\.sources\.\d+\.(path|revision)"
 NOTHING = r"(?!)"
 _MAX_TOLD = 8

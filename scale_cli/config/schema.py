@@ -28,6 +28,8 @@ _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
+# Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
+_MICRO_BATCH_SIZE = 8
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -43,6 +45,7 @@ class ModelConfig(Section):
 
     base: PathText = Field(description="hub id or local folder")
     revision: str | None = None
+    tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")
     dtype: Dtype = "float32"
 
 
@@ -268,7 +271,9 @@ class TrainConfig(Section):
 
     max_steps: Steps
     global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
-    micro_batch_size: BatchSize = Field(default=8, description="sequences a process holds at once")
+    micro_batch_size: BatchSize | None = Field(
+        default=None, description="sequences a process holds at once; null: as many as divide its share, at most 8"
+    )
     sharding: Literal["none", "expansion", "all"] = Field(
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
@@ -314,7 +319,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:
-        if self.global_batch_size % self.micro_batch_size:
+        if self.global_batch_size % self.sequences_at_once(1):
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
             )
@@ -323,8 +328,15 @@ class TrainConfig(Section):
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
         if self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}")
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; give fewer of it too"
+            )
         return self
+
+    def sequences_at_once(self, num_processes: int) -> int:
+        """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""
+        share = self.global_batch_size // num_processes
+        return self.micro_batch_size or max(size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0)
 
 
 class EvaluationConfig(Section):
@@ -405,13 +417,14 @@ class RunConfig(Section):
         train = self.train
         if train.attention != "flash_attention_2":
             return self
-        if self.corpus.isolate_documents and train.micro_batch_size > 1:
+        at_once = train.sequences_at_once(1)
+        if self.corpus.isolate_documents and at_once > 1:
             # It finds documents by their positions, and in a batch of one alone; others it would run together.
             raise ValueError(
                 "train.attention: flash_attention_2 cannot keep corpus.isolate_documents with train.micro_batch_size "
-                f"{train.micro_batch_size}: set that to 1, or take flex_attention"
+                f"{at_once}: set that to 1, or take flex_attention"
             )
-        if train.compile and train.micro_batch_size == 1:
+        if train.compile and at_once == 1:
             raise ValueError(
                 "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1; take another"
                 " train.attention"

@@ -77,8 +77,8 @@ def _opened(
     ]
 
 
-def build_batches(config: RunConfig, corpora: list[TokenisedCorpus]) -> Batches:
-    """Return the batches of a whole run."""
+def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_processes: int) -> Batches:
+    """Return the batches of a whole run, each shared by some processes."""
     length = config.corpus.sequence_length
     windows: list[PackedWindows]
     if config.corpus.isolate_documents:
@@ -94,5 +94,5 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus]) -> Batches:
         seed=config.seed,
         num_steps=config.train.max_steps,
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=config.train.sequences_at_once(num_processes),
     )

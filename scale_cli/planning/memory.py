@@ -94,7 +94,7 @@ def training_memory(
         num_processes: that share a step.
         device_type: decides the size of a chunk of logits.
     """
-    num_tokens = train.micro_batch_size * sequence_length
+    num_tokens = train.sequences_at_once(num_processes) * sequence_length
     product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
     if saved.head_bytes_per_token:
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize

@@ -80,6 +80,7 @@ def _memory_table(plan: Plan) -> list[str]:
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
+    at_once = train.sequences_at_once(plan.num_processes)
     lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
     precision = "bf16 autocast" if train.mixed_precision == "bf16" else "no autocast"
     lines += [
@@ -88,8 +89,7 @@ def _footnotes(plan: Plan) -> list[str]:
         "FLOPs/token: every product that training needs, once, attention causal; counted: those of the real",
         "model on tensors without numbers, attention over every key. The time is that of the former, without",
         "evaluation and checkpoints.",
-        f"memory: of one process; saved: for the backward pass of a micro-batch of {train.micro_batch_size:,}, "
-        f"{precision};",
+        f"memory: of one process; saved: for the backward pass of a micro-batch of {at_once:,}, {precision};",
         f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments.",
     ]
     return lines

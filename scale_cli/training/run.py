@@ -253,7 +253,7 @@ def _open_run(
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
-    batches = build_batches(config, corpora)
+    batches = build_batches(config, corpora, accelerator.num_processes)
     ledgers = [corpus.ledger for corpus in corpora]
     saved = run_folder.checkpoint(position.step)
     return TrainingRun(

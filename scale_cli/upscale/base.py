@@ -17,6 +17,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.tokenizer import tokenizer_sha256
+from scale_cli.upscale.tokenizer_files import TokenizerPlace
 
 BASE_RECORD = "base.json"
 # What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
@@ -235,19 +236,43 @@ def _check_stays_inside(folder: Path) -> None:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the base model's tokenizer; of a widened base, that of the plain model at its bottom.
+    """Load a model's tokenizer: the one that the config names, or the base's own.
 
     Raises:
         BaseModelError: there is none, or it needs remote code.
     """
-    model = root_model(model)
+    place = tokenizer_place(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model.base, revision=model.revision, trust_remote_code=False
+            place.name, revision=place.revision, trust_remote_code=False
         )
     except Exception as error:  # of a damaged folder it may say anything
-        raise BaseModelError(f"model.base: the tokenizer of {model.base} cannot be loaded: {one_line(error)}") from None
+        reason = place.problem() or one_line(error)
+        raise BaseModelError(f"{place.key}: the tokenizer of {place.name} cannot be loaded: {reason}") from None
     return tokenizer
+
+
+def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
+    """Return where a model's tokenizer lies; of a widened base, that of what it stands on."""
+    while model.tokenizer is None and (folder := stage_folder(model)) is not None:
+        model = load_config(folder / "scale.yaml").model
+    if model.tokenizer is not None:
+        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
+    return TokenizerPlace("model.base", model.base, model.revision)
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int) -> None:
+    """Check that a base has an embedding for every id of a tokenizer.
+
+    Raises:
+        BaseModelError: it has fewer.
+    """
+    if len(tokenizer) > vocab_size:
+        place = tokenizer_place(model)
+        raise BaseModelError(
+            f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, "
+            f"the base's embedding {vocab_size:,}"
+        )
 
 
 def looks_local(name: str) -> bool:

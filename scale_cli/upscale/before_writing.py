@@ -14,7 +14,7 @@ from scale_cli.data.sources import check_source
 from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import BaseModelError
 from scale_cli.storage.layout import RunFolder, check_folder
-from scale_cli.upscale.base import load_base_config, load_tokenizer
+from scale_cli.upscale.base import check_tokenizer_fits, load_base_config, load_tokenizer
 from scale_cli.upscale.folder import any_base_without_weights
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes
@@ -37,11 +37,14 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
     RunFolder(config.output_dir).check()
     if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
         check_folder("corpus.cache_dir", config.corpus.cache_dir)
-    check_context(config, load_base_config(config.model))
+    base_config = load_base_config(config.model)
+    check_context(config, base_config)
     check_processes(config, num_processes)
     with torch.device("meta"):
         build_model(any_base_without_weights(config.model), config.method, config.seed)
-    if config.corpus.isolate_documents and Boundaries.of(load_tokenizer(config.model)).context is None:
+    tokenizer = load_tokenizer(config.model)
+    check_tokenizer_fits(tokenizer, config.model, base_config.vocab_size)
+    if config.corpus.isolate_documents and Boundaries.of(tokenizer).context is None:
         raise BaseModelError(
             f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "
             "first token would be predicted from the document before"

@@ -9,13 +9,20 @@ from scale_cli.config.compare import BASE_PLACE, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
-from scale_cli.errors import BaseModelError, RunFolderError
+from scale_cli.errors import RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
-from scale_cli.upscale.base import BaseRecord, check_finite, check_same_base, load_tokenizer, record_base
+from scale_cli.upscale.base import (
+    BaseRecord,
+    check_finite,
+    check_same_base,
+    check_tokenizer,
+    load_tokenizer,
+    record_base,
+)
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
 from scale_cli.upscale.method import start_model
@@ -96,11 +103,6 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     tokenizer = load_tokenizer(config.model)
     base = load_any_base(config.model)
     check_finite(base, config.model.base)
-    if len(tokenizer) > base.config.vocab_size:
-        raise BaseModelError(
-            f"model.base: the tokenizer of {config.model.base} has {len(tokenizer):,} ids, "
-            f"its embedding {base.config.vocab_size:,}"
-        )
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
@@ -138,5 +140,7 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if differences(before, config, UPSCALE_SECTIONS, BASE_PLACE):
         return False
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
-        check_same_base(load_any_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+        record = read_record(folder)
+        check_same_base(load_any_base(config.model), record, where=f"model.base {config.model.base}")
+        check_tokenizer(load_tokenizer(config.model), record)
     return True

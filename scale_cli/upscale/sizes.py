@@ -93,12 +93,18 @@ def check_processes(config: RunConfig, num_processes: int) -> None:
         ConfigError: naming the keys.
     """
     sizes = config.train
-    if sizes.global_batch_size % (sizes.micro_batch_size * num_processes):
+    at_once = sizes.sequences_at_once(num_processes)
+    if sizes.global_batch_size % (at_once * num_processes):
         share, rest = divmod(sizes.global_batch_size, num_processes)
         remedy = f"divides {share}" if not rest else f"and processes divide it: {num_processes} processes cannot"
         raise ConfigError(
             f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{sizes.micro_batch_size} x {num_processes} processes; choose a train.micro_batch_size that {remedy}"
+            f"{at_once} x {num_processes} processes; choose a train.micro_batch_size that {remedy}"
+        )
+    if sizes.attention == "flash_attention_2" and sizes.compile and at_once == 1:
+        raise ConfigError(
+            f"train.compile: flash_attention_2 cannot be compiled with one sequence a process ({num_processes} "
+            "processes); take another train.attention"
         )
 
 

@@ -24,7 +24,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
     assert load_text(EVALUATED).model_dump(mode="json") == {
         "output_dir": "runs/x",
         "seed": 0,
-        "model": {"base": "some/model", "revision": None, "dtype": "float32"},
+        "model": {"base": "some/model", "revision": None, "tokenizer": None, "dtype": "float32"},
         "method": {
             "variant": "route",
             "expansion": {"ratio": 0.25, "init": "svd"},
@@ -55,7 +55,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
         "train": {
             "max_steps": 10,
             "global_batch_size": 32,
-            "micro_batch_size": 8,
+            "micro_batch_size": None,
             "lr": 1e-3,
             "min_lr_ratio": 0.1,
             "schedule": "cosine",
@@ -264,3 +264,16 @@ def test_a_dumped_config_holds_every_key() -> None:
         for part in key.split("."):
             node = node[int(part)] if isinstance(node, list) else node[part]
     assert set(dumped) == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 2, 6, 7, 12, 32, 44])
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_a_micro_batch_that_is_left_open_divides_every_processs_share(
+    global_batch_size: int, num_processes: int
+) -> None:
+    train = load_text(SMALLEST, f"train.global_batch_size={global_batch_size}").train
+    share, rest = divmod(global_batch_size, num_processes)
+    if not rest:
+        at_once = train.sequences_at_once(num_processes)
+        assert share % at_once == 0
+        assert at_once == min(share, 8) or share % min(share, 8)

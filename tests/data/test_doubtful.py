@@ -66,7 +66,7 @@ def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenize
     assert line.startswith("corpus c1: its 60 tokens are read 27 times over")
     corpora = open_training_corpora(config, tokenizer, show_progress=False)
     for source, corpus, trained in zip(
-        config.corpus.sources, corpora, build_batches(config, corpora).trained_tokens(150), strict=True
+        config.corpus.sources, corpora, build_batches(config, corpora, 1).trained_tokens(150), strict=True
     ):
         told = num_readings(config, source, len(corpus.ids))
         assert trained.num_trained / (len(corpus.ids) - 1) == pytest.approx(told, rel=0.3)  # sources are drawn

@@ -65,7 +65,7 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
         tmp_path / "cache",
         show_progress=False,
     )
-    (windows,) = build_batches(config, [corpus]).sources
+    (windows,) = build_batches(config, [corpus], 1).sources
     inputs, targets = windows.window(0)
     positions = windows.positions(0)
     assert positions is not None

@@ -251,7 +251,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(base: Path, con
     tokenizer = load_tokenizer(config.model)
     tokenizer.add_tokens(["Lily"])
     tokenizer.save_pretrained(base)
-    with pytest.raises(BaseModelError, match="513 ids, its embedding 512"):
+    with pytest.raises(BaseModelError, match="513 ids, the base's embedding 512"):
         upscale(config)
 
 
@@ -262,3 +262,22 @@ def test_a_folder_that_is_not_ours_is_never_replaced(config: RunConfig) -> None:
     with pytest.raises(RunFolderError, match="not a folder of ours"):
         upscale(config)
     assert thesis.read_text(encoding="utf-8") == "precious"
+
+
+def test_a_tokenizer_of_its_own_place_may_move_but_not_change(base: Path, config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    for file in base.glob("tokenizer*"):
+        file.rename(tmp_path / "one" / file.name)
+
+    def given(place: str) -> RunConfig:
+        model = config.model.model_copy(update={"tokenizer": str(tmp_path / place)})
+        return config.model_copy(update={"model": model})
+
+    assert (upscale(given("one")).folder / "tokenizer.json").is_file()
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    assert upscale_is_finished(given("moved"))
+    other = load_tokenizer(given("one").model)
+    other.eos_token = "<unk>"
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(BaseModelError, match=r"the tokenizer of .*other is not the one"):
+        upscale_is_finished(given("other"))
