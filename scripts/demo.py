@@ -69,7 +69,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
         seed=config.seed,
         num_steps=BASE_TRAIN.max_steps,
         global_batch_size=BASE_TRAIN.global_batch_size,
-        micro_batch_size=BASE_TRAIN.micro_batch_size,
+        micro_batch_size=BASE_TRAIN.sequences_at_once(1),
     )
     architecture = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 # Any of these is the beginning of a tokenizer; the first alone needs nothing else.
 _WHOLE, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
