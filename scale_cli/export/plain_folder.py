@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_files
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.storage.atomic import write_text
-from scale_cli.upscale.base import load_base_config, one_line, root_model
+from scale_cli.upscale.base import load_base_config, one_line, root_model, tokenizer_place
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 
 _CONFIG = "config.json"
@@ -36,7 +36,7 @@ _TOKENIZER = (
     "chat_template.json",
 )
 _MORE_TEMPLATES = "additional_chat_templates"
-_COPIED = (*_TOKENIZER, "generation_config.json")
+_GENERATION = "generation_config.json"
 # What the methods change of a configuration.
 _CHANGED = (
     "hidden_size",
@@ -69,36 +69,36 @@ def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base
     # The base's own are copied; some of those that are out there transformers would load but not save.
     plain.generation_config = GenerationConfig.from_model_config(plain.config)
     plain.save_pretrained(folder)
-    config, *others = _base_files(base, (_CONFIG, *_COPIED))
+    root, place = root_model(base), tokenizer_place(base)
+    config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
+    if config.name != _CONFIG:
+        raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
+    of_tokenizer = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
     write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-    for file in others:
+    for file in [*others, *of_tokenizer]:
         shutil.copyfile(file, folder / file.name)
-    for template in config.parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
+    for template in of_tokenizer[0].parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
         (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(template, folder / _MORE_TEMPLATES / template.name)
     copied = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if any(copied(text).input_ids != tokenizer(text).input_ids for text in SAMPLE_TEXTS):
-        raise ExportParityError(f"the tokenizer's files of {base.base} give other ids elsewhere; nothing was written")
+        raise ExportParityError(f"the tokenizer's files of {place.name} give other ids elsewhere; nothing was written")
 
 
-def _base_files(base: ModelConfig, names: Sequence[str]) -> list[Path]:
-    """Return those of some files that the plain base has, in order: in its folder, on the hub, or in the hub's cache.
+def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:
+    """Return those of some files that there are, in order: in a folder, on the hub, or in the hub's cache.
 
     Raises:
-        BaseModelError: the first is not among them.
+        BaseModelError: none is there; it begins with the key of the config that says where.
     """
-    base = root_model(base)
     try:
-        found = cached_files(
-            base.base, list(names), revision=base.revision, _raise_exceptions_for_missing_entries=False
-        )
+        found = cached_files(name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
-        raise BaseModelError(f"model.base: the files of {base.base} are not at hand: {one_line(error)}") from None
-    files = [Path(file) for file in found or []]
-    if not files or files[0].name != names[0]:
-        raise BaseModelError(f"model.base: {base.base}: {names[0]} is not at hand")
-    return files
+        raise BaseModelError(f"{key}: the files of {name} are not at hand: {one_line(error)}") from None
+    if not found:
+        raise BaseModelError(f"{key}: {name}: {names[0]} is not at hand")
+    return [Path(file) for file in found]
 
 
 def _configuration(told: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:

@@ -197,3 +197,17 @@ def test_files_that_tokenise_otherwise_than_the_base_did_are_refused(base: Path,
     (tmp_path / "export").mkdir()
     with pytest.raises(ExportParityError, match="nothing was written"):
         write_plain(widened(base), tokenizer, ModelConfig(base=str(base)), tmp_path / "export")
+
+
+def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(base: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in base.glob("tokenizer*"):
+        file.rename(elsewhere / file.name)
+    (elsewhere / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    (base / "added_tokens.json").write_text("{}", encoding="utf-8")
+    model = ModelConfig(base=str(base), tokenizer=str(elsewhere))
+    write_plain(widened(base), load_tokenizer(model), model, tmp_path / "export")
+    for file in elsewhere.iterdir():
+        assert (tmp_path / "export" / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / "export" / "added_tokens.json").exists()
