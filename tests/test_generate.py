@@ -118,6 +118,7 @@ def test_every_end_that_the_bases_settings_name_ends_a_text(run: RunConfig) -> N
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    capsys.readouterr()
     monkeypatch.setattr("sys.argv", ["scale", "generate", *arguments, "--max-new-tokens", "12"])
     with pytest.raises(SystemExit) as ended:
         main()
