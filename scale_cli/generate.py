@@ -203,7 +203,7 @@ class Generator:
         ids = ids if self._boundary is None else [self._boundary, *ids]
         if not ids:
             raise ConfigError("--prompt: empty, and the tokenizer has no boundary to start from")
-        return torch.tensor(ids)
+        return torch.tensor(ids, device=self.model.device)
 
     @torch.no_grad()
     def continue_all(
@@ -220,7 +220,7 @@ class Generator:
         padding = self.tokenizer.pad_token_id
         settings = sampling.settings(self._ends, next(iter(self._ends), 0) if padding is None else padding)
         width = max(len(row) for row in rows)
-        ids_BT = torch.full((len(rows), width), settings.pad_token_id)
+        ids_BT = torch.full((len(rows), width), settings.pad_token_id, device=self.model.device)
         mask_BT = torch.zeros_like(ids_BT)
         for index, row in enumerate(rows):
             ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
@@ -278,7 +278,7 @@ class Generator:
         if self._routes_by_cosine():
             serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
             return [{"base": float(serves), "trained": 1.0 - float(serves)} for serves in serves_base_T]
-        prior_K = model.log_prior()
+        prior_K = model.log_prior(ids_T.device)
         weights_KBS = posterior_log_weights(
             observed.log_probs_KBT, prior_K[:, None], prior_K, model.config.router_switch_rate
         )

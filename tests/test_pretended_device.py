@@ -1,0 +1,264 @@
+"""What every verb computes, on a device that refuses to mix with the CPU: the same as on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lm_eval.api.instance import Instance
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig, TrainConfig
+from scale_cli.data.batches import Batches, IsolatedWindows
+from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.errors import PreservationError
+from scale_cli.evaluation.benchmark_heads import ObservedHeads
+from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.export.dense import plain_model
+from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.self_contained import write_self_contained
+from scale_cli.generate import Continuation, Generator, Sampling
+from scale_cli.join.scoring import HeldOut, score
+from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.observing import TwoHeaded
+from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
+from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale.base import BaseRecord, load_tokenizer, load_written
+from scale_cli.upscale.folder import TRAINED, write_trained
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
+from scale_cli.upscale.run import upscale
+from tests.pretended_device import pretended_device
+from tests.torture.tiny_run import Runs, write_base_and_texts
+from tests.widening import as_if_trained, joined, tiny_llama, widen
+
+CPU = torch.device("cpu")
+VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
+PROMPTS = ["12 7", "30 31 32 33"]
+
+
+@contextmanager
+def accelerate_on(device: torch.device) -> Iterator[None]:
+    """Let Accelerate, and so every verb, compute on a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    with pretended_device() as device, accelerate_on(device):
+        yield device
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Of a run of a second that has been upscaled: a random Llama that knows numbers."""
+    root = tmp_path_factory.mktemp("pretended")
+    write_base_and_texts(root)
+    config = load_config(Runs(root, root).config("run"))
+    upscale(config)
+    return config
+
+
+def embedded_on(compute: Callable[[], Any]) -> set[str]:
+    """Return the devices on which any model read token ids while something was computed."""
+    devices = set()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            devices.add(module.weight.device.type)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        compute()
+    finally:
+        hook.remove()
+    return devices
+
+
+def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: torch.device) -> None:
+    x, y = torch.arange(3.0, device=device), torch.ones(3)
+    index, number = torch.tensor([2, 0]), torch.tensor(2.0)
+    refused: list[Callable[[], Any]] = [
+        lambda: x + y,
+        lambda: y.add_(x),
+        lambda: y.add_(x[0]),
+        lambda: torch.cat([x, y]),
+        lambda: y[index.to(device)],
+        lambda: torch.where(x > 1, x, y),
+        lambda: torch.nn.functional.embedding(index, x[:, None]),
+        lambda: torch.rand(3, device=device, generator=torch.Generator()),
+        lambda: x.numpy(),
+        lambda: np.asarray(x),
+    ]
+    for mixture in refused:
+        with pytest.raises((RuntimeError, TypeError), match=r"same device|for generator|to numpy"):
+            mixture()
+    taken = [x + number, number * x, x[index], torch.where(x > 1, x, number), y.copy_(x), x.to("cpu"), x.double().sum()]
+    assert [tensor.device.type for tensor in taken] == [device.type] * 4 + ["cpu"] * 2 + [device.type]
+    assert torch.equal(x.cpu(), torch.arange(3.0))
+
+
+def small_batches() -> Batches:
+    ids = np.random.default_rng(0).integers(0, 61, 200)
+    windows = IsolatedWindows(ids, 16, np.arange(0, 201, 10))
+    return Batches([windows], [1.0], seed=0, num_steps=2, global_batch_size=4, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision"), [*((variant, "no") for variant in VARIANTS), ("route", "bf16"), ("full", "bf16")]
+)
+def test_two_training_steps_of_every_method(device: torch.device, variant: Any, precision: Any) -> None:
+    train = TrainConfig(max_steps=2, lr=1e-4, schedule="constant", mixed_precision=precision)
+
+    def steps(where: torch.device) -> list[StepResult]:
+        torch.manual_seed(0)
+        model = start_model(
+            tiny_llama(num_hidden_layers=2), MethodConfig(variant=variant, freeze=FreezeConfig(num_layers=1)), seed=0
+        )
+        with accelerate_on(where):
+            accelerator = Accelerator()
+            wrapped = accelerator.prepare(for_training(nn.Module.to(model, where), train)).train()
+            optimiser, batches, results = build_optimiser(wrapped, train), small_batches(), []
+            for index in range(2):
+                results.append(train_step(accelerator, wrapped, optimiser, batches, index, train))
+                saved = {name: moment.cpu() for name, moment in optimiser_tensors(optimiser, wrapped).items()}
+                load_optimiser_tensors(optimiser, wrapped, saved)
+        return results
+
+    for there, here in zip(steps(device), steps(CPU), strict=True):
+        assert there.loss == pytest.approx(here.loss, rel=1e-2 if precision == "bf16" else 1e-5)
+
+
+def route(**router: Any) -> ScaleForCausalLM:
+    return as_if_trained(widen(tiny_llama(vocab_size=280), "route", "top:1", **router))
+
+
+def upon_another() -> ScaleForCausalLM:
+    below = as_if_trained(widen(tiny_llama(vocab_size=280), "preserve", seed=1)).requires_grad_(False)
+    return as_if_trained(widen(below, "route"))
+
+
+def two_members() -> JoinedForCausalLM:
+    base = tiny_llama(vocab_size=280)
+    first = as_if_trained(widen(copy.deepcopy(base), "preserve", seed=1))
+    second = as_if_trained(widen(copy.deepcopy(base), "route", "top:1", seed=2), seed=2)
+    return joined(base, first=(0, first), second=(0, second))
+
+
+def beside_base() -> BesideBase:
+    beside: BesideBase = BesideBase(tiny_llama(vocab_size=280), tiny_llama(1, vocab_size=280)).eval()
+    return beside
+
+
+@pytest.mark.parametrize("make", [route, upon_another, beside_base])
+def test_the_scores_of_documents_and_of_benchmarks(
+    device: torch.device, config: RunConfig, make: Callable[[], Any]
+) -> None:
+    tokenizer = load_tokenizer(config.model)
+    corpus = open_held_out_corpora(config, tokenizer, show_progress=False)[0]
+    router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
+    settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
+
+    def scores(where: torch.device) -> list[Tensor]:
+        model: TwoHeaded = make().to(where)
+        losses = score_corpus(model, corpus, router, sequence_length=16, **settings)
+        answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
+        asked = [Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))]
+        told: list[float] = []
+        for head in ("base", "adapted", "posterior", "cosine"):
+            answers.head = head
+            told.extend(score for score, _ in answers.loglikelihood(asked))
+        return [torch.tensor(told), *(torch.from_numpy(values) for values in vars(losses).values())]
+
+    here = scores(CPU)
+    assert embedded_on(lambda: torch.testing.assert_close(scores(device), here, rtol=1e-5, atol=1e-4)) == {device.type}
+
+
+def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfig) -> None:
+    (source, *_), tokenizer = config.evaluation.perplexity, load_tokenizer(config.model)
+    held_out = HeldOut(source, open_held_out_corpora(config, tokenizer, show_progress=False)[0], config)
+    here, there = (score(nn.Module.to(two_members(), where), "held", held_out) for where in (CPU, device))
+    for name, figures in here.heads.items():
+        assert there.heads[name].nats_per_token == pytest.approx(figures.nats_per_token, rel=1e-5)
+    assert there.routed.nats_per_token == pytest.approx(here.routed.nats_per_token, rel=1e-5)
+
+
+@pytest.mark.parametrize(("variant", "rule"), [("preserve", "posterior"), ("route", "posterior"), ("route", "cosine")])
+def test_generation_and_which_head_spoke(device: torch.device, config: RunConfig, variant: str, rule: str) -> None:
+    generator = Generator(RunFolder(config.output_dir).upscaled)
+    trained = as_if_trained(nn.Module.to(generator.model, CPU))
+    trained.config.variant, trained.config.router_rule, trained.config.router_threshold = variant, rule, 0.97
+    sampled = Sampling(3, temperature=0.8, top_p=0.9, options={"repetition_penalty": 1.2})
+    ways = [Sampling(3), sampled, Sampling(3, options={"num_beams": 2})]
+
+    def said(where: torch.device) -> list[Continuation]:
+        generator.model = nn.Module.to(copy.deepcopy(trained), where)
+        return [told for way in ways for told in generator.continue_all(PROMPTS, way)]
+
+    here = said(CPU)
+    assert embedded_on(lambda: _assert_same_words(said(device), here)) == {device.type}
+
+
+def _assert_same_words(there: list[Continuation], here: list[Continuation]) -> None:
+    for one, other in zip(there, here, strict=True):
+        assert one.completion == other.completion
+        for token, expected in zip(one.tokens, other.tokens, strict=True):
+            assert token.shares == (None if expected.shares is None else pytest.approx(expected.shares, abs=1e-5))
+
+
+@pytest.mark.parametrize("make", [route, upon_another])
+def test_the_proof_of_preservation(device: torch.device, config: RunConfig, make: Callable[[], Any]) -> None:
+    model, tokenizer = make().to(device), load_tokenizer(config.model)
+    logits = own_logits(model.base, sample_ids(tokenizer))
+    assert embedded_on(lambda: check_preservation(model, tokenizer, logits)) == {device.type}
+    with torch.no_grad():
+        model.root.lm_head.weight.mul_(1.01)
+    with pytest.raises(PreservationError):
+        check_preservation(model, tokenizer, logits)
+
+
+@pytest.mark.parametrize("variant", ["route", "lora", "llama-pro"])
+def test_every_export_is_written_and_compared(device: torch.device, tmp_path: Path, variant: Any) -> None:
+    trained = start_model(tiny_llama(), MethodConfig(variant=variant), seed=0).eval()
+    trained = as_if_trained(trained) if isinstance(trained, ScaleForCausalLM) else trained
+    nn.Module.to(trained, device)
+    prompts = [torch.arange(length, device=device).unsqueeze(0) for length in (5, 17)]
+    plain_model(trained, "float32", prompts).save_pretrained(tmp_path / "plain")
+    written = [(load_written(AutoModelForCausalLM, tmp_path / "plain"), trained_logits)]
+    if isinstance(trained, ScaleForCausalLM):
+        write_self_contained(trained, tmp_path / "own")
+        written.append((load_written(ScaleForCausalLM, tmp_path / "own"), served_logits))
+    for exported, expected in written:
+        parity = measure_parity(nn.Module.to(exported, device).eval(), trained, expected, prompts)
+        check_parity(parity, "float32")
+
+
+def test_a_folder_of_what_was_trained_on_the_device_is_the_same_on_the_cpu(
+    device: torch.device, tmp_path: Path
+) -> None:
+    model, method = route(), MethodConfig(variant="route")
+    record = BaseRecord("base", None, "float32", {})
+    for name, where in (("there", device), ("here", CPU)):
+        write_trained(tmp_path / name, nn.Module.to(model, where), method, record)
+    one, other = (load_tensors(tmp_path / name / TRAINED) for name in ("there", "here"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
