@@ -23,11 +23,15 @@ from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
+from scale_cli.evaluation.calibration import calibrate
+from scale_cli.evaluation.run import evaluate
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.run import export
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.generate import Continuation, Generator, Sampling
+from scale_cli.join.run import join
 from scale_cli.join.scoring import HeldOut, score
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -36,6 +40,7 @@ from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
+from scale_cli.training.run import train
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale.base import BaseRecord, load_tokenizer, load_written
 from scale_cli.upscale.folder import TRAINED, write_trained
@@ -43,6 +48,7 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.run import upscale
+from scale_cli.verify import verify
 from tests.pretended_device import pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.widening import as_if_trained, joined, tiny_llama, widen
@@ -119,7 +125,7 @@ def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: 
 
 def small_batches() -> Batches:
     ids = np.random.default_rng(0).integers(0, 61, 200)
-    windows = IsolatedWindows(ids, 16, np.arange(0, 201, 10))
+    windows = IsolatedWindows(ids, 16, np.arange(0, 201, 10), marked_by_last=False)
     return Batches([windows], [1.0], seed=0, num_steps=2, global_batch_size=4, micro_batch_size=2)
 
 
@@ -262,3 +268,63 @@ def test_a_folder_of_what_was_trained_on_the_device_is_the_same_on_the_cpu(
     one, other = (load_tensors(tmp_path / name / TRAINED) for name in ("there", "here"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def in_turn(verbs: dict[str, Callable[[], Any]]) -> dict[str, set[str]]:
+    """Run some verbs, and return where each of them computed."""
+    return {name: embedded_on(verb) for name, verb in verbs.items()}
+
+
+def shortened(config: RunConfig, output_dir: Path, base: Path | None = None, **method: Any) -> RunConfig:
+    """Return a run of two steps, with an evaluation and a checkpoint between them."""
+    every = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 1, "eval_every_steps": 1}
+    train = config.train.model_dump() | every
+    model = config.model.model_dump() | ({} if base is None else {"base": str(base)})
+    changed = {"output_dir": output_dir, "model": model, "method": method, "train": train}
+    return RunConfig.model_validate(config.model_dump() | changed)
+
+
+@pytest.mark.parametrize(
+    ("variant", "formats"),
+    [("route", ("llama", "transformers", "adapter")), ("lora", ("llama", "adapter")), ("llama-pro", ("llama",))],
+)
+def test_every_verb_of_a_run_computes_on_the_device(
+    device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
+) -> None:
+    config = shortened(config, tmp_path / "run", variant=variant, freeze={"num_layers": 1})
+
+    def exported(name: str) -> Callable[[], Any]:
+        settings = config.export.model_copy(update={"format": name})
+        return lambda: export(config.model_copy(update={"export": settings}))
+
+    verbs: dict[str, Callable[[], Any]] = {
+        "upscale": lambda: upscale(config),
+        "train": lambda: train(config, None, print),
+        "evaluate": lambda: evaluate(config),
+        "calibrate": lambda: calibrate(config, 2),
+        **{name: exported(name) for name in formats},
+        "generate": lambda: Generator(config.output_dir).continue_all(PROMPTS, Sampling(2)),
+        "generate from an export": lambda: Generator(RunFolder(config.output_dir).export("llama")).continue_all(
+            PROMPTS, Sampling(2)
+        ),
+        "verify": lambda: verify(config.output_dir).require(),
+    }
+    assert in_turn(verbs) == {name: {device.type} for name in verbs}
+
+
+def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
+    device: torch.device, config: RunConfig, tmp_path: Path
+) -> None:
+    below = shortened(config, tmp_path / "below", variant="preserve")
+    above = shortened(config, tmp_path / "above", below.output_dir, variant="route")
+    folder = tmp_path / "joined"
+    verbs: dict[str, Callable[[], Any]] = {
+        "upscale": lambda: upscale(below),
+        "train": lambda: train(below, None, print),
+        "upscale again": lambda: upscale(above),
+        "train again": lambda: train(above, None, print),
+        "join": lambda: join([below.output_dir, above.output_dir], folder, None, 0.0),
+        "generate": lambda: Generator(folder).continue_all(PROMPTS, Sampling(2)),
+        "verify": lambda: verify(folder).require(),
+    }
+    assert in_turn(verbs) == {name: {device.type} for name in verbs}
