@@ -42,6 +42,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.run import train
 from scale_cli.training.step import StepResult, train_step
+from scale_cli.upscale import preservation
 from scale_cli.upscale.base import BaseRecord, load_tokenizer, load_written
 from scale_cli.upscale.folder import TRAINED, write_trained
 from scale_cli.upscale.method import start_model
@@ -55,6 +56,7 @@ from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 CPU = torch.device("cpu")
 VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
+SMALL = {"vocab_size": 280, "num_hidden_layers": 2}
 PROMPTS = ["12 7", "30 31 32 33"]
 
 
@@ -75,13 +77,15 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Of a run of a second that has been upscaled: a random Llama that knows numbers."""
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
+    """Of a run of a second that has been upscaled; proofs take two texts, for every operator costs here."""
     root = tmp_path_factory.mktemp("pretended")
-    write_base_and_texts(root)
+    write_base_and_texts(root, num_hidden_layers=2)
     config = load_config(Runs(root, root).config("run"))
-    upscale(config)
-    return config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
+        upscale(config)
+        yield config
 
 
 def embedded_on(compute: Callable[[], Any]) -> set[str]:
@@ -155,23 +159,23 @@ def test_two_training_steps_of_every_method(device: torch.device, variant: Any, 
 
 
 def route(**router: Any) -> ScaleForCausalLM:
-    return as_if_trained(widen(tiny_llama(vocab_size=280), "route", "top:1", **router))
+    return as_if_trained(widen(tiny_llama(**SMALL), "route", "top:1", **router))
 
 
 def upon_another() -> ScaleForCausalLM:
-    below = as_if_trained(widen(tiny_llama(vocab_size=280), "preserve", seed=1)).requires_grad_(False)
+    below = as_if_trained(widen(tiny_llama(**SMALL), "preserve", seed=1)).requires_grad_(False)
     return as_if_trained(widen(below, "route"))
 
 
 def two_members() -> JoinedForCausalLM:
-    base = tiny_llama(vocab_size=280)
+    base = tiny_llama(**SMALL)
     first = as_if_trained(widen(copy.deepcopy(base), "preserve", seed=1))
     second = as_if_trained(widen(copy.deepcopy(base), "route", "top:1", seed=2), seed=2)
     return joined(base, first=(0, first), second=(0, second))
 
 
 def beside_base() -> BesideBase:
-    beside: BesideBase = BesideBase(tiny_llama(vocab_size=280), tiny_llama(1, vocab_size=280)).eval()
+    beside: BesideBase = BesideBase(tiny_llama(**SMALL), tiny_llama(1, **SMALL)).eval()
     return beside
 
 
@@ -244,7 +248,7 @@ def test_the_proof_of_preservation(device: torch.device, config: RunConfig, make
 
 @pytest.mark.parametrize("variant", ["route", "lora", "llama-pro"])
 def test_every_export_is_written_and_compared(device: torch.device, tmp_path: Path, variant: Any) -> None:
-    trained = start_model(tiny_llama(), MethodConfig(variant=variant), seed=0).eval()
+    trained = start_model(tiny_llama(num_hidden_layers=2), MethodConfig(variant=variant), seed=0).eval()
     trained = as_if_trained(trained) if isinstance(trained, ScaleForCausalLM) else trained
     nn.Module.to(trained, device)
     prompts = [torch.arange(length, device=device).unsqueeze(0) for length in (5, 17)]
@@ -276,8 +280,8 @@ def in_turn(verbs: dict[str, Callable[[], Any]]) -> dict[str, set[str]]:
 
 
 def shortened(config: RunConfig, output_dir: Path, base: Path | None = None, **method: Any) -> RunConfig:
-    """Return a run of two steps, with an evaluation and a checkpoint between them."""
-    every = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 1, "eval_every_steps": 1}
+    """Return a run of two steps, with evaluations and a checkpoint."""
+    every = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 2, "eval_every_steps": 1}
     train = config.train.model_dump() | every
     model = config.model.model_dump() | ({} if base is None else {"base": str(base)})
     changed = {"output_dir": output_dir, "model": model, "method": method, "train": train}

@@ -27,7 +27,7 @@ MAX_STEPS, SAVED_STEPS = 12, (3, 6, 9, 12)
 MIDWAY = 6
 
 
-def write_base_and_texts(root: Path) -> None:
+def write_base_and_texts(root: Path, **sizes: Any) -> None:
     """Write a base model, two corpora to train on and one held out."""
     words = random.Random(0)
     for name, num_documents in (("one", 14), ("two", 9), ("held-out", 6)):
@@ -36,7 +36,7 @@ def write_base_and_texts(root: Path) -> None:
         ]
         (root / f"{name}.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer([(root / "one.txt").read_text(encoding="utf-8")], 280)
-    write_base(root / "base", tiny_llama(vocab_size=len(tokenizer)), tokenizer)
+    write_base(root / "base", tiny_llama(vocab_size=len(tokenizer), **sizes), tokenizer)
 
 
 @dataclass(frozen=True)
