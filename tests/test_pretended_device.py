@@ -149,7 +149,7 @@ def test_two_training_steps_of_every_method(device: torch.device, variant: Any, 
             wrapped = accelerator.prepare(for_training(nn.Module.to(model, where), train)).train()
             optimiser, batches, results = build_optimiser(wrapped, train), small_batches(), []
             for index in range(2):
-                results.append(train_step(accelerator, wrapped, optimiser, batches, index, train))
+                results.append(train_step(accelerator, wrapped, optimiser, batches, index, train).result())
                 saved = {name: moment.cpu() for name, moment in optimiser_tensors(optimiser, wrapped).items()}
                 load_optimiser_tensors(optimiser, wrapped, saved)
         return results
@@ -247,7 +247,9 @@ def test_the_proof_of_preservation(device: torch.device, config: RunConfig, make
 
 
 @pytest.mark.parametrize("variant", ["route", "lora", "llama-pro"])
-def test_every_export_is_written_and_compared(device: torch.device, tmp_path: Path, variant: Any) -> None:
+def test_every_export_is_written_and_compared(
+    device: torch.device, config: RunConfig, tmp_path: Path, variant: Any
+) -> None:
     trained = start_model(tiny_llama(num_hidden_layers=2), MethodConfig(variant=variant), seed=0).eval()
     trained = as_if_trained(trained) if isinstance(trained, ScaleForCausalLM) else trained
     nn.Module.to(trained, device)
@@ -255,7 +257,7 @@ def test_every_export_is_written_and_compared(device: torch.device, tmp_path: Pa
     plain_model(trained, "float32", prompts).save_pretrained(tmp_path / "plain")
     written = [(load_written(AutoModelForCausalLM, tmp_path / "plain"), trained_logits)]
     if isinstance(trained, ScaleForCausalLM):
-        write_self_contained(trained, tmp_path / "own")
+        write_self_contained(trained, load_tokenizer(config.model), tmp_path / "own")
         written.append((load_written(ScaleForCausalLM, tmp_path / "own"), served_logits))
     for exported, expected in written:
         parity = measure_parity(nn.Module.to(exported, device).eval(), trained, expected, prompts)
