@@ -1,15 +1,9 @@
-"""Sharded training, on real processes; `train_all.py` is what each of them runs.
-
-Processes take seconds to start, so a module's worth of runs is made by one group of two and one of four.
-"""
+"""Sharded training, on real processes, which are forks; `tests/test_processes.py` has some of a launcher."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +30,7 @@ from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import upscale
+from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
 
@@ -71,15 +66,11 @@ class Runs:
 
 
 def train_in_processes(configs: Iterable[RunConfig], num_processes: int, folder: Path) -> None:
-    paths = []
     for config in configs:
-        paths.append(folder / f"{config.output_dir.name}-{num_processes}.yaml")
-        paths[-1].write_text(dump_config(config), encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command = [*launch, str(Path(__file__).with_name("train_all.py")), *map(str, paths)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr
+        path = folder / f"{config.output_dir.name}-{num_processes}.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        for ended in ended_group(start_group("train", str(path), "--resume", "auto", num_processes=num_processes)):
+            assert ended.exit_code == 0, ended.printed
 
 
 def cut_after_saved_step(whole: RunConfig, name: str, *, sharding: str, micro_batch_size: int) -> RunConfig:
