@@ -118,14 +118,13 @@ def on_main(work: Callable[[], Result]) -> Result | None:
         _agreed(exit_code)
 
 
-def main_decides(decide: Callable[[], bool]) -> bool:
-    """Return, to every process, what the main one decides.
+def main_decides(decide: Callable[[], int]) -> int:
+    """Return, to every process, what the main one decides: a number, or yes or no.
 
     Raises:
         ScaleError: as `on_main`.
     """
-    decided = on_main(decide)
-    return bool(_agreed(int(bool(decided))))
+    return _agreed(int(on_main(decide) or 0))
 
 
 def _agreed(value: int) -> int:

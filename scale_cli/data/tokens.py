@@ -22,13 +22,14 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.data.content import SourceHashes
 from scale_cli.data.decompression import COMPRESSIONS
 from scale_cli.data.documents import dataset_commit, described, source_files
 from scale_cli.data.encoding import Ids, Recipe
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
-from scale_cli.storage.atomic import file_sha256, read_json
+from scale_cli.storage.atomic import read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
 _FORMAT_VERSION = 4
@@ -110,9 +111,11 @@ def tokenised(
             `reading` allows.
     """
     reading = reading or ReadingConfig()
-    folder = _cache_folder(source, tokenizer, cache_dir, reading)
+    hashes = SourceHashes(cache_dir)
+    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading)
     if not is_tokenised(folder):
         tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
+    hashes.remember()
     corpus = _opened(folder, tokenizer)
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
     check_unknown_fraction(described(source), corpus.ledger, reading.max_unknown_fraction)
@@ -127,14 +130,8 @@ def already_tokenised(
     Raises:
         CorpusError: the source cannot be read.
     """
-    folder = _cache_folder(source, tokenizer, cache_dir, reading)
+    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading)
     return _opened(folder, tokenizer) if is_tokenised(folder) else None
-
-
-def _cache_folder(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
-) -> Path:
-    return cache_dir / f"{source.name}-{_content_key(source, tokenizer, reading)[:16]}"
 
 
 def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
@@ -146,10 +143,12 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, Boundaries.of(tokenizer))
 
 
-def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> str:
+def _folder_name(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
+) -> str:
     described = {
         "format": _FORMAT_VERSION,
-        "content": _file_content(source) if source.dataset is None else _dataset_content(source),
+        "content": _file_content(source, hashes) if source.dataset is None else _dataset_content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,
         # Earlier versions counted what was read, kept or not.
@@ -157,26 +156,26 @@ def _content_key(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return f"{source.name}-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-def _file_content(source: TextSource) -> list[tuple[str, str]]:
-    return [(_reader_suffixes(file), _readable_sha256(file, source.name)) for file in source_files(source)]
+def _file_content(source: TextSource, hashes: SourceHashes) -> list[tuple[str, str]]:
+    return [(_reader_suffixes(file), _readable_sha256(file, source.name, hashes)) for file in source_files(source)]
 
 
-def _readable_sha256(file: Path, source_name: str) -> str:
+def _readable_sha256(file: Path, source_name: str, hashes: SourceHashes) -> str:
     try:
-        return file_sha256(file)
+        return hashes.sha256(file)
     except OSError as error:
         raise CorpusError(f"{source_name}: {file} cannot be read ({error.strerror or error})") from None
 
 
-def _dataset_content(source: TextSource) -> list[object]:
+def _dataset_content(source: TextSource, hashes: SourceHashes) -> list[object]:
     assert source.dataset is not None
     place = Path(source.dataset)
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file())
-        commit: object = [(str(file.relative_to(place)), _readable_sha256(file, source.name)) for file in files]
+        commit: object = [(str(file.relative_to(place)), _readable_sha256(file, source.name, hashes)) for file in files]
     else:
         commit = dataset_commit(source)
     return [source.dataset, source.subset, source.split, commit]

@@ -25,7 +25,7 @@ from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
-from scale_cli.processes import main_first, on_main, state
+from scale_cli.processes import main_decides, main_first, on_main, state
 from scale_cli.storage.atomic import (
     changed_versions,
     new_folder,
@@ -107,7 +107,8 @@ def train(
     check_before_writing(config, training_sources(config), accelerator.num_processes)
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
-        start = _starting_point(run_folder, config, resume, say, accepted)
+        number = main_decides(lambda: _starting_number(run_folder, config, resume, say, accepted))
+        start = _numbered(number, run_folder, resume)
         run = _open_run(config, accelerator, start, say)
         run_loop(run)
         _write_final(run)
@@ -148,6 +149,27 @@ def _say_nothing(line: str) -> None:
     """Only the main process speaks."""
 
 
+def _starting_number(
+    run_folder: RunFolder,
+    config: RunConfig,
+    resume: str | None,
+    say: Callable[[str], None],
+    accepted: Collection[str],
+) -> int:
+    """Return the starting point as one process can tell it to others: 1 and the steps done, or 0 where there is none.
+
+    One process reads a checkpoint through, once, and refuses it for all.
+    """
+    start = _starting_point(run_folder, config, resume, say, accepted)
+    return 0 if start is None else 1 + read_position(start).step
+
+
+def _numbered(number: int, run_folder: RunFolder, resume: str | None) -> Path | None:
+    if not number or resume is None:
+        return None
+    return run_folder.checkpoint(number - 1) if resume == "auto" else Path(resume)
+
+
 def _starting_point(
     run_folder: RunFolder,
     config: RunConfig,
@@ -179,8 +201,8 @@ def _starting_point(
             raise RunFolderError(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
             )
-    if start is not None:
         verify_folder(start)
+    if start is not None:
         for line in _check_same_run(start, config, TRAIN_SECTIONS, PLACES, accepted):
             say(f"changed        {line}")
         if (step := read_position(start).step) > config.train.max_steps:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import Interrupted, PreservationError, RunFolderError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage import atomic
+from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.training import loop, saving
@@ -133,6 +135,29 @@ def test_an_error_of_a_job_is_raised_by_whoever_waits() -> None:
     with pytest.raises(StorageError, match="on the thread"):
         job.wait()
     assert job.is_done()
+
+
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_resume_reads_a_checkpoint_through_once(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    config = make_config("run", "train.max_hours=1e-9")
+    upscale(config)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(config, "auto", said_nothing)
+    newest = RunFolder(config.output_dir).checkpoint(2)
+    hashed: list[Path] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path)
+        return file_sha256(path)
+
+    monkeypatch.setattr(atomic, "file_sha256", sha256)
+    with pytest.raises(Interrupted):
+        train(config, "auto" if resume == "auto" else str(newest), said_nothing)
+    read = [path.name for path in hashed if path.parent == newest]
+    assert sorted(read) == sorted(file.name for file in newest.iterdir() if file.name != "manifest.json")
 
 
 def test_a_run_in_which_another_process_trains_is_refused(make_config: MakeConfig) -> None:
