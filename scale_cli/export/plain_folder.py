@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
@@ -66,8 +66,6 @@ def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base
         BaseModelError: the base's files are not at hand.
         ExportParityError: the tokenizer's files do not tokenise as the base's tokenizer does.
     """
-    # The base's own are copied; some of those that are out there transformers would load but not save.
-    plain.generation_config = GenerationConfig.from_model_config(plain.config)
     plain.save_pretrained(folder)
     root, place = root_model(base), tokenizer_place(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
