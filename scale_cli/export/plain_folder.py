@@ -67,16 +67,29 @@ def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base
         ExportParityError: the tokenizer's files do not tokenise as the base's tokenizer does.
     """
     plain.save_pretrained(folder)
-    root, place = root_model(base), tokenizer_place(base)
+    root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
     if config.name != _CONFIG:
         raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
-    of_tokenizer = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
     write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-    for file in [*others, *of_tokenizer]:
+    for file in others:
         shutil.copyfile(file, folder / file.name)
-    for template in of_tokenizer[0].parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
+    copy_tokenizer(tokenizer, base, folder)
+
+
+def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder: Path) -> None:
+    """Copy a tokenizer's files, byte for byte, to where a config.json of the base's family is.
+
+    Raises:
+        BaseModelError: they are not at hand.
+        ExportParityError: they do not tokenise there as the tokenizer does that was loaded from them.
+    """
+    place = tokenizer_place(base)
+    files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    for template in files[0].parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
         (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(template, folder / _MORE_TEMPLATES / template.name)
     copied = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -19,7 +19,7 @@ from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
-from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.plain_folder import copy_tokenizer, write_plain
 from scale_cli.export.precision import lower_weights
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -101,8 +101,8 @@ def export(config: RunConfig) -> ExportSummary:
         elif config.method.variant == "lora":
             from scale_cli.upscale.peft_folder import write_peft
 
-            tokenizer.save_pretrained(partial)
             describe_method(partial, model, config.method, trained.record)
+            copy_tokenizer(tokenizer, config.model, partial)
             write_peft(partial, model, config.model)
         else:
             tokenizer.save_pretrained(partial)

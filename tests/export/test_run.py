@@ -100,6 +100,8 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     assert (answered(base) - expected).abs().max() > 0.01
     assert torch.equal(answered(PeftModel.from_pretrained(base, folder)), expected)
     assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (Path(config.model.base) / name).read_bytes()
     told = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (config.model.base, "LORA", 16)
     assert told["target_modules"] == sorted(config.method.lora.targets)
