@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from scale_cli.config.compare import differences
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig, Section
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import Report
 from scale_cli.storage.atomic import MANIFEST, read_json
@@ -22,6 +23,7 @@ from scale_cli.storage.layout import RunFolder
 _SAME_BASE_LOSS = 5e-3
 # Which parts of a config the reader is told about where they differ; `model` is held equal by its content hash.
 _TOLD_SECTIONS = ("seed", "corpus", "train", "evaluation")
+_SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,33 @@ def load_runs(folders: list[Path]) -> list[ComparedRun]:
 def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
     """Return in what, besides its method, each run was set up otherwise than the first.
 
-    One line a key: `train.lr: 0.001 -> 0.0001` reads first run -> this run. Runs set up alike are left out.
+    One line a key: `train.lr: 0.001 -> 0.0001` reads first run -> this run; and one a list of sources, which are told
+    apart by name. Runs set up alike are left out.
     """
-    told = {run.name: differences(runs[0].config, run.config, _TOLD_SECTIONS) for run in runs[1:]}
+    told = {run.name: _set_up_otherwise(runs[0].config, run.config) for run in runs[1:]}
     return {name: lines for name, lines in told.items() if lines}
+
+
+def _set_up_otherwise(first: RunConfig, other: RunConfig) -> list[str]:
+    lines = [line.replace("None", "not set") for line in differences(first, other, _TOLD_SECTIONS, _SOURCES)]
+    for key, before, now in (
+        ("corpus.sources", first.corpus.sources, other.corpus.sources),
+        ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
+        ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
+    ):
+        if changed := _other_sources(before, now):
+            lines.append(f"{key}: {', '.join(changed)}")
+    return lines
+
+
+def _other_sources(before: Sequence[Section], now: Sequence[Section]) -> list[str]:
+    """Return what has become of sources: gone, come, or another key of one that is there in both."""
+    old, new = ({source["name"]: source for source in (s.model_dump() for s in listed)} for listed in (before, now))
+    told = [f"without {name}" for name in old if name not in new] + [f"also {name}" for name in new if name not in old]
+    for name in (name for name in old if name in new):
+        if keys := [key for key, value in old[name].items() if value != new[name][key]]:
+            told.append(f"{name} with another {' and '.join(keys)}")
+    return told
 
 
 def _distinct_names(folders: list[Path]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from scale_cli.config.method_names import method_name
 from scale_cli.evaluation.render import language_name
 from scale_cli.evaluation.results import CorpusResult, Report
 
@@ -30,6 +31,7 @@ def draw_trade_off(report: Report, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
+    name = method_name(report.variant)
     retained, acquired = report.with_role("retention"), report.with_role("acquisition")
     pairs = [(kept, taught) for kept in retained for taught in acquired]
     columns = min(3, len(pairs))
@@ -39,6 +41,8 @@ def draw_trade_off(report: Report, path: Path) -> None:
         _draw_panel(axis, kept, taught)
     for axis in list(axes.flat)[len(pairs) :]:
         axis.axis("off")
+    title = f"{name[0].upper()}{name[1:]}\nkept and gained against the base, with 95 % intervals"
+    figure.suptitle(title, fontsize=11)
     axes.flat[0].legend(frameon=False, fontsize=9, loc="best")
     figure.savefig(path, dpi=160)
     plt.close(figure)
@@ -49,18 +53,12 @@ def _draw_panel(axis: Any, kept: CorpusResult, taught: CorpusResult) -> None:
         lost, gained = kept.heads[name].bits_per_byte_difference, taught.heads[name].bits_per_byte_difference
         if lost.value is None or gained.value is None:
             continue
-        axis.errorbar(
-            -gained.value,
-            -lost.value,
-            xerr=_span(gained.value, gained.low, gained.high),
-            yerr=_span(lost.value, lost.low, lost.high),
-            fmt=marker,
-            color=colour,
-            label=label,
-            markersize=8,
-            capsize=3,
-            markerfacecolor="none" if name == "base" else colour,
-        )
+        place = (-gained.value, -lost.value)
+        spans = (_span(lost.value, lost.low, lost.high), _span(gained.value, gained.low, gained.high))
+        if name != "base":  # it differs from itself by nothing
+            axis.errorbar(*place, *spans, fmt="none", ecolor=colour, elinewidth=1.6, zorder=2)
+        filled = "white" if name == "base" else colour
+        axis.plot(*place, marker, color=colour, label=label, markersize=8, markerfacecolor=filled, zorder=3)
     axis.axhline(0.0, color="#999999", linewidth=0.8, zorder=0)
     axis.axvline(0.0, color="#999999", linewidth=0.8, zorder=0)
     axis.set_xlabel(f"{language_name(taught.language)} gained ({taught.name}),\nbits/byte")

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 
 from scale_cli.config.schema import EvaluationSource, RouterConfig
 from scale_cli.evaluation.picture import draw_trade_off
@@ -206,6 +208,18 @@ def test_the_picture_is_a_png_of_a_size_that_can_be_read(tmp_path: Path, of_loss
     assert 800 <= width <= 4000
     assert 600 <= height <= 4000
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    draw_trade_off(dataclasses.replace(report("adapted"), variant="freeze"), tmp_path / "picture.png")
+    (figure,) = drawn
+    assert figure.get_suptitle().startswith("Partial fine-tuning\n")
+    bars = [container for container in figure.axes[0].containers if isinstance(container, ErrorbarContainer)]
+    assert bars and all(not container.lines[1] for container in bars), "caps"
+    marks = {line.get_label(): line.get_zorder() for line in figure.axes[0].lines}
+    assert all(marks["adaptation head"] > arm.get_zorder() for container in bars for arm in container.lines[2])
 
 
 def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
