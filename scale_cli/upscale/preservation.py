@@ -31,15 +31,15 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 @torch.no_grad()
 def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return a model's logits on some (1, T) prompts, each at its own shape; a widened one's are its adaptation head's.
+    """Return a model's logits on (1, T) prompts on its device, each at its own shape; a widened one's adaptation head's.
 
     They are what stays when the model becomes the base of another.
     """
     model.eval()
     if isinstance(model, ScaleForCausalLM):
-        states = (model.final_states(ids.to(model.device), preserved=False) for ids in prompts)
+        states = (model.final_states(ids, preserved=False) for ids in prompts)
         return [model.adaptation_logits(state) for state in states]
-    return [model(input_ids=ids.to(model.device), use_cache=False).logits for ids in prompts]
+    return [model(input_ids=ids, use_cache=False).logits for ids in prompts]
 
 
 @torch.no_grad()
@@ -59,9 +59,9 @@ def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, b
     model.eval()
     for text, ids, expected in zip(SAMPLE_TEXTS, sample_ids(tokenizer), base_logits, strict=True):
         if isinstance(model, ScaleForCausalLM):
-            logits = model.base_logits(model.final_states(ids.to(model.device), preserved=True))
+            logits = model.base_logits(model.final_states(ids, preserved=True))
         else:
-            logits = model(input_ids=ids.to(model.device), use_cache=False).logits.to(expected.dtype)
+            logits = model(input_ids=ids, use_cache=False).logits.to(expected.dtype)
         if not torch.equal(logits, expected):
             raise PreservationError(f"the base logits are not preserved on {text!r}")
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
