@@ -17,6 +17,8 @@ from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from scale_cli.biography.accuracy import first_token_accuracy
+from scale_cli.biography.tasks import Question
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig, TrainConfig
 from scale_cli.data.batches import Batches, IsolatedWindows
@@ -180,7 +182,7 @@ def beside_base() -> BesideBase:
 
 
 @pytest.mark.parametrize("make", [route, upon_another, beside_base])
-def test_the_scores_of_documents_and_of_benchmarks(
+def test_the_scores_of_documents_benchmarks_and_biographies(
     device: torch.device, config: RunConfig, make: Callable[[], Any]
 ) -> None:
     tokenizer = load_tokenizer(config.model)
@@ -197,6 +199,8 @@ def test_the_scores_of_documents_and_of_benchmarks(
         for head in ("base", "adapted", "posterior", "cosine"):
             answers.head = head
             told.extend(score for score, _ in answers.loglikelihood(asked))
+        shares = first_token_accuracy(model, [Question([1, 2, 3], [4]), Question([5, 6], [7])], router, "no")
+        told.extend(shares.values())
         return [torch.tensor(told), *(torch.from_numpy(values) for values in vars(losses).values())]
 
     here = scores(CPU)
@@ -216,7 +220,8 @@ def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfi
 def test_generation_and_which_head_spoke(device: torch.device, config: RunConfig, variant: str, rule: str) -> None:
     generator = Generator(RunFolder(config.output_dir).upscaled)
     trained = as_if_trained(nn.Module.to(generator.model, CPU))
-    trained.config.variant, trained.config.router_rule, trained.config.router_threshold = variant, rule, 0.97
+    trained.config.variant, trained.config.router_rule = variant, rule
+    trained.config.router_threshold, trained.config.router_switch_rate = 0.97, 0.02
     sampled = Sampling(3, temperature=0.8, top_p=0.9, options={"repetition_penalty": 1.2})
     ways = [Sampling(3), sampled, Sampling(3, options={"num_beams": 2})]
 
