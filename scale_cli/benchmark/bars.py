@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scale_cli.benchmark.contestants import COMPILED
 from scale_cli.benchmark.measuring import Measured
 from scale_cli.benchmark.shapes import Shape
 
@@ -51,6 +52,7 @@ def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> lis
         ("speed / HF+PEFT LoRA", "adapt r=0.25", "hf lora", 0.70),
         ("speed / HF+PEFT LoRA", top, "hf lora", 1.4),
         ("speed / HF Trainer", "full", "hf full", 1.0),
+        *(("speed / uncompiled", f"{name} compiled", name, 1.0) for name in COMPILED),
     ):
         if one in results and other in results:
             bars.append(_speed(f"{what}, {one}", results[one], results[other], bar))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from scale_cli.upscale.objective import for_training
 
 SEED = 0
 RATIOS = (0.125, 0.25)
+# Methods that take part a second time, with `train.compile`.
+COMPILED: dict[str, dict[str, Any]] = {
+    "full": {"variant": "full"},
+    "preserve r=0.125": {"variant": "preserve", "expansion": {"ratio": 0.125}},
+    "adapt r=0.125": {"variant": "adapt", "expansion": {"ratio": 0.125}},
+}
 
 
 @dataclass
@@ -67,6 +74,10 @@ def contestants(shape: Shape, batches: Batches, folder: Path) -> dict[str, Calla
             made[name] = of_ours(name, variant=variant, expansion=expansion)
         name, top = f"route top:{shape.top_layers} r={ratio:g}", {"layers": f"top:{shape.top_layers}"}
         made[name] = of_ours(name, variant="route", expansion=expansion, collaboration=top)
+    compiling = shape.train().model_copy(update={"compile": True})
+    for name, method in COMPILED.items():
+        settings = MethodConfig.model_validate(method)
+        made[f"{name} compiled"] = partial(ours, f"{name} compiled", settings, shape, batches, compiling)
     return made
 
 
@@ -75,11 +86,13 @@ def _mark_forward(model: nn.Module, clock: Clock) -> None:
     model.register_forward_hook(lambda *_: clock.mark("forward"))
 
 
-def ours(name: str, method: MethodConfig, shape: Shape, batches: Batches) -> Contestant:
-    """A method as `scale train` runs it."""
+def ours(
+    name: str, method: MethodConfig, shape: Shape, batches: Batches, train: TrainConfig | None = None
+) -> Contestant:
+    """A method as `scale train` runs it; with the shape's own settings where no others are given."""
     model: Any = start_model(shape.base(SEED), method, SEED)
     model.to(shape.device).train()
-    train, clock = shape.train(), Clock(shape.device)
+    train, clock = train or shape.train(), Clock(shape.device)
     optimiser = build_optimiser(model, train)
     # All accelerators of a process share one state, the Trainer's too, so their precisions have to agree; the model is
     # not wrapped by it: autocast is the step's own.

@@ -16,7 +16,7 @@ from scale_cli.benchmark.shapes import Shape
 
 def table(shape: Shape, results: Results) -> str:
     """Return one line for every contestant."""
-    head = f"{'method':22}{'tokens/s':>10} {'[quartiles]':>17}{'data':>8}{'fwd':>7}{'bwd':>7}{'opt':>7}"
+    head = f"{'method':27}{'tokens/s':>10} {'[quartiles]':>17}{'data':>8}{'fwd':>7}{'bwd':>7}{'opt':>7}"
     head += f"{'GFLOP/token':>13}{'/ ideal':>9}{'saved MB':>10}{'peak MB':>9}"
     lines = [
         f"{shape.name}: {shape.num_tokens:,} tokens a step, {torch.get_num_threads()} thread(s), {_device(shape)}",
@@ -28,7 +28,7 @@ def table(shape: Shape, results: Results) -> str:
         split = f"{shares['data']:>8.2%}" + "".join(f"{shares[phase]:>7.1%}" for phase in PHASES[1:])
         ideal = f"{result.flops / result.ideal_flops:>9.4f}" if result.ideal_flops else f"{'':>9}"
         lines.append(
-            f"{name:22}{middle:>10,.0f} {f'[{low:,.0f}, {high:,.0f}]':>17}{split}"
+            f"{name:27}{middle:>10,.0f} {f'[{low:,.0f}, {high:,.0f}]':>17}{split}"
             f"{result.flops / shape.num_tokens / 1e9:>13.4f}{ideal}"
             f"{result.saved_bytes / 1e6:>10.1f}{result.peak_bytes / 1e6:>9.1f}"
         )
