@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import safetensors.torch
 import transformers.modeling_utils
 from safetensors import SafetensorError
 
@@ -67,9 +68,10 @@ class _Wrapped:
         os.fsync = partial(self.call_fsync, os.fsync)
         builtins.open = io.open = self.open
         folders: Any = atomic
+        tensors: Any = safetensors.torch
         modelling: Any = transformers.modeling_utils
         folders._swap = partial(self.call_on_path, "rename", folders._swap)
-        folders.save_file = partial(self.save_tensors, folders.save_file)
+        tensors.save_file = partial(self.save_tensors, tensors.save_file)  # imported where it is called
         modelling.safe_save_file = partial(self.save_tensors, modelling.safe_save_file)
 
     def is_below(self, path: Any) -> bool:
