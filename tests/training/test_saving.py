@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,6 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.lock import claimed
 from scale_cli.training import loop, saving
 from scale_cli.training.checkpoint import write_checkpoint
 from scale_cli.training.run import train
@@ -163,6 +164,9 @@ def test_a_resume_reads_a_checkpoint_through_once(
 def test_a_run_in_which_another_process_trains_is_refused(make_config: MakeConfig) -> None:
     config = make_config("run")
     upscale(config)
-    with claimed(config.output_dir), pytest.raises(RunFolderError, match="another process is training here"):
+    descriptor = os.open(config.output_dir, os.O_RDONLY)  # a lock of its own, as another process has
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(RunFolderError, match="another process is at work here"):
         train(config, None, said_nothing)
+    os.close(descriptor)
     train(config, None, said_nothing)
