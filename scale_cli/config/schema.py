@@ -1,4 +1,4 @@
-"""The schema of the config file: one class per section, every key public (README, "The config file")."""
+"""The schema of the config file: one class per section, every key public (docs/configuration.md)."""
 
 from __future__ import annotations
 

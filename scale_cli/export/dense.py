@@ -12,7 +12,7 @@ Expansions that stand upon one another are stored one after another, d' being th
 Qwen3 norms every head's queries and keys with the same eps. There rms(q; eps') is wanted to be sqrt(eps' / eps) times
 rms(q; eps), and is where q is as many times as large: so are the rows that make queries and keys.
 
-Source: ours (README, "Export"); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
+Source: ours (docs/serving.md); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
 """
 
 from __future__ import annotations

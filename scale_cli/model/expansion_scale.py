@@ -80,7 +80,7 @@ class ExpansionLinear(nn.Module):
 class ExpansionNorm(nn.Module):
     """Gains of the expansion stream, normalised by the base stream's own RMS: u^ = g' u / rms(x).
 
-    x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama (README, "Export").
+    x^ stays untouched, so preservation is exact, and the widened model is exactly a plain Llama (docs/serving.md).
     """
 
     def __init__(self, hidden_size: int) -> None:
