@@ -48,26 +48,28 @@ def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -
     assert losses == pytest.approx(dict.fromkeys(losses, losses["full"]), rel=1e-4)
 
 
-@pytest.mark.parametrize("ratio", [0.125, 0.25, 0.5])
+BASELINES: list[dict[str, object]] = [
+    {"variant": "full"},
+    {"variant": "freeze", "freeze": {"num_layers": 1}},
+    {"variant": "lora"},
+    {"variant": "llama-pro"},
+]
+WIDENING: list[dict[str, object]] = [
+    {"variant": "preserve"},
+    {"variant": "adapt"},
+    {"variant": "adapt", "collaboration": {"layers": [0]}},
+    {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["attention"]}},
+    {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["mlp"]}},
+]
+
+
 @pytest.mark.parametrize(
     "method",
-    [
-        {"variant": "full"},
-        {"variant": "freeze", "freeze": {"num_layers": 1}},
-        {"variant": "lora"},
-        {"variant": "llama-pro"},
-        {"variant": "preserve"},
-        {"variant": "adapt"},
-        {"variant": "adapt", "collaboration": {"layers": [0]}},
-        {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["attention"]}},
-        {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["mlp"]}},
-    ],
+    [*BASELINES, *({**method, "expansion": {"ratio": ratio}} for method in WIDENING for ratio in (0.125, 0.25, 0.5))],
     ids=str,
 )
-def test_no_more_products_are_computed_than_the_mathematics_asks_for(
-    tmp_path: Path, method: dict[str, object], ratio: float
-) -> None:
-    settings = MethodConfig.model_validate({**method, "expansion": {"ratio": ratio}})
+def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: Path, method: dict[str, object]) -> None:
+    settings = MethodConfig.model_validate(method)
     contestant = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
     counted = count_flops(lambda: contestant.step(0))
     assert counted == ideal_flops(TINY, settings)
