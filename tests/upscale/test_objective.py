@@ -106,12 +106,27 @@ def test_checkpointing_computes_no_frozen_layer_twice() -> None:
     assert len(calls) == 2 * (3 + 1)
 
 
-# Compiling takes seconds for every layer: one below and one with collaboration; a plain method; and an expansion upon
-# another.
-@pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1), ("stack", 1)])
+def trace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is compiled be traced whole and run as traced: generating its code takes most of the time."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **how: compile_(f, **{**how, "backend": "aot_eager", "options": None})
+    )
+
+
+# Generating code takes seconds for every layer: one below and one with collaboration, and a plain method.
+@pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
 def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layers: int) -> None:
     compiled_model, plain_model = start(name, num_hidden_layers=num_layers), start(name, num_hidden_layers=num_layers)
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
+
+
+def test_an_expansion_upon_another_is_compiled_whole_with_the_losses_of_plain_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = losses(start("stack", num_hidden_layers=2))
+    trace_alone(monkeypatch)
+    assert losses(start("stack", num_hidden_layers=2), compile=True) == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
@@ -156,7 +171,10 @@ def summed_loss(wrapped: torch.nn.Module, ids: Tensor, positions: Tensor | None 
     ("name", "compile_decoder"),
     [("route", False), ("adapt", False), ("full", False), ("lora", False), ("route", True)],
 )
-def test_isolated_documents_in_one_window_are_scored_as_each_alone(name: str, compile_decoder: bool) -> None:
+def test_isolated_documents_in_one_window_are_scored_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, compile_decoder: bool
+) -> None:
+    trace_alone(monkeypatch)
     model = start(name, num_hidden_layers=2)
     if isinstance(model, ScaleForCausalLM):
         as_if_trained(model)
