@@ -54,6 +54,12 @@ class ExpansionConfig(Section):
 
     ratio: float = Field(default=0.25, gt=0.0, le=4.0)
     init: Literal["svd", "normal", "copy"] = "svd"
+    embedding_scale: float | None = Field(
+        default=1.4,
+        gt=0.0,
+        le=1e3,
+        description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
+    )
 
 
 class CollaborationConfig(Section):
@@ -266,6 +272,14 @@ class CorpusConfig(ReadingConfig):
         return distinct_names(sources)
 
 
+class LrMultipliers(Section):
+    """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices."""
+
+    embedding: float = Field(default=1.0, gt=0.0, le=1e6, description="E', or the token embedding of a baseline")
+    head: float = Field(default=1.0, gt=0.0, le=1e6, description="H', or an untied vocabulary head of a baseline")
+    gains: float = Field(default=1.0, gt=0.0, le=1e6, description="gains of the norms, and biases")
+
+
 class TrainConfig(Section):
     """How it is trained."""
 
@@ -278,6 +292,10 @@ class TrainConfig(Section):
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
     lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
+    lr_multipliers: LrMultipliers | None = Field(
+        default=None,
+        description="null: of an expansion that began with embedding_scale, E' 40 times its own rms, H' 2, gains 0.1",
+    )
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)

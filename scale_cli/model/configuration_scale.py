@@ -42,6 +42,7 @@ class ScaleConfig(PreTrainedConfig):
         expansion_num_key_value_heads: key/value heads added, at the base's query to key/value ratio.
         attention_collaboration_layers: layers whose attention has W12 blocks.
         mlp_collaboration_layers: layers whose MLP has W12 blocks.
+        expansion_embedding_rms: of E' at its start; None where it began by another rule than its size.
         router_rule: `posterior` | `cosine`; read only by the variant `route`.
         router_prior: weight of the base head at the first token.
         router_switch_rate: fixed share alpha of the posterior rule, per token.
@@ -62,6 +63,7 @@ class ScaleConfig(PreTrainedConfig):
         expansion_num_key_value_heads: int = 0,
         attention_collaboration_layers: list[int] | None = None,
         mlp_collaboration_layers: list[int] | None = None,
+        expansion_embedding_rms: float | None = None,
         router_rule: str = "posterior",
         router_prior: float = 0.5,
         router_switch_rate: float = 0.0,
@@ -77,6 +79,7 @@ class ScaleConfig(PreTrainedConfig):
         self.expansion_num_key_value_heads = expansion_num_key_value_heads
         self.attention_collaboration_layers = list(attention_collaboration_layers or [])
         self.mlp_collaboration_layers = list(mlp_collaboration_layers or [])
+        self.expansion_embedding_rms = expansion_embedding_rms
         self.router_rule = router_rule
         self.router_prior = router_prior
         self.router_switch_rate = router_switch_rate

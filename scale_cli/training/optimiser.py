@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.schema import LrMultipliers, TrainConfig
 from scale_cli.errors import StorageError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -16,23 +16,54 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+# Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
+# of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/recipe.md).
+_EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
+
+
+def lr_multipliers(model: nn.Module, train: TrainConfig) -> LrMultipliers:
+    """Return the learning rates of a model's kinds of tensors, relative to `train.lr`."""
+    embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
+    if train.lr_multipliers is not None or embedding_rms is None:
+        return train.lr_multipliers or LrMultipliers()
+    return LrMultipliers(embedding=_EMBEDDING_PER_RMS * embedding_rms, head=_HEAD, gains=_GAINS)
+
+
 def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; nothing frozen has any state.
+    """Return AdamW over the trainable parameters, a group for each kind; nothing frozen has any state.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
     step in which their token does not occur.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    parameters = trainable_parameters(model).values()
-    decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
-    kept = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    rates = lr_multipliers(model, train)
+    kinds = {"embedding": (rates.embedding, 0.0), "gains": (rates.gains, 0.0)}
+    kinds |= {"head": (rates.head, train.weight_decay), "matrix": (1.0, train.weight_decay)}
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
+    for name, parameter in trainable_parameters(model).items():
+        members[_kind(name, parameter, id(parameter) in embeddings)].append(parameter)
+    groups = [
+        {"params": members[kind], "lr_multiplier": multiplier, "weight_decay": decay}
+        for kind, (multiplier, decay) in kinds.items()
+        if members[kind]
+    ]
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": train.weight_decay}, {"params": kept, "weight_decay": 0.0}],
-        lr=train.lr,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-        fused=True,
+        groups, lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon, fused=True
     )
+
+
+def _kind(name: str, parameter: nn.Parameter, embeds: bool) -> str:
+    if embeds:
+        return "embedding"
+    if parameter.ndim < 2:
+        return "gains"
+    return "head" if "lm_head" in name else "matrix"
+
+
+def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its own rate, where the matrices have `lr`."""
+    for group in optimiser.param_groups:
+        group["lr"] = lr * group["lr_multiplier"]
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scale_cli.config.schema import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
-from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import whole_tensor
 
@@ -124,8 +124,7 @@ def train_step(
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
     figures = torch.stack([loss, grad_norm.float()])
     lr = learning_rate(step, train)
-    for group in optimiser.param_groups:
-        group["lr"] = lr
+    set_learning_rate(optimiser, lr)
     _update_where_finite(optimiser, figures)
     optimiser.zero_grad(set_to_none=True)
     return TakenStep(step, figures, lr, num_tokens)

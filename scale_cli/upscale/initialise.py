@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -14,8 +16,14 @@ from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linea
 Start = Literal["svd", "normal", "copy"]
 
 
+# Tokens that the base reads for the sizes of its stream to be measured.
+_NUM_MEASURED = 256
+
+
 @torch.no_grad()
-def initialise_expansion(model: ScaleForCausalLM, start: Start, seed: int) -> None:
+def initialise_expansion(
+    model: ScaleForCausalLM, start: Start, seed: int, embedding_scale: float | None = None
+) -> None:
     """Fill every added block; the base is only read.
 
     | block | reads -> writes       | svd                         | copy                | normal    |
@@ -32,15 +40,27 @@ def initialise_expansion(model: ScaleForCausalLM, start: Start, seed: int) -> No
     s is the base's initializer_range. Where W has fewer directions (or rows) than are asked for, the rest is N(0, s^2).
     Everything starts the same whatever the device and dtype: numbers are drawn on the CPU, in float32.
 
+    With an `embedding_scale`, E' is random codes as large as the stream that it has to be seen beside, and the gains
+    bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
+
+    | E'    | token -> u            | N(0, e^2), e = embedding_scale x rms(x) before the base's last norm |
+    | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
+
+    Args:
+        model: widened; its configuration is told e.
+        start: of W21, and of E' where no scale is given.
+        seed: of what is drawn.
+        embedding_scale: rms(E') relative to rms(x) before the last norm.
+
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
     generator = torch.Generator().manual_seed(seed)
     std = float(model.root.config.initializer_range)
     *below, expansion = (branch.expansion for branch in model.branches)
     embedding = joint_embedding(model.root, below)
-    expansion.embed_tokens.weight.copy_(
-        _start_from(embedding.T, expansion.embed_tokens.weight.T.shape, start, std, generator).T
-    )
+    codes = expansion.embed_tokens.weight
+    if embedding_scale is None:
+        codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
         for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
@@ -48,6 +68,45 @@ def initialise_expansion(model: ScaleForCausalLM, start: Start, seed: int) -> No
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
+    if embedding_scale is not None:
+        stream_rms = measured_stream_rms(model.root, seed)
+        embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
+        codes.copy_(_normal(codes.shape, embedding_rms, generator))
+        for name, module in expansion.named_modules():
+            if isinstance(module, ExpansionNorm):
+                module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))
+        model.config.expansion_embedding_rms = embedding_rms
+
+
+@torch.no_grad()
+def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
+    """Return rms(x) before every norm of a plain base's stream, by the norm's name in the decoder.
+
+    The median over random tokens: no text is needed, and what a few positions hold to excess does not count.
+    """
+    measured: dict[str, float] = {}
+    decoder = base.get_decoder()
+
+    def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, ...]) -> None:
+        measured[name] = streams[0].float().pow(2).mean(-1).sqrt().median().item()
+
+    hooks = [
+        module.register_forward_pre_hook(partial(measure, name))
+        for name, module in decoder.named_modules()
+        if name.endswith(("layernorm", "norm")) and not name.endswith(("q_norm", "k_norm"))
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    length = min(_NUM_MEASURED, base.config.max_position_embeddings)
+    input_ids = torch.randint(base.config.vocab_size, (1, length), generator=generator)
+    decoder(input_ids.to(base.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return measured
+
+
+def _rounded(size: float) -> float:
+    """Return two digits of a measured size: what a device rounds otherwise must not make another start."""
+    return float(f"{size:.2g}")
 
 
 def _initialise_linear(

@@ -24,7 +24,7 @@ def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
     """
     model = build_model(base, method, seed)
     if isinstance(model, ScaleForCausalLM):
-        initialise_expansion(model, method.expansion.init, seed)
+        initialise_expansion(model, method.expansion.init, seed, method.expansion.embedding_scale)
     return model
 
 
