@@ -52,6 +52,7 @@ _SCALES = {
     "float16": StreamScales(2.0**3, 2.0**-8),
 }
 _COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 16.0}
+_LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
 def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
@@ -64,7 +65,11 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     """
     excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
     scales = _SCALES[dtype]
-    scales = replace(scales, expansion=scales.expansion * 2.0 ** -math.ceil(math.log2(excess)))
+    expansion = scales.expansion * 2.0 ** -math.ceil(math.log2(excess))
+    # The gains of u are divided by as much; float16 has no number beyond 65,504.
+    largest_gain = max(norm.weight.abs().max().item() for norm in _norms(model))
+    smallest = scales.base * 2.0 ** math.ceil(math.log2(largest_gain / _LARGEST_GAIN[dtype]))
+    scales = replace(scales, expansion=max(expansion, smallest))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
     dense.load_state_dict(_dense_tensors(model, scales), strict=True)
     dense.generation_config = model.root.generation_config
@@ -82,8 +87,7 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
         ratios_BT = u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)
         ratios.append(ratios_BT.nan_to_num(0.0, posinf=0.0).max().item())
 
-    norms = [norm for stage in _stages(model) for norm in stage.modules() if isinstance(norm, ExpansionNorm)]
-    hooks = [norm.register_forward_pre_hook(measure) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(measure) for norm in _norms(model)]
     for input_ids in prompts:
         model.final_states(input_ids, preserved=False)
     for hook in hooks:
@@ -135,6 +139,10 @@ def _eps_growth(model: ScaleForCausalLM, scales: StreamScales) -> float:
 def _stages(model: ScaleForCausalLM) -> list[Expansion]:
     """Return the expansions that stand upon one another, bottom up."""
     return [branch.expansion for branch in model.branches]
+
+
+def _norms(model: ScaleForCausalLM) -> list[ExpansionNorm]:
+    return [norm for stage in _stages(model) for norm in stage.modules() if isinstance(norm, ExpansionNorm)]
 
 
 @torch.no_grad()
