@@ -83,13 +83,14 @@ def widen(
     modules: tuple[Any, ...] = ("attention", "mlp"),
     ratio: float = 0.25,
     start: Any = "svd",
+    embedding_scale: float | None = 1.4,
     seed: int = 0,
     **router: Any,
 ) -> ScaleForCausalLM:
     """A freshly initialised widened model, in evaluation mode."""
     method = MethodConfig(
         variant=variant,
-        expansion=ExpansionConfig(ratio=ratio, init=start),
+        expansion=ExpansionConfig(ratio=ratio, init=start, embedding_scale=embedding_scale),
         collaboration=CollaborationConfig(layers=layers, modules=list(modules)),
         router=RouterConfig(**router),
     )

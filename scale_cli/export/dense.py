@@ -31,6 +31,7 @@ from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.initialise import random_ids
 from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
 
 
@@ -61,9 +62,10 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     Args:
         model: the trained model.
         dtype: `float32` | `bfloat16` | `float16`, of the returned weights; they are put together in float32.
-        prompts: (1, T) ids on which the size of u beside x is measured; without any it is taken to be covered.
+        prompts: (1, T) ids on which the size of u beside x is measured; without any, random tokens.
     """
-    excess = max(1.0, largest_stream_ratio(model, prompts) / _COVERED[dtype])
+    measured = largest_stream_ratio(model, prompts or [random_ids(model.root, seed=0)])
+    excess = max(1.0, measured / _COVERED[dtype])
     scales = _SCALES[dtype]
     expansion = scales.expansion * 2.0 ** -math.ceil(math.log2(excess))
     # The gains of u are divided by as much; float16 has no number beyond 65,504.
@@ -79,7 +81,7 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
 
 @torch.no_grad()
 def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> float:
-    """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts; 0 without prompts."""
+    """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts."""
     ratios = [0.0]
 
     def measure(_module: nn.Module, streams: tuple[Tensor, Tensor]) -> None:

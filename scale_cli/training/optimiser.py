@@ -63,7 +63,7 @@ def _kind(name: str, parameter: nn.Parameter, embeds: bool) -> str:
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its own rate, where the matrices have `lr`."""
     for group in optimiser.param_groups:
-        group["lr"] = lr * group["lr_multiplier"]
+        group["lr"] = lr * group.get("lr_multiplier", 1.0)
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

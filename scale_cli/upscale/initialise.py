@@ -95,13 +95,17 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
         for name, module in decoder.named_modules()
         if name.endswith(("layernorm", "norm")) and not name.endswith(("q_norm", "k_norm"))
     ]
-    generator = torch.Generator().manual_seed(seed)
-    length = min(_NUM_MEASURED, base.config.max_position_embeddings)
-    input_ids = torch.randint(base.config.vocab_size, (1, length), generator=generator)
-    decoder(input_ids.to(base.device), use_cache=False)
+    decoder(random_ids(base, seed), use_cache=False)
     for hook in hooks:
         hook.remove()
     return measured
+
+
+def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
+    """Return (1, T) random tokens of a base, on its device: a prompt where no text is at hand."""
+    generator = torch.Generator().manual_seed(seed)
+    length = min(_NUM_MEASURED, base.config.max_position_embeddings)
+    return torch.randint(base.config.vocab_size, (1, length), generator=generator).to(base.device)
 
 
 def _rounded(size: float) -> float:

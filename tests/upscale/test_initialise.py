@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from scale_cli.config.schema import LrMultipliers, TrainConfig
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.initialise import leading_directions
+from scale_cli.training.optimiser import build_optimiser, lr_multipliers
+from scale_cli.upscale.initialise import leading_directions, measured_stream_rms, random_ids
 from tests.widening import tiny_llama, widen
 
 STARTS = ("svd", "copy", "normal")
@@ -71,7 +73,7 @@ def test_a_matrix_of_low_rank_has_no_further_direction() -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_whatever_writes_into_the_base_or_its_logits_starts_at_zero(start: str) -> None:
-    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt", start=start)
+    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt", embedding_scale=None, start=start)
     assert not model.expansion.lm_head.weight.any()
     for _, added in linears(model):
         assert added.weight_12 is not None and not added.weight_12.any()
@@ -82,7 +84,7 @@ def test_whatever_writes_into_the_base_or_its_logits_starts_at_zero(start: str) 
 
 
 def test_svd_starts_with_the_leading_directions_of_what_is_widened() -> None:
-    model = widen(tiny_llama(), "preserve", start="svd", ratio=0.5)
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="svd", ratio=0.5)
     for frozen, added in linears(model):
         assert_equal_up_to_sign(added.weight_21, truncated_svd(frozen.weight, len(added.weight_21)))
     embeddings = model.base.model.embed_tokens.weight
@@ -92,7 +94,7 @@ def test_svd_starts_with_the_leading_directions_of_what_is_widened() -> None:
 
 
 def test_copy_starts_with_the_first_rows_of_what_is_widened() -> None:
-    model = widen(tiny_llama(), "preserve", start="copy", ratio=0.5)
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="copy", ratio=0.5)
     for frozen, added in linears(model):
         assert torch.equal(added.weight_21, frozen.weight[: len(added.weight_21)])
     columns = model.config.expansion_hidden_size
@@ -106,7 +108,7 @@ def looks_normal(values: Tensor) -> bool:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_what_reads_the_expansion_starts_normal_at_the_bases_own_spread(start: str) -> None:
-    model = widen(tiny_llama(), "preserve", start=start, ratio=1.0)
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start=start, ratio=1.0)
     assert all(looks_normal(added.weight_22) for _, added in linears(model))
     everything = torch.cat([added.weight_22.flatten() for _, added in linears(model)])
     assert abs(everything.std().item() / STD - 1.0) < 0.02
@@ -114,14 +116,14 @@ def test_what_reads_the_expansion_starts_normal_at_the_bases_own_spread(start: s
 
 
 def test_normal_starts_everything_else_normal_too() -> None:
-    model = widen(tiny_llama(), "preserve", start="normal", ratio=1.0)
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="normal", ratio=1.0)
     assert looks_normal(model.expansion.embed_tokens.weight)
     assert all(looks_normal(added.weight_21) for _, added in linears(model))
 
 
 @pytest.mark.parametrize("start", ["svd", "copy"])
 def test_where_the_base_has_too_few_directions_the_rest_is_normal(start: str) -> None:
-    model = widen(tiny_llama(), "preserve", start=start, ratio=3.0)
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start=start, ratio=3.0)
     for frozen, added in linears(model):
         available = min(frozen.weight.shape) if start == "svd" else len(frozen.weight)
         assert looks_normal(added.weight_21[available:])
@@ -133,7 +135,8 @@ def test_where_the_base_has_too_few_directions_the_rest_is_normal(start: str) ->
 @pytest.mark.parametrize("start", STARTS)
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(start: str) -> None:
     once, again, other = (
-        widen(tiny_llama(), "adapt", start=start, seed=seed).expansion.state_dict() for seed in (3, 3, 4)
+        widen(tiny_llama(), "adapt", embedding_scale=None, start=start, seed=seed).expansion.state_dict()
+        for seed in (3, 3, 4)
     )
     assert all(torch.equal(once[name], again[name]) for name in once)
     assert all(not torch.equal(once[name], other[name]) for name in once if name.endswith("weight_22"))
@@ -155,3 +158,57 @@ def test_the_base_is_only_read(start: str) -> None:
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     widen(base, "adapt", start=start)
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+@torch.no_grad()
+def test_the_embedding_begins_as_large_as_the_last_stream_and_every_norm_lets_it_through_at_the_size_of_one() -> None:
+    base = tiny_llama()
+    model = widen(base, "preserve", embedding_scale=1.4)
+    stream_rms, embedding_rms = measured_stream_rms(base, seed=0), model.config.expansion_embedding_rms
+    assert embedding_rms == pytest.approx(1.4 * stream_rms["norm"], rel=0.05)
+    assert model.expansion.embed_tokens.weight.pow(2).mean().sqrt().item() == pytest.approx(embedding_rms, rel=0.05)
+    norms = {name: norm for name, norm in model.expansion.named_modules() if isinstance(norm, ExpansionNorm)}
+    assert norms.keys() == stream_rms.keys()
+    for name, norm in norms.items():
+        sizes = norm.weight * embedding_rms / stream_rms[name]
+        assert (norm.weight <= 1.0).all()
+        assert ((sizes - 1.0).abs() < 0.05).all() or bool((norm.weight == 1.0).all())
+
+
+def test_the_size_of_the_base_does_not_change_what_the_norms_let_through() -> None:
+    """What is measured is relative: a base with a larger stream throughout is given a larger E', and the same gains."""
+    small, large = tiny_llama(), tiny_llama()
+    large.model.embed_tokens.weight.data.mul_(8.0)
+    for layer in large.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(8.0)
+        layer.mlp.down_proj.weight.data.mul_(8.0)
+    one, other = (widen(base, "preserve") for base in (small, large))
+    assert other.config.expansion_embedding_rms == pytest.approx(8.0 * one.config.expansion_embedding_rms, rel=0.06)
+    for mine, theirs in zip(one.expansion.modules(), other.expansion.modules(), strict=True):
+        if isinstance(mine, ExpansionNorm):
+            torch.testing.assert_close(mine.weight, theirs.weight, rtol=0.1, atol=0.0)
+
+
+def test_a_base_in_bfloat16_starts_as_one_in_float32_does() -> None:
+    one, other = widen(tiny_llama(), "preserve"), widen(tiny_llama().bfloat16(), "preserve")
+    assert one.config.expansion_embedding_rms == pytest.approx(other.config.expansion_embedding_rms, rel=0.02)
+
+
+def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
+    train = TrainConfig(max_steps=1, lr=1e-3)
+    model = widen(tiny_llama(), "preserve")
+    rates = lr_multipliers(model, train)
+    assert rates.embedding == 40.0 * model.config.expansion_embedding_rms
+    assert (rates.head, rates.gains) == (2.0, 0.1)
+    earlier = widen(tiny_llama(), "preserve", embedding_scale=None)  # as before there was such a start
+    assert lr_multipliers(earlier, train) == LrMultipliers()
+    chosen = TrainConfig(max_steps=1, lr=1e-3, lr_multipliers=LrMultipliers(embedding=7.0))
+    groups = {group["lr_multiplier"] for group in build_optimiser(model, chosen).param_groups}
+    assert groups == {7.0, 1.0}
+
+
+def test_random_ids_are_of_the_vocabulary_and_no_longer_than_the_context() -> None:
+    base = tiny_llama(max_position_embeddings=16)
+    ids = random_ids(base, seed=0)
+    assert ids.shape == (1, 16)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < base.config.vocab_size
