@@ -61,8 +61,8 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, attention: str
 ) -> None:
     kernel = Kernel()
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model = as_if_trained(widen(tiny(family, tmp_path), "preserve", ratio=0.5))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model.root.config._attn_implementation = attention
     for inputs in INPUTS.values():
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # flex attention's masks need no compiler
