@@ -27,7 +27,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
         "model": {"base": "some/model", "revision": None, "tokenizer": None, "dtype": "float32"},
         "method": {
             "variant": "route",
-            "expansion": {"ratio": 0.25, "init": "svd"},
+            "expansion": {"ratio": 0.25, "init": "svd", "embedding_scale": 1.4},
             "collaboration": {"layers": None, "modules": ["attention", "mlp"]},
             "router": {"rule": "posterior", "prior": 0.5, "switch_rate": 0.0, "threshold": 0.5},
             "lora": {
@@ -57,6 +57,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "global_batch_size": 32,
             "micro_batch_size": None,
             "lr": 1e-3,
+            "lr_multipliers": None,
             "min_lr_ratio": 0.1,
             "schedule": "cosine",
             "warmup_steps": 0,
