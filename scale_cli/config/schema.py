@@ -273,11 +273,11 @@ class CorpusConfig(ReadingConfig):
 
 
 class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices."""
+    """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices; null: by the start."""
 
-    embedding: float = Field(default=1.0, gt=0.0, le=1e6, description="E', or the token embedding of a baseline")
-    head: float = Field(default=1.0, gt=0.0, le=1e6, description="H', or an untied vocabulary head of a baseline")
-    gains: float = Field(default=1.0, gt=0.0, le=1e6, description="gains of the norms, and biases")
+    embedding: float | None = Field(default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding")
+    head: float | None = Field(default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head")
+    gains: float | None = Field(default=None, gt=0.0, le=1e6, description="gains of the norms, and biases")
 
 
 class TrainConfig(Section):
@@ -292,10 +292,7 @@ class TrainConfig(Section):
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
     lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
-    lr_multipliers: LrMultipliers | None = Field(
-        default=None,
-        description="null: of an expansion that began with embedding_scale, E' 40 times its own rms, H' 2, gains 0.1",
-    )
+    lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor, nn
 
-from scale_cli.config.schema import LrMultipliers, TrainConfig
+from scale_cli.config.schema import TrainConfig
 from scale_cli.errors import StorageError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,12 +23,20 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 
 
-def lr_multipliers(model: nn.Module, train: TrainConfig) -> LrMultipliers:
-    """Return the learning rates of a model's kinds of tensors, relative to `train.lr`."""
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates by kind of tensor, relative to that of the matrices."""
+
+    embedding: float = 1.0
+    head: float = 1.0
+    gains: float = 1.0
+
+
+def rates_of(model: nn.Module, train: TrainConfig) -> Rates:
+    """Return the rates of a model's kinds of tensors: those of its start, but where the config has others."""
     embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
-    if train.lr_multipliers is not None or embedding_rms is None:
-        return train.lr_multipliers or LrMultipliers()
-    return LrMultipliers(embedding=_EMBEDDING_PER_RMS * embedding_rms, head=_HEAD, gains=_GAINS)
+    of_start = Rates() if embedding_rms is None else Rates(_EMBEDDING_PER_RMS * embedding_rms, _HEAD, _GAINS)
+    return replace(of_start, **train.lr_multipliers.model_dump(exclude_none=True))
 
 
 def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -36,7 +46,7 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     step in which their token does not occur.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    rates = lr_multipliers(model, train)
+    rates = rates_of(model, train)
     kinds = {"embedding": (rates.embedding, 0.0), "gains": (rates.gains, 0.0)}
     kinds |= {"head": (rates.head, train.weight_decay), "matrix": (1.0, train.weight_decay)}
     members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
