@@ -294,8 +294,24 @@ class TrainConfig(Section):
     lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Fraction = 0.1
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = Field(
+        default="cosine",
+        description="after the warm-up; wsd: constant, then a decay over the last steps; infinite: from lr down to "
+        "constant_lr_ratio, constant, then a decay",
+    )
     warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int | None = Field(
+        default=None, ge=0, description="the last steps, of wsd and infinite; null: a fifth of max_steps; 0: none"
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = Field(
+        default=None, description="of that decay; null: of wsd 1-sqrt, of infinite exponential"
+    )
+    cooldown_steps: int | None = Field(
+        default=None, ge=0, description="of infinite: steps from lr down to the constant; null: a fifth of max_steps"
+    )
+    constant_lr_ratio: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
+    )
     weight_decay: float = Field(default=0.1, ge=0.0, le=100.0)
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -347,6 +363,29 @@ class TrainConfig(Section):
                 f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; give fewer of it too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> TrainConfig:
+        given = {"warmup_steps": self.warmup_steps}
+        if self.schedule == "infinite":
+            given["cooldown_steps"] = self.cooldown_steps or 0
+            if self.constant_lr_ratio < self.min_lr_ratio:
+                raise ValueError(
+                    f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
+                )
+        if self.schedule in ("wsd", "infinite"):
+            given["decay_steps"] = self.decay_steps or 0
+            if sum(given.values()) > self.max_steps:
+                told = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
+                raise ValueError(f"{told}: more than max_steps {self.max_steps:,} together")
+            if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
+                raise ValueError("decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more")
+        return self
+
+    @property
+    def shape_of_decay(self) -> str:
+        """What `decay_shape` is or, left out, stands for."""
+        return self.decay_shape or ("1-sqrt" if self.schedule == "wsd" else "exponential")
 
     def sequences_at_once(self, num_processes: int) -> int:
         """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""

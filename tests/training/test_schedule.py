@@ -7,25 +7,40 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+from transformers import get_wsd_schedule
 
 from scale_cli.config.schema import TrainConfig
 from scale_cli.training.schedule import learning_rate
 
-DECAYING = ("cosine", "linear")
+DECAYING, PHASED = ("cosine", "linear"), ("wsd", "infinite")
 
 
 @st.composite
 def trains(draw: st.DrawFn, /, **fixed: Any) -> TrainConfig:
     max_steps = draw(st.integers(1, 60))
-    fields = {
+    fields: dict[str, Any] = {
         "max_steps": max_steps,
         "warmup_steps": draw(st.integers(0, max_steps)),
         "lr": draw(st.floats(1e-8, 1.0)),
         "min_lr_ratio": draw(st.floats(0.0, 1.0)),
-        "schedule": draw(st.sampled_from(["cosine", "linear", "constant"])),
+        "schedule": draw(st.sampled_from(["cosine", "linear", "constant", *PHASED])),
     }
-    return TrainConfig.model_validate(fields | {name: draw(value) for name, value in fixed.items()})
+    fields |= {name: draw(value) for name, value in fixed.items()}
+    if fields["schedule"] in PHASED:
+        fields |= draw(phases(fields["max_steps"] - fields["warmup_steps"], fields["schedule"]))
+        fields["min_lr_ratio"] = max(fields["min_lr_ratio"], 1e-3)
+        fields["constant_lr_ratio"] = draw(st.floats(fields["min_lr_ratio"], 1.0))
+    return TrainConfig.model_validate(fields)
+
+
+@st.composite
+def phases(draw: st.DrawFn, num_free: int, schedule: str) -> dict[str, Any]:
+    shapes = st.sampled_from([None, "linear", "cosine", "1-sqrt", "exponential"])
+    cooldown_steps = draw(st.none() | st.integers(0, num_free)) if schedule == "infinite" else None
+    decay_steps = draw(st.none() | st.integers(0, num_free - (cooldown_steps or 0)))
+    return {"cooldown_steps": cooldown_steps, "decay_steps": decay_steps, "decay_shape": draw(shapes)}
 
 
 def rates(train: TrainConfig) -> list[float]:
@@ -75,7 +90,8 @@ def test_warm_up_climbs_in_equal_steps_from_its_first_to_lr(train: TrainConfig) 
 @example(ALL_WARMUP)
 def test_the_rate_never_rises_after_warm_up_and_starts_at_lr(train: TrainConfig) -> None:
     after = rates(train)[train.warmup_steps :]
-    assert after[:1] in ([], [pytest.approx(train.lr)])
+    if train.schedule not in PHASED:  # whose first step is the first on a way down from lr
+        assert after[:1] in ([], [pytest.approx(train.lr)])
     assert all(now <= before * (1 + 1e-12) for before, now in pairwise(after))
 
 
@@ -114,3 +130,83 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
             decay = of_torch(LinearLR, train.lr, num_decay, **options)
         # Torch multiplies its way from step to step, and carries the rounding along.
         assert found[train.warmup_steps :] == pytest.approx(decay, rel=1e-6, abs=train.lr * 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(trains(schedule=st.sampled_from(PHASED)))
+def test_a_schedule_in_phases_ends_at_its_minimum_and_is_constant_between(train: TrainConfig) -> None:
+    found, constant = rates(train), train.constant_lr_ratio if train.schedule == "infinite" else 1.0
+    if train.decay_steps:
+        assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
+    if train.decay_steps is not None and (train.cooldown_steps is not None or train.schedule == "wsd"):
+        first = train.warmup_steps + max(0, (train.cooldown_steps or 0) - 1)
+        between = found[first : train.max_steps - train.decay_steps]
+        assert between == pytest.approx([train.lr * constant] * len(between))
+
+
+@settings(deadline=None, max_examples=60)
+@given(trains(schedule=st.sampled_from(PHASED)))
+def test_a_decay_that_is_cut_out_of_a_longer_run_is_that_of_a_branch_of_its_own(train: TrainConfig) -> None:
+    """Of a constant trunk that another run branches off, all of whose steps decay."""
+    if not train.decay_steps:
+        return
+    lr = train.lr * (train.constant_lr_ratio if train.schedule == "infinite" else 1.0)
+    keys = {"max_steps": train.decay_steps, "decay_steps": train.decay_steps, "decay_shape": train.shape_of_decay}
+    lowest = min(1.0, train.lr * train.min_lr_ratio / lr)
+    branch = TrainConfig.model_validate({"schedule": "wsd", "lr": lr, "min_lr_ratio": lowest, **keys})
+    assert rates(branch) == pytest.approx(rates(train)[-train.decay_steps :])
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize("decay_steps", [0, 1, 7, 19])
+def test_warm_up_stable_decay_is_that_of_transformers(shape: str, decay_steps: int) -> None:
+    """Whose decay begins with a step at the full rate, and whose minimum is the rate of the step after the last."""
+    keys = {"max_steps": 24, "warmup_steps": 4, "lr": 0.5, "schedule": "wsd", "decay_steps": decay_steps}
+    train = TrainConfig.model_validate({**keys, "decay_shape": shape, "min_lr_ratio": 0.1})
+    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = get_wsd_schedule(
+        optimiser, 4, decay_steps, num_stable_steps=19 - decay_steps, decay_type=shape, min_lr_ratio=0.1
+    )
+    theirs = []
+    for _ in range(24):
+        theirs.append(optimiser.param_groups[0]["lr"])
+        optimiser.step()
+        scheduler.step()
+    if decay_steps:
+        assert rates(train)[4:] == pytest.approx(theirs[4:])
+    else:  # theirs would fall to its minimum in one step
+        assert rates(train)[4:23] == pytest.approx(theirs[4:23])
+
+
+def test_the_infinite_schedule_is_that_of_its_paper() -> None:
+    keys = {"max_steps": 100, "warmup_steps": 10, "lr": 2.0, "min_lr_ratio": 0.1, "schedule": "infinite"}
+    found = rates(TrainConfig.model_validate({**keys, "cooldown_steps": 40, "decay_steps": 20}))
+    assert found[29] == pytest.approx(1.5)  # halfway down a cosine from 2 to 1
+    assert found[49:80] == pytest.approx([1.0] * 31)
+    assert found[80:] == pytest.approx([(0.2 / 1.0) ** (step / 20) for step in range(1, 21)])
+
+
+@pytest.mark.parametrize("schedule", PHASED)
+def test_a_schedule_in_phases_needs_no_other_key(schedule: str) -> None:
+    found = rates(TrainConfig.model_validate({"max_steps": 100, "lr": 1.0, "schedule": schedule}))
+    plateau = 1.0 if schedule == "wsd" else 0.5
+    assert found[19:80] == [plateau] * 61
+    assert found[80] < plateau
+    assert found[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"schedule": "wsd", "warmup_steps": 6, "decay_steps": 5},
+            "warmup_steps 6, decay_steps 5: more than max_steps",
+        ),
+        ({"schedule": "infinite", "cooldown_steps": 11}, "cooldown_steps 11, decay_steps 0: more than max_steps 10"),
+        ({"schedule": "infinite", "min_lr_ratio": 0.6}, "constant_lr_ratio 0.5 is below min_lr_ratio 0.6"),
+        ({"schedule": "infinite", "min_lr_ratio": 0.0}, "exponential never gets to min_lr_ratio 0"),
+    ],
+)
+def test_phases_that_do_not_fit_are_refused_by_name(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        TrainConfig.model_validate({"max_steps": 10, **keys})
