@@ -291,6 +291,9 @@ class TrainConfig(Section):
     sharding: Literal["none", "expansion", "all"] = Field(
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
+    optimiser: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: on the matrices, each block by itself; AdamW on the rest"
+    )
     lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
     lr_multipliers: LrMultipliers = LrMultipliers()
     min_lr_ratio: Fraction = 0.1
@@ -356,6 +359,10 @@ class TrainConfig(Section):
             )
         if self.compile and self.sharding != "none":
             raise ValueError(f"compile: true goes with sharding: none, not with {self.sharding}")
+        if self.optimiser == "muon" and self.sharding != "none":
+            raise ValueError(
+                f"optimiser: muon goes with sharding: none, not with {self.sharding}: it needs whole matrices"
+            )
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
         if self.warmup_steps > self.max_steps:

@@ -35,6 +35,7 @@ LOADING_WITH_CODE = f"""\
 It needs transformers {".".join(map(str, LEAST_TRANSFORMERS))} or newer. The code is in the `.py` files beside this \
 card: read it before you trust it. Without it: `scale generate FOLDER`. The tokenizer needs none of it, but \
 transformers asks about it unless it is told so, as above."""
+_OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
 _LOADING = {
     "llama": """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -243,7 +244,8 @@ def _training(stage: _Stage) -> dict[str, str]:
     return {
         "method": _method(config),
         "trained": trained,
-        "optimiser": f"AdamW, lr {train.lr:g} ({train.schedule}, {train.warmup_steps:,} steps of warm-up), "
+        "optimiser": f"{_OPTIMISERS[train.optimiser]}, lr {train.lr:g} "
+        f"({train.schedule}, {train.warmup_steps:,} steps of warm-up), "
         f"weight decay {train.weight_decay:g}, seed {config.seed}",
     }
 

@@ -10,6 +10,7 @@ from scale_cli.config.schema import TrainConfig
 from scale_cli.model.head_loss import rows_at_once
 from scale_cli.planning.counting import SavedTensors
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.kinds import kinds_of_parameters, moments_of
 
 
 @dataclass(frozen=True)
@@ -21,26 +22,34 @@ class Parameters:
         num_trainable: that one does.
         frozen_bytes: in the dtype they are held in.
         trainable_bytes: of the float32 master copy.
+        moments_bytes: what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix.
     """
 
     num_frozen: int
     num_trainable: int
     frozen_bytes: int
     trainable_bytes: int
+    moments_bytes: int
 
     @classmethod
-    def of(cls, model: MethodModel) -> Parameters:
+    def of(cls, model: MethodModel, train: TrainConfig) -> Parameters:
         """Count them in a model whose trainability is decided."""
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        numbers = (sum(parameter.numel() for parameter in some) for some in (frozen, trainable))
-        sizes = (sum(parameter.nbytes for parameter in some) for some in (frozen, trainable))
-        return cls(*numbers, *sizes)
+        parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
+        frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
+        trainable = [parameters[name] for name in kinds]
+        moments = [parameters[name].nbytes * len(moments_of(kind, train.optimiser)) for name, kind in kinds.items()]
+        return cls(
+            num_frozen=sum(parameter.numel() for parameter in frozen),
+            num_trainable=sum(parameter.numel() for parameter in trainable),
+            frozen_bytes=sum(parameter.nbytes for parameter in frozen),
+            trainable_bytes=sum(parameter.nbytes for parameter in trainable),
+            moments_bytes=sum(moments),
+        )
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What trains, and AdamW's two moments of it; the base is never written."""
-        return 3 * self.trainable_bytes
+        """What trains, and the optimiser's moments of it; the base is never written."""
+        return self.trainable_bytes + self.moments_bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Memory:
         frozen: weights that do not train.
         trainable: float32 master weights.
         gradients: float32; with several processes DistributedDataParallel's buckets, as large again, beside them.
-        moments: AdamW's two.
+        moments: the optimiser's.
         saved: what a micro-batch keeps for the backward pass, weights in autocast's precision included.
         head: logits at once, and what becomes of them.
     """
@@ -106,7 +115,7 @@ def training_memory(
         frozen=parameters.frozen_bytes,
         trainable=parameters.trainable_bytes,
         gradients=parameters.trainable_bytes * (2 if num_processes > 1 else 1),
-        moments=2 * parameters.trainable_bytes,
+        moments=parameters.moments_bytes,
         saved=saved.copies_bytes + num_tokens * saved.bytes_per_token,
         head=head,
     )

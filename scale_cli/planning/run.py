@@ -170,7 +170,7 @@ def _plan_method(
     length = config.corpus.sequence_length
     with torch.device("meta"):
         model = build_model(base_without_weights(base_config, config.model.dtype), method, config.seed)
-    parameters = Parameters.of(model)
+    parameters = Parameters.of(model, config.train)
     counted = count_flops_per_token(model, length)
     memory = training_memory(
         parameters,

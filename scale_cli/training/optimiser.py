@@ -1,16 +1,17 @@
-"""AdamW over what trains, and its state as named tensors (no pickle)."""
+"""AdamW or Muon over what trains, and its state as named tensors (no pickle)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scale_cli.config.schema import TrainConfig
 from scale_cli.errors import StorageError
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
+from scale_cli.upscale.kinds import Kind, kinds_of_parameters, moments_of
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -39,35 +40,35 @@ def rates_of(model: nn.Module, train: TrainConfig) -> Rates:
     return replace(of_start, **train.lr_multipliers.model_dump(exclude_none=True))
 
 
-def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters, a group for each kind; nothing frozen has any state.
+def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """Return an optimiser over the trainable parameters, a group for each kind; nothing frozen has any state.
+
+    AdamW, or of `muon` Muon on the matrices, each block by itself and LoRA's two factors too, and AdamW on the rest.
+    Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
     step in which their token does not occur.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    rates = rates_of(model, train)
-    kinds = {"embedding": (rates.embedding, 0.0), "gains": (rates.gains, 0.0)}
-    kinds |= {"head": (rates.head, train.weight_decay), "matrix": (1.0, train.weight_decay)}
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in kinds}
-    for name, parameter in trainable_parameters(model).items():
-        members[_kind(name, parameter, id(parameter) in embeddings)].append(parameter)
-    groups = [
-        {"params": members[kind], "lr_multiplier": multiplier, "weight_decay": decay}
-        for kind, (multiplier, decay) in kinds.items()
-        if members[kind]
-    ]
+    rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
+
+    def group(kind: Kind, multiplier: float, decay: float) -> list[dict[str, Any]]:
+        members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
+        moments = {"moments": moments_of(kind, train.optimiser)}
+        return [{"params": members, "lr_multiplier": multiplier, "weight_decay": decay, **moments}] if members else []
+
+    rest = [*group("embedding", rates.embedding, 0.0), *group("gains", rates.gains, 0.0)]
+    rest += group("head", rates.head, train.weight_decay)
+    matrices = group("matrix", 1.0, train.weight_decay)
+    if train.optimiser == "adamw" or not matrices:
+        return _adamw([*rest, *matrices], train)
+    muon = WithholdingMuon(matrices, lr=train.lr, adjust_lr_fn="match_rms_adamw")
+    return MuonBesideAdamW(muon, _adamw(rest, train) if rest else None)
+
+
+def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups, lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon, fused=True
     )
-
-
-def _kind(name: str, parameter: nn.Parameter, embeds: bool) -> str:
-    if embeds:
-        return "embedding"
-    if parameter.ndim < 2:
-        return "gains"
-    return "head" if "lm_head" in name else "matrix"
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
@@ -77,21 +78,19 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the moments of every trainable parameter as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`."""
-    tensors = {}
-    for name, parameter in trainable_parameters(model).items():
-        if not (state := optimiser.state[parameter]):
-            continue  # no step has been taken yet
-        for moment in (*_MOMENTS, "step"):
-            tensors[f"{moment}.{name}"] = state[moment]
-    return tensors
+    """Return the state of every trainable parameter by torch's names: `exp_avg.NAME`, `step.NAME` and so on."""
+    return {
+        f"{moment}.{name}": tensor
+        for name, parameter in trainable_parameters(model).items()
+        for moment, tensor in optimiser.state[parameter].items()  # empty before the first step
+    }
 
 
 def empty_optimiser_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
+    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(model).items():
-        for moment in _MOMENTS:
+        for moment in moments_of("matrix", "adamw"):
             tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
         tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return tensors
@@ -105,13 +104,15 @@ def load_optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module, t
     """
     if not tensors:
         return  # no step had been taken
+    moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}
     for name, parameter in trainable_parameters(model).items():
         state = {}
-        for moment in _MOMENTS:
+        for moment in moments[id(parameter)]:
             tensor = tensors.get(f"{moment}.{name}")
             if tensor is None or tensor.shape != parameter.shape:
                 raise StorageError(f"optimiser state: {moment}.{name} is missing or of another shape")
             state[moment] = tensor.to(parameter.device)
-        # The fused AdamW keeps its step counts on the parameters' device, in float32.
-        state["step"] = tensors[f"step.{name}"].to(parameter.device)
+        if "exp_avg" in state:
+            # The fused AdamW keeps its step counts on the parameters' device, in float32; Muon counts none.
+            state["step"] = tensors[f"step.{name}"].to(parameter.device)
         optimiser.state[parameter] = state

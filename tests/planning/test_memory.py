@@ -52,13 +52,16 @@ class LiveBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
-def planned_memory(method: MethodConfig, mixed_precision: Any, num_processes: int = 1) -> Memory:
+def planned_memory(
+    method: MethodConfig, mixed_precision: Any, num_processes: int = 1, optimiser: str = "adamw"
+) -> Memory:
     model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method)
-    parameters = Parameters.of(model)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 4, "mixed_precision": mixed_precision}
+    train = TrainConfig.model_validate({"max_steps": 1, "optimiser": optimiser, **sizes})
     return training_memory(
-        parameters,
+        Parameters.of(model, train),
         count_saved_tensors(model, mixed_precision),
-        TrainConfig(max_steps=1, global_batch_size=8, micro_batch_size=4, mixed_precision=mixed_precision),
+        train,
         sequence_length=LENGTH,
         vocab_size=VOCAB_SIZE,
         num_processes=num_processes,
@@ -81,10 +84,11 @@ def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
 
 
 @methods
-def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig) -> None:
-    planned = planned_memory(method, "no")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig, name: str) -> None:
+    planned = planned_memory(method, "no", optimiser=name)
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
-    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
+    optimiser = build_optimiser(model, TrainConfig.model_validate({"max_steps": 1, "optimiser": name}))
     for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
     optimiser.step()
     trained = trainable_parameters(model).values()
@@ -95,17 +99,18 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig) 
     assert planned.frozen == sum(parameter.nbytes for parameter in model.parameters()) - planned.trainable
 
 
-def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any) -> None:
-    method = MethodConfig(variant="preserve")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any, name: str) -> None:
+    method, train = MethodConfig(variant="preserve"), TrainConfig.model_validate({"max_steps": 1, "optimiser": name})
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
-    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
+    optimiser = build_optimiser(model, train)
+    for_training(model, train)(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss.backward()
     optimiser.step()
     save_tensors(tmp_path / "a.safetensors", dict(trainable_parameters(model)))
     save_tensors(tmp_path / "b.safetensors", optimiser_tensors(optimiser, model))
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     headers = 200 * 4 * len(trainable_parameters(model))  # names and shapes: what a tiny model's files are full of
-    assert 0 <= written - Parameters.of(model).checkpoint_bytes <= headers
+    assert 0 <= written - Parameters.of(model, train).checkpoint_bytes <= headers
 
 
 def test_several_processes_hold_their_gradients_twice_and_nothing_else_more() -> None:

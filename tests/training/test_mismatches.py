@@ -87,7 +87,9 @@ def refusal(config: RunConfig, kind: type[ScaleError], *accepted: str) -> str:
         ("corpus.sources.0.name=old", "corpus.sources.0.name: 'news' -> 'old'", 'corpus.sources.0.name="news"'),
         ("train.global_batch_size=4", "train.global_batch_size: 2 -> 4", "train.global_batch_size=2"),
         ("train.lr=0.01", "train.lr: 0.001 -> 0.01", "train.lr=0.001"),
+        ("train.decay_steps=1", "train.decay_steps: None -> 1", "train.decay_steps=null"),
         ("train.max_steps=3", "train.max_steps: 2 -> 3", "train.max_steps=2"),
+        ("train.optimiser=muon", "train.optimiser: 'adamw' -> 'muon'", 'train.optimiser="adamw"'),
         ("train.schedule=cosine", "train.schedule: 'constant' -> 'cosine'", 'train.schedule="constant"'),
     ],
 )

@@ -53,10 +53,11 @@ def assert_same_run(one: RunFolder, other: RunFolder) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
+@pytest.mark.parametrize("overrides", [(), ("train.optimiser=muon", "train.schedule=wsd")], ids=["adamw", "muon"])
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
-    whole, cut = make_config("whole", "train.eval_every_steps=4"), make_config("cut", "train.eval_every_steps=4")
+    whole, cut = (make_config(name, "train.eval_every_steps=4", *overrides) for name in ("whole", "cut"))
     upscale(whole)
     said: list[str] = []
     train(whole, None, said.append)

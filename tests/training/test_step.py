@@ -89,8 +89,9 @@ def test_a_step_that_is_not_finite_updates_nothing_and_names_itself(model: Llama
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("optimiser_name", ["adamw", "muon"])
 def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, optimiser_name: str
 ) -> None:
     """What makes a process wait is a read of a tensor's value; plain models read one a forward.
 
@@ -98,7 +99,7 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     """
     method = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
     model = start_model(tiny_llama(vocab_size=64), method, 0)
-    train = settings(1e-2, 1.0)
+    train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name})
     wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
     trained = trainable_parameters(model)
     train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 0, train).result()
