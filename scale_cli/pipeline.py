@@ -15,6 +15,7 @@ from scale_cli.export.run import check_format, export, export_folder, one_by_one
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
+from scale_cli.training.branching import check_init_from
 from scale_cli.training.run import train
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
@@ -65,6 +66,7 @@ def _check(config: RunConfig) -> None:
     trained = RunFolder(config.output_dir).final.is_dir()  # then what was trained on need not be here any more
     sources = config.evaluation.perplexity if trained else every_source(config)
     check_before_writing(config, sources, share().num_processes)
+    check_init_from(config)
     if not RunFolder(config.output_dir).evaluation.is_dir():
         open_benchmarks_of(config)
 

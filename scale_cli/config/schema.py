@@ -291,6 +291,12 @@ class TrainConfig(Section):
     sharding: Literal["none", "expansion", "all"] = Field(
         default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
     )
+    init_from: PathText | None = Field(
+        default=None, description="a checkpoint, or the final/, of a run of the same base and method: begin with that"
+    )
+    init_moments: Literal["fresh", "kept"] = Field(
+        default="fresh", description="of the optimiser, with init_from a checkpoint: new ones, or those in it"
+    )
     optimiser: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: on the matrices, each block by itself; AdamW on the rest"
     )

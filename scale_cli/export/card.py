@@ -241,6 +241,12 @@ def _training(stage: _Stage) -> dict[str, str]:
             f"{steps:,} steps of {train.global_batch_size:,} sequences of {config.corpus.sequence_length:,} tokens: "
             f"{num_tokens:,} tokens{rate}"
         )
+    if (stage.folder / "init_from.json").is_file():
+        begun = read_json(stage.folder / "init_from.json")
+        trained += (
+            f"; begun with what another run had trained in {begun['step']:,} steps, {begun['num_tokens']:,} tokens "
+            f"({begun['moments']} moments, SHA-256 {begun['content_sha256'][:12]})"
+        )
     return {
         "method": _method(config),
         "trained": trained,

@@ -3,6 +3,7 @@
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
     optimiser.safetensors  the moments of every trainable parameter
+    init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
     position.json          step, tokens seen, where the time went
     token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
     scale.yaml             the resolved config
@@ -31,6 +32,7 @@ from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
     MANIFEST,
+    file_sha256,
     load_tensors,
     new_folder,
     partial_folder,
@@ -54,7 +56,8 @@ from scale_cli.upscale.base import BaseRecord, changed_tensors
 from scale_cli.upscale.folder import TRAINED, MethodModel, describe_method, load_trained
 
 _OPTIMISER = "optimiser.safetensors"
-_POSITION = "position.json"
+POSITION = "position.json"
+INIT_FROM = "init_from.json"
 CORPORA = "corpora.json"
 TOKEN_LEDGER = "token_ledger.json"
 
@@ -109,6 +112,27 @@ class Position:
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """What a run began with, where another run had trained that (`train.init_from`).
+
+    Args:
+        content_sha256: of the manifest of the checkpoint or `final/`, which has the hash of each of its files.
+        step: that it was written after, in the run it is of.
+        num_tokens: that run had trained on.
+        moments: of the optimiser: `fresh`, or `kept` from there.
+    """
+
+    content_sha256: str
+    step: int
+    num_tokens: int
+    moments: str
+
+    def __str__(self) -> str:
+        told = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
+        return f"{told}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
+
+
+@dataclass(frozen=True)
 class Origin:
     """Where a run comes from: what each of its folders says of it.
 
@@ -119,6 +143,7 @@ class Origin:
         base_parts: hashes of what this process holds of a sharded base; empty where it is not sharded.
         ledgers: what was read of every training corpus, and what became of it.
         batches: of the whole run; they tell what of it has been trained.
+        branch_point: what it began with, where another run had trained that.
     """
 
     config: RunConfig
@@ -127,6 +152,7 @@ class Origin:
     base_parts: dict[str, str]
     ledgers: list[Ledger]
     batches: Batches
+    branch_point: BranchPoint | None = None
 
     def token_ledger(self, num_steps: int) -> dict[str, Any]:
         """Return, for every source, what was read, and what the first steps have trained and left for later."""
@@ -275,8 +301,10 @@ def raise_for_changed_base(changed: list[str], step: int) -> None:
 def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Position) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
     describe_method(folder, model, origin.config.method, origin.record)
-    write_json(folder / _POSITION, asdict(position))
+    write_json(folder / POSITION, asdict(position))
     write_json(folder / CORPORA, origin.contents)
+    if origin.branch_point is not None:
+        write_json(folder / INIT_FROM, asdict(origin.branch_point))
     write_json(folder / TOKEN_LEDGER, origin.token_ledger(position.step))
     write_text(folder / "scale.yaml", dump_config(origin.config))
 
@@ -308,11 +336,32 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
 def read_position(folder: Path) -> Position:
     """Read how far the run in a checkpoint or in `final/` had come."""
     try:
-        position = read_json(folder / _POSITION)
+        position = read_json(folder / POSITION)
         # Older folders know the whole time only, which they counted as training.
         return Position(**{"stepping_s": position["elapsed_s"], **position})
     except (TypeError, KeyError):
-        raise StorageError(f"{folder / _POSITION}: damaged, not a position") from None
+        raise StorageError(f"{folder / POSITION}: damaged, not a position") from None
+
+
+def branch_point_at(folder: Path, moments: str) -> BranchPoint:
+    """Return what a run begins with, of the folder that it begins with."""
+    position = read_position(folder)
+    return BranchPoint(file_sha256(folder / MANIFEST), position.step, position.num_tokens, moments)
+
+
+def read_branch_point(folder: Path | None) -> BranchPoint | None:
+    """Return what a run began with, by one of its own folders, if it has any; None where that was its own start."""
+    if folder is None or not (folder / INIT_FROM).is_file():
+        return None
+    try:
+        return BranchPoint(**read_json(folder / INIT_FROM))
+    except TypeError:
+        raise StorageError(f"{folder / INIT_FROM}: damaged, not what a run began with") from None
+
+
+def has_moments(folder: Path) -> bool:
+    """Return whether an optimiser's moments are in a folder: a checkpoint has them, `final/` has not."""
+    return (folder / _OPTIMISER).is_file() or has_shards(folder)
 
 
 def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> Position:

@@ -37,15 +37,19 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
+from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
     CORPORA,
+    POSITION,
     Origin,
     Position,
+    branch_point_at,
     check_base,
     checkpoints,
     describe_run,
     load_checkpoint,
     newest_whole_checkpoint,
+    read_branch_point,
     read_position,
 )
 from scale_cli.training.cost import measure_cost
@@ -55,7 +59,7 @@ from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, read_record
+from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, load_trained, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import context_warnings
@@ -109,6 +113,8 @@ def train(
         on_main(lambda: _claim(run_folder, held))
         number = main_decides(lambda: _starting_number(run_folder, config, resume, say, accepted))
         start = _numbered(number, run_folder, resume)
+        if start is None:
+            on_main(lambda: _check_beginning(config, say))
         run = _open_run(config, accelerator, start, say)
         run_loop(run)
         _write_final(run)
@@ -143,6 +149,15 @@ def _write_final(run: TrainingRun) -> None:
             save_tensors(partial / TRAINED, trained)
             write_json(partial / "cost.json", measure_cost(run).to_json())
     run.accelerator.wait_for_everyone()
+
+
+def _check_beginning(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Refuse what a run cannot begin with, where that is not its own start."""
+    check_init_from(config)
+    if config.train.init_from is not None:
+        folder = Path(config.train.init_from)
+        check_same_start(folder, RunFolder(config.output_dir).upscaled)
+        say(f"beginning      {folder}: {branch_point_at(folder, config.train.init_moments)}")
 
 
 def _say_nothing(line: str) -> None:
@@ -194,7 +209,7 @@ def _starting_point(
             raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
     else:
         start = Path(resume)
-        if not (start / "position.json").is_file():
+        if not (start / POSITION).is_file():
             raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
         newer = [f.name for f in checkpoints(run_folder) if read_position(f).step > read_position(start).step]
         if newer:
@@ -264,9 +279,17 @@ def _open_run(
     if main:
         _tell_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), say)
     contents = [corpus.folder.name for corpus in corpora]
+    init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
     if start is not None:
         _check_same_text(start, contents)
+    elif init_from is not None:
+        for warning in repetition_warnings(init_from, config, contents):
+            say(f"warning: {warning}")
     model = load_onto_base(run_folder.upscaled, config.model, config.seed)
+    if init_from is not None:
+        load_trained(model, init_from)
+    if (begun := start or init_from) is not None:
+        adopt_rates(model, begun)
     if sizes.sharding != "none" and accelerator.num_processes > 1:
         # Accelerate would wrap a sharded model once more.
         wrapped = shard_model(model, accelerator, sizes)
@@ -274,8 +297,11 @@ def _open_run(
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
     optimiser = build_optimiser(model, sizes)
     position = Position() if start is None else load_checkpoint(start, model, optimiser)
+    if init_from is not None and sizes.init_moments == "kept":
+        load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     batches = build_batches(config, corpora, accelerator.num_processes)
+    branch_point = branch_point_at(init_from, sizes.init_moments) if init_from else read_branch_point(start)
     ledgers = [corpus.ledger for corpus in corpora]
     saved = run_folder.checkpoint(position.step)
     return TrainingRun(
@@ -284,7 +310,7 @@ def _open_run(
         model=model,
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
-        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches),
+        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point),
         optimiser=optimiser,
         batches=batches,
         held_out=held_out,

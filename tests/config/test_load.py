@@ -56,6 +56,8 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "max_steps": 10,
             "global_batch_size": 32,
             "micro_batch_size": None,
+            "init_from": None,
+            "init_moments": "fresh",
             "optimiser": "adamw",
             "lr": 1e-3,
             "lr_multipliers": {"embedding": None, "head": None, "gains": None},

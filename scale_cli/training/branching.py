@@ -1,0 +1,78 @@
+"""`train.init_from`: a run whose first step goes on from what another run has trained.
+
+The run is one of its own, with its own schedule and data, from step 0. Each of its folders says by `init_from.json`
+what it began with; a resume needs nothing but them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scale_cli.config.compare import BASE_PLACE, differences
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import RunFolderError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import read_json, verify_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.checkpoint import CORPORA, POSITION, checkpoints, has_moments
+from scale_cli.upscale.folder import MethodModel, read_record
+
+_SECTIONS = ("model", "method")
+
+
+def check_init_from(config: RunConfig) -> None:
+    """Refuse to begin with what is not whole, or was trained of another model or by another method.
+
+    Nothing is asked of a run that has begun, or that begins with its own start.
+
+    Raises:
+        RunFolderError: it is no checkpoint or `final/`, or none that this run can begin with.
+        StorageError: it is damaged.
+    """
+    run, train = RunFolder(config.output_dir), config.train
+    if train.init_from is None or run.final.is_dir() or checkpoints(run):
+        return
+    folder, told = Path(train.init_from), f"train.init_from: {train.init_from}"
+    if not (folder / POSITION).is_file():
+        raise RunFolderError(f"{told}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
+    verify_folder(folder)
+    before = load_config(folder / "scale.yaml")
+    if changed := differences(before, config, _SECTIONS, BASE_PLACE):
+        raise RunFolderError(f"{told}: was trained with another model or method ({'; '.join(changed)})")
+    if train.init_moments == "kept":
+        if not has_moments(folder):
+            raise RunFolderError(f"{told}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
+        if before.train.optimiser != train.optimiser:
+            raise RunFolderError(f"{told}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
+
+
+def check_same_start(folder: Path, upscaled: Path) -> None:
+    """Hold what a run begins with to the base and the tokenizer of its own `upscaled/`.
+
+    Raises:
+        RunFolderError: naming what differs.
+    """
+    theirs, ours = read_record(folder), read_record(upscaled)
+    for what in ("content", "config", "tokenizer"):
+        before, now = (getattr(record, f"{what}_sha256") for record in (theirs, ours))
+        if before and now and before != now:
+            subject = "tokenizer" if what == "tokenizer" else "base" if what == "content" else "base's config.json"
+            raise RunFolderError(
+                f"train.init_from: {folder}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
+            )
+
+
+def adopt_rates(model: MethodModel, folder: Path) -> None:
+    """Let the learning rates follow the size that E' had where its training began, also of a run in between."""
+    if isinstance(model, ScaleForCausalLM):
+        model.config.expansion_embedding_rms = read_json(folder / "config.json").get("expansion_embedding_rms")
+
+
+def repetition_warnings(folder: Path, config: RunConfig, contents: list[str]) -> list[str]:
+    """Return a warning where a run would begin with the very batches that what it begins with was trained on."""
+    before = load_config(folder / "scale.yaml")
+    same = before.seed == config.seed and before.corpus.sequence_length == config.corpus.sequence_length
+    if not same or read_json(folder / CORPORA) != contents:
+        return []
+    return ["train.init_from: the same text with the same seed: its first batches come again; set another seed"]

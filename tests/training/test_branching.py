@@ -1,0 +1,139 @@
+"""A run that begins with what another one has trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
+from scale_cli.pipeline import run_pipeline
+from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.training.conftest import configs_in
+
+MakeConfig = Callable[..., RunConfig]
+TRUNK = ("train.schedule=constant", "train.max_steps=6", "train.save_every_steps=2", "train.keep_checkpoints=9")
+
+
+@pytest.fixture(scope="module")
+def trunk_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trunk")
+    config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")("trunk", *TRUNK)
+    upscale(config)
+    train(config, None, lambda _: None)
+    return config.output_dir
+
+
+@pytest.fixture
+def trunk(trunk_once: Path, tmp_path: Path) -> RunFolder:
+    """A copy of a run of six steps with all its checkpoints."""
+    shutil.copytree(trunk_once, tmp_path / "trunk")
+    return RunFolder(tmp_path / "trunk")
+
+
+def begun(config: RunConfig) -> tuple[RunFolder, list[str]]:
+    said: list[str] = []
+    upscale(config)
+    train(config, None, said.append)
+    return RunFolder(config.output_dir), said
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    return load_tensors(folder / "trained.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_kept_moments_are_gone_on_with_and_the_trunks_batches_are_warned_of(
+    make_config: MakeConfig, trunk: RunFolder
+) -> None:
+    again = make_config("again", *TRUNK, "train.max_steps=2", f"train.init_from={trunk.checkpoint(2)}")
+    with_kept, said = begun(again.model_copy(update={"train": again.train.model_copy(update={"init_moments": "kept"})}))
+    fresh, _ = begun(make_config("fresh", *TRUNK, "train.max_steps=2", f"train.init_from={trunk.checkpoint(2)}"))
+    assert not are_equal(trained(with_kept.final), trained(fresh.final))
+    moments = [load_tensors(run.checkpoint(2) / "optimiser.safetensors") for run in (with_kept, fresh)]
+    assert [{float(t) for name, t in tensors.items() if name.startswith("step.")} for tensors in moments] == [{4}, {2}]
+    assert any("its first batches come again; set another seed" in line for line in said)
+    assert any("step 2 of a run, " in line and "kept moments" in line for line in said)
+
+
+def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
+    make_config: MakeConfig, trunk: RunFolder
+) -> None:
+    keys = ("train.max_steps=1", "train.warmup_steps=0", "train.lr=1e-30", "seed=7")
+    branch, said = begun(make_config("branch", *keys, f"train.init_from={trunk.final}"))
+    assert are_equal(trained(branch.final), trained(trunk.final))
+    assert not are_equal(trained(branch.final), trained(branch.upscaled))
+    record = json.loads((branch.final / "init_from.json").read_text(encoding="utf-8"))
+    assert (record["step"], record["moments"]) == (6, "fresh")
+    assert record["content_sha256"] == file_sha256(trunk.final / MANIFEST)
+    rms = [json.loads((run.final / "config.json").read_text())["expansion_embedding_rms"] for run in (branch, trunk)]
+    assert rms[0] == rms[1], "the rates follow the start of the trunk"
+    assert not any("come again" in line for line in said)
+
+
+def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeConfig, trunk: RunFolder) -> None:
+    keys = ("train.max_steps=3", "train.save_every_steps=1", "train.schedule=wsd", "train.decay_steps=3")
+    kept = ("train.init_moments=kept", "train.warmup_steps=0", "train.keep_checkpoints=9", "seed=5")
+    config = make_config("branch", *keys, *kept, f"train.init_from={trunk.checkpoint(4)}")
+    run, _ = begun(config)
+    before, record = trained(run.final), (run.final / "init_from.json").read_bytes()
+    for gone in (trunk.root, run.final, run.checkpoint(2), run.checkpoint(3)):
+        shutil.rmtree(gone)
+    train(config, "auto", lambda _: None)
+    assert are_equal(trained(run.final), before)
+    assert (run.final / "init_from.json").read_bytes() == record
+    shutil.rmtree(run.final)
+    with pytest.raises(RunFolderError, match=r"train\.init_from: .* -> None"):
+        train(make_config("branch", *keys, *kept), "auto", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "told"),
+    [
+        (("method.expansion.ratio=0.5",), RunFolderError, r"method\.expansion\.ratio: 0\.25 -> 0\.5"),
+        (
+            ("method.variant=full", "method.collaboration.layers=null"),
+            RunFolderError,
+            "method.variant: 'route' -> 'full'",
+        ),
+        (("train.init_moments=kept",), RunFolderError, "no moments to keep"),
+        (("train.init_from=nowhere",), RunFolderError, "nowhere: is neither a checkpoint"),
+    ],
+)
+def test_what_a_run_cannot_begin_with_is_refused_in_one_line_before_anything_is_written(
+    make_config: MakeConfig, trunk_once: Path, keys: tuple[str, ...], kind: type[ScaleError], told: str
+) -> None:
+    config = make_config("branch", f"train.init_from={trunk_once / 'final'}", *keys)
+    with pytest.raises(kind, match=told) as caught:
+        run_pipeline(config, lambda _: None)
+    assert "\n" not in str(caught.value)
+    assert not (config.output_dir / "upscaled").exists()
+
+
+def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refused(
+    make_config: MakeConfig, trunk: RunFolder, shared_data: Path
+) -> None:
+    checkpoint = f"train.init_from={trunk.checkpoint(6)}"
+    with pytest.raises(RunFolderError, match="moments of adamw"):
+        begun(make_config("muon", checkpoint, "train.optimiser=muon", "train.init_moments=kept"))
+    with pytest.raises(RunFolderError, match="its base is not this run's"):
+        begun(make_config("base", checkpoint, f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
+    (trunk.checkpoint(6) / "trained.safetensors").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"trained\.safetensors"):
+        begun(make_config("damaged", checkpoint))
+
+
+def test_a_url_is_nothing_to_begin_with(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"train\.init_from: is a URL"):
+        make_config("branch", "train.init_from=https://example.org/x")
