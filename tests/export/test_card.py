@@ -110,6 +110,19 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_what_that_doe
         assert "no document costs" not in card_of(served, None)
 
 
+def test_a_card_tells_what_was_trained_before_by_another_run_and_with_which_optimiser(trained_run: TrainedRun) -> None:
+    config = trained_run(ROUTE)
+    begun = {"content_sha256": "0123456789abcdef", "step": 70, "num_tokens": 8000, "moments": "kept"}
+    path = config.output_dir / "final" / "init_from.json"
+    assert "begun with" not in card_of(config, None)
+    path.write_text(json.dumps(begun), encoding="utf-8")
+    tree = config.model_dump()
+    tree["train"]["optimiser"] = "muon"
+    card = card_of(RunConfig.model_validate(tree), None)
+    assert "another run had trained in 70 steps, 8,000 tokens (kept moments, SHA-256 0123456789ab)" in card
+    assert "Muon on the matrices and AdamW on the rest, lr" in card
+
+
 def test_tokens_are_counted_by_language_and_what_is_to_be_kept_is_called_replay(trained_run: TrainedRun) -> None:
     config = trained_run(ROUTE)
     path = config.output_dir / "final" / "token_ledger.json"

@@ -105,8 +105,14 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for variant, sharding in SHARDED_BASELINES.items():
         settings = [f"method.variant={variant}", _RANK, "train.micro_batch_size=2", f"train.sharding={sharding}"]
         add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
+    trunk = RunFolder(configs["all-two"].output_dir).checkpoint(_SAVED_STEP)
+    branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3")
+    add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all")
+    train(add("muon-one", "train.optimiser=muon"), None, print)
+    add("muon-two", "train.optimiser=muon", "train.micro_batch_size=2")
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
     train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
+    train(add("branch-one", *branch), None, print)
     for first in (*SHARDINGS, "lora"):
         sharding = SHARDED_BASELINES.get(first, first)
         for number, micro_batch_size in (("one", 4), ("four", 1)):
@@ -123,6 +129,12 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("processes", ["two", "four"])
 def test_several_processes_give_the_losses_of_one(runs: Runs, sharding: str, processes: str) -> None:
     assert runs.losses(f"{sharding}-{processes}") == pytest.approx(runs.losses("one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["branch", "muon"])
+def test_branches_and_muon_have_the_losses_of_one_process_on_two(runs: Runs, name: str) -> None:
+    """The branches are off a sharded checkpoint."""
+    assert runs.losses(f"{name}-two") == pytest.approx(runs.losses(f"{name}-one"), rel=1e-5)
 
 
 @pytest.mark.parametrize("variant", SHARDED_BASELINES)
