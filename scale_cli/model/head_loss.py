@@ -1,11 +1,15 @@
 """Cross-entropy of a vocabulary head in chunks: the (tokens x vocabulary) logits never exist whole.
 
-Shapes: N tokens, D base channels, E expansion channels, V vocabulary.
+Where the base's predictions are learned from too, the loss of a token is -log p(target) + w KL(p_base || p), whose
+gradient by the logits is p - one-hot + w (p - p_base). The base's logits are those before the last head is added: they
+cost no product.
+
+Shapes: N tokens, S of them in one sequence, D base channels, E expansion channels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +34,17 @@ def rows_at_once(device_type: str, vocab_size: int) -> int:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) under the logits sum_k H_k x_k, with the gradients computed on the way forward.
 
-    Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing.
+    `distilled` has places among the tokens, and by how much their divergence from the logits without the last H_k x_k
+    is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, targets_N: Tensor, *streams_and_heads: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, targets_N: Tensor, distilled: Sequence[tuple[slice, float]], *streams_and_heads: Tensor
+    ) -> Tensor:
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
         device = targets_N.device.type
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
         of_heads = [
             torch.zeros_like(head, dtype=torch.float32) if want else None
@@ -49,12 +56,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
-            logits_NV = read[0] @ lowered[0].T
-            for stream, head in zip(read[1:], lowered[1:], strict=True):
-                # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
-                logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
-            said, grad_NV = _said_and_gradient(logits_NV.float(), targets_N[rows])
+            places = list(_within(distilled, rows))
+            logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places])
+            divergences = [
+                _divergence_and_gradient(base_SV, logits_NV[some], targets_N[rows][some])
+                for base_SV, (some, _) in zip(bases, places, strict=True)
+            ]
+            said, grad_NV = _said_and_gradient(logits_NV, targets_N[rows])
             loss -= said
+            for (some, weight), (divergence, of_divergence_SV) in zip(places, divergences, strict=True):
+                loss += weight * divergence
+                grad_NV[some].add_(of_divergence_SV, alpha=weight)
             grad = grad_NV
             for stream, head, of_stream, of_head in zip(read, lowered, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
@@ -71,7 +83,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nobody else holds them, and autograd refuses a second backward over them.
-        return None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+        return None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+
+
+def _logits_and_bases(
+    streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return sum_k H_k x_k in float32, and at some places the log-probabilities without its last term."""
+    logits_NV, bases = streams[0] @ heads[0].T, []
+    for index, (stream, head) in enumerate(zip(streams[1:], heads[1:], strict=True), start=1):
+        if index == len(heads) - 1:
+            bases = [logits_NV[place].float().log_softmax(dim=1) for place in places]
+        # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
+        logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
+    return logits_NV.float(), bases
 
 
 def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +114,29 @@ def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Te
     return said, grad_NV.scatter_add_(1, places_N1, -counted_N1.to(grad_NV.dtype))
 
 
+def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed KL(p_base || p), and d KL / d logits: p - p_base, both 0 where there is no target.
+
+    Args:
+        base_SV: log p_base; overwritten.
+        logits_SV: of p.
+        targets_S: IGNORED where there is none.
+    """
+    counted_S1 = (targets_S != IGNORED).unsqueeze(1)
+    log_p_SV, p_base_SV = logits_SV.log_softmax(dim=1), base_SV.exp()
+    divergence_S1 = base_SV.sub_(log_p_SV).mul_(p_base_SV).sum(dim=1, keepdim=True)
+    gradient_SV = log_p_SV.exp_().sub_(p_base_SV).mul_(counted_S1)
+    return torch.where(counted_S1, divergence_S1, 0.0).sum(), gradient_SV
+
+
+def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tuple[slice, float]]:
+    """Yield the parts of some places that lie within some rows, counted from the first of those."""
+    for place, weight in places:
+        start, stop = max(place.start, rows.start), min(place.stop, rows.stop)
+        if start < stop:
+            yield slice(start - rows.start, stop - rows.start), weight
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a product to a float32 sum, in the product itself where the precisions agree."""
     if left.dtype == total.dtype:
@@ -104,6 +152,7 @@ def adaptation_cross_entropy(
     head_VE: Tensor,
     targets_BT: Tensor,
     between: Sequence[tuple[Tensor, Tensor]] = (),
+    distillation: Sequence[float] | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
 
@@ -114,13 +163,27 @@ def adaptation_cross_entropy(
         head_VE: H'.
         targets_BT: the token after each position, or IGNORED.
         between: streams and heads of the frozen expansions that this one stands upon, whose logits are added.
+        distillation: of every sequence, how much of its divergence from the logits without H' u is added; None: of
+            none.
     """
+    length = targets_BT.shape[1]
+    distilled = [
+        (slice(index * length, (index + 1) * length), weight)
+        for index, weight in enumerate(distillation or ())
+        if weight
+    ]
     frozen = [tensor for u, head in between for tensor in (u.flatten(0, 1), head)]
     return _ChunkedCrossEntropy.apply(
-        targets_BT.flatten(), x_BTD.flatten(0, 1), base_head_VD.detach(), *frozen, u_BTE.flatten(0, 1), head_VE
+        targets_BT.flatten(),
+        distilled,
+        x_BTD.flatten(0, 1),
+        base_head_VD.detach(),
+        *frozen,
+        u_BTE.flatten(0, 1),
+        head_VE,
     )
 
 
 def plain_cross_entropy(x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor) -> Tensor:
     """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
-    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), x_BTD.flatten(0, 1), head_VD)
+    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), x_BTD.flatten(0, 1), head_VD)

@@ -10,7 +10,7 @@ Source: SCALE, arXiv 2511.03270.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,8 @@ class ScaleForCausalLM(WidenedModel):
             use_cache: whether to keep keys, values and the router's state; the config's default in evaluation mode.
             logits_to_keep: return logits of the last so many positions only, 0 for all; or of those in an index (N,).
             **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
-                `num_items_in_batch` (what the sum is divided by; the number of labels where not given).
+                `num_items_in_batch` (what the sum is divided by; the number of labels where not given); in training
+                mode also `distillation`, of every sequence the weight of KL(base head || adaptation head).
         """
         self._refuse_unknown(kwargs)
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
@@ -135,18 +136,21 @@ class ScaleForCausalLM(WidenedModel):
         labels: Tensor,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        distillation: Sequence[float] | None = None,
         **_: Any,
     ) -> Tensor:
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         top = len(self.branches)
+        if distillation is not None and self.branches[-1].writes:
+            raise ValueError("distillation: the base's own logits are not at hand where the expansion writes into x")
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
         loss = adaptation_cross_entropy(
-            states.x_BTD[states.owner(top)], states.u_KBTE[-1], *heads, shift_labels, between
+            states.x_BTD[states.owner(top)], states.u_KBTE[-1], *heads, shift_labels, between, distillation
         )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 

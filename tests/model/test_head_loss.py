@@ -36,6 +36,52 @@ def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.Monkey
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("logits_at_once", [1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
+@pytest.mark.parametrize("stands_on_another", [False, True])
+def test_distilled_sequences_add_the_divergence_of_whole_logits_and_its_gradient(
+    monkeypatch: pytest.MonkeyPatch, logits_at_once: int, stands_on_another: bool
+) -> None:
+    monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", logits_at_once)
+    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
+    x, u, base_head, head, targets = inputs(torch.float64)
+    between = [(u.flip(0), head.flip(0))] if stands_on_another else []
+    leaves = [tensor.requires_grad_() for tensor in (u, head)]
+    base = x @ base_head.T + sum((v @ below.T for v, below in between), torch.zeros(()))
+    base, adapted = base.detach(), base.detach() + u @ head.T
+    weights = (0.7, 0.0, 2.0)
+    apart = F.kl_div(adapted.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    whole = F.cross_entropy(adapted.flatten(0, 1), targets.flatten(), reduction="sum")
+    whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
+    expected = torch.autograd.grad(whole, leaves)
+    frozen = [(v.detach(), below.detach()) for v, below in between]
+    chunked = adaptation_cross_entropy(x, u, base_head, head, targets, frozen, weights)
+    torch.testing.assert_close(chunked, whole.float())
+    for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_loss_does_too() -> None:
+    x, u, base_head, head, targets = inputs(torch.float32)
+    u.requires_grad_()
+
+    def loss_and_gradient(distillation: tuple[float, ...] | None) -> tuple[Tensor, Tensor]:
+        loss = adaptation_cross_entropy(x, u, base_head, head, targets, (), distillation)
+        return loss.detach(), torch.autograd.grad(loss, u)[0]
+
+    plain_loss, plain = loss_and_gradient(None)
+    loss, gradient = loss_and_gradient((0.0, 0.0, 0.0))
+    assert torch.equal(loss, plain_loss) and torch.equal(gradient, plain)
+    loss, gradient = loss_and_gradient((0.0, 0.5, 0.0))
+    assert loss > plain_loss
+    assert [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)] == [True, False, True]
+
+
+def test_heads_that_agree_diverge_by_nothing() -> None:
+    x, u, base_head, head, targets = inputs(torch.float32)
+    plain, distilled = (adaptation_cross_entropy(x, u, base_head, 0 * head, targets, (), w) for w in (None, (9.0,) * 3))
+    assert torch.equal(plain, distilled)
+
+
 def test_a_frozen_stream_and_the_frozen_head_get_no_gradient() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
     adaptation_cross_entropy(
