@@ -119,11 +119,14 @@ class MicroBatch:
         input_ids: (micro_batch_size, T).
         targets: (micro_batch_size, T), IGNORED where there is none.
         position_ids: (micro_batch_size, T), where documents are isolated.
+        distillation: weight of every sequence's divergence from the base, where any has one. It stays with the process,
+            which so knows what to compute without asking a device.
     """
 
     input_ids: Tensor
     targets: Tensor
     position_ids: Tensor | None = None
+    distillation: tuple[float, ...] | None = None
 
     def pinned(self) -> MicroBatch:
         """Return the same in memory from which a GPU copies by itself."""
@@ -135,7 +138,7 @@ class MicroBatch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         position_ids = None if self.position_ids is None else change(self.position_ids)
-        return MicroBatch(change(self.input_ids), change(self.targets), position_ids)
+        return MicroBatch(change(self.input_ids), change(self.targets), position_ids, self.distillation)
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Batches:
         num_steps: how many steps will be asked for; a longer run begins with the same batches.
         global_batch_size: sequences a step.
         micro_batch_size: sequences a process holds at once.
+        distillation: of each source, the weight of the divergence from the base; None: there is none.
     """
 
     def __init__(
@@ -206,8 +210,10 @@ class Batches:
         num_steps: int,
         global_batch_size: int,
         micro_batch_size: int,
+        distillation: Sequence[float] | None = None,
     ) -> None:
         self.sources = sources
+        self.distillation = distillation or [0.0] * len(sources)
         self.seed = seed
         self.num_steps = num_steps
         self.global_batch_size = global_batch_size
@@ -272,4 +278,10 @@ class Batches:
             positions = [self.sources[source].positions(window) for source, window in located]
             isolated = [row for row in positions if row is not None]
             assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
-            yield MicroBatch(inputs, targets, torch.from_numpy(np.stack(isolated)) if isolated else None)
+            distillation = tuple(self.distillation[source] for source, _ in located)
+            yield MicroBatch(
+                inputs,
+                targets,
+                torch.from_numpy(np.stack(isolated)) if isolated else None,
+                distillation if any(distillation) else None,
+            )

@@ -143,6 +143,8 @@ def _update_where_finite(optimiser: Any, figures: Tensor) -> None:
 def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:
     """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
     batch = micro_batch.to(device)
+    # Only widened models know of it; to any other it would be a key too many.
+    distilled = {} if batch.distillation is None else {"distillation": batch.distillation}
     # The targets are shifted already; transformers computes a loss only where labels are given too.
     output = model(
         input_ids=batch.input_ids,
@@ -151,6 +153,7 @@ def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device,
         shift_labels=batch.targets,
         num_items_in_batch=num_tokens,
         use_cache=False,
+        **distilled,
     )
     loss: Tensor = output.loss
     return loss

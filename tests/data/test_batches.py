@@ -108,6 +108,15 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(plan: dict[
         assert rows(joined(interleaved)) == rows(global_batch(of, step))
 
 
+def test_every_sequence_is_distilled_by_the_weight_of_its_source_on_any_process() -> None:
+    of = batches([200, 90], 8, [1.0, 0.3], num_steps=20, distillation=[0.0, 0.5])
+    found = [batch for step in range(20) for rank in range(2) for batch in of.micro_batches(step, rank, 2)]
+    for batch in found:
+        from_second = (batch.targets.amax(dim=1) >= FAR).tolist()
+        assert batch.distillation == (tuple(0.5 * second for second in from_second) if any(from_second) else None)
+    assert {batch.distillation is None for batch in found} == {True, False}
+
+
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.data())
 def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.DataObject) -> None:

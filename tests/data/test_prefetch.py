@@ -78,8 +78,15 @@ def test_no_more_is_made_ahead_than_allowed() -> None:
 
 def some_batches(num_steps: int) -> Batches:
     windows = [PackedWindows(np.arange(5000, dtype=np.uint16), 32), PackedWindows(np.arange(700, dtype=np.uint16), 32)]
-    options = {"seed": 3, "num_steps": num_steps, "global_batch_size": 8, "micro_batch_size": 2}
-    return Batches(windows, [2.0, 1.0], **options)
+    return Batches(
+        windows,
+        [2.0, 1.0],
+        seed=3,
+        num_steps=num_steps,
+        global_batch_size=8,
+        micro_batch_size=2,
+        distillation=[0.0, 1.0],
+    )
 
 
 @pytest.mark.parametrize(("first", "rank", "num_processes"), [(0, 0, 1), (7, 0, 1), (0, 1, 2), (19, 1, 4), (20, 0, 1)])
@@ -95,6 +102,7 @@ def test_the_batches_of_the_steps_are_exactly_those_of_each_step(first: int, ran
         for micro_batch, same in zip(found.micro_batches, expected, strict=True):
             assert torch.equal(micro_batch.input_ids, same.input_ids)
             assert torch.equal(micro_batch.targets, same.targets)
+            assert micro_batch.distillation == same.distillation
 
 
 def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
@@ -121,6 +129,7 @@ def test_for_a_gpu_the_thread_that_makes_them_pins_them(monkeypatch: pytest.Monk
         for step in range(3):
             for micro_batch, same in zip(ahead.micro_batches(step), batches.micro_batches(step), strict=True):
                 assert torch.equal(micro_batch.input_ids, same.input_ids)
+                assert micro_batch.distillation == same.distillation
     assert len(pinned_by) == 3 * 4 * 2
     assert all(name.startswith("prefetch") for name in pinned_by)
 

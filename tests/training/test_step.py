@@ -17,10 +17,10 @@ from scale_cli.training.optimiser import (
     optimiser_tensors,
     trainable_parameters,
 )
-from scale_cli.training.step import StepResult, train_step
+from scale_cli.training.step import StepResult, _loss_share, train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
-from tests.widening import tiny_llama
+from tests.widening import as_if_trained, tiny_llama, widen
 
 
 @pytest.fixture
@@ -65,6 +65,28 @@ def test_gradient_accumulation_equals_the_large_batch(model: LlamaForCausalLM, m
     # A fresh Adam moves every weight by lr times the sign of its gradient, whatever its size.
     for one, other in zip(accumulated.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0.0)
+
+
+def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes() -> None:
+    ids = [torch.randint(0, 61, (301,), generator=torch.Generator().manual_seed(seed)).numpy() for seed in range(2)]
+    windows = [PackedWindows(stream, 16) for stream in ids]
+
+    def mixed(micro_batch_size: int, weight: float = 2.0) -> Batches:
+        sizes = {"seed": 0, "num_steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch_size}
+        return Batches(windows, [1.0, 1.0], distillation=[0.0, weight], **sizes)
+
+    model = as_if_trained(widen(tiny_llama(), "preserve")).train()
+    results = [step(copy.deepcopy(model), mixed(size)) for size in (8, 4, 2, 1)]
+    for result in results[1:]:
+        assert result.loss == pytest.approx(results[0].loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
+    assert results[0].loss > step(copy.deepcopy(model), mixed(8, weight=0.0)).loss
+    shares = [
+        _loss_share(model, batch, torch.device("cpu"), mixed(2).num_target_tokens(0)).item()
+        for rank in range(2)
+        for batch in mixed(2).micro_batches(0, rank, 2)
+    ]
+    assert sum(shares) == pytest.approx(results[0].loss, rel=1e-6)
 
 
 def test_loss_is_transformers_own_mean_over_target_tokens(model: LlamaForCausalLM) -> None:
