@@ -72,6 +72,13 @@ class ComparedMethod(Section):
     lr: LearningRate
     method: MethodConfig
 
+    @field_validator("method")
+    @classmethod
+    def _has_no_replay(cls, method: MethodConfig) -> MethodConfig:
+        if method.distils:
+            raise ValueError("distillation.weight: acts on replay, and there is none of a task that was learned before")
+        return method
+
 
 def _widened(variant: Literal["preserve", "adapt", "route"], layers: str | None = None) -> MethodConfig:
     # Its figures (README) are of the start that this is; at the rates below the other one has not been measured.

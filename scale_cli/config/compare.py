@@ -30,6 +30,7 @@ _FREE = {
 }
 # How it is trained from here on: a run that goes on may change these where it is told to, and only then.
 ACCEPTABLE = {
+    "method.distillation.weight",
     "train.max_steps",
     "train.lr",
     "train.min_lr_ratio",
@@ -58,6 +59,8 @@ NOTHING = r"(?!)"
 _MAX_TOLD = 8
 # The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
 _ROUTER = "method.router."
+# Distillation acts in training only, so it may be set after upscaling.
+_DISTILLATION = "method.distillation."
 UPSCALE_SECTIONS = ("seed", "model", "method")
 TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
 EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
@@ -145,6 +148,8 @@ def _remedy(refused: list[_Change], *, trains: bool) -> str:
 
 
 def _section(key: str) -> str:
+    if key.startswith(_DISTILLATION):
+        return "train"
     return "router" if key.startswith(_ROUTER) else key.partition(".")[0]
 
 

@@ -24,6 +24,8 @@ def method_in_words(method: MethodConfig) -> str:
     """Return the name of a method and the settings that matter most to it."""
     if method.widens:
         setting = f", ratio {method.expansion.ratio:g}, {method.expansion.init} start"
+        if method.distils:
+            setting += f", distilled on replay (weight {method.distillation.weight:g})"
     else:
         setting = {
             "lora": f", rank {method.lora.rank}",

@@ -121,6 +121,17 @@ class LlamaProConfig(Section):
     num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
 
 
+class DistillationConfig(Section):
+    """Learning from the base's own predictions, where the text is of what it knows: on sources with the role replay."""
+
+    weight: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1e6,
+        description="of KL(base || adaptation head) beside the cross-entropy, on windows of replay alone; 0: off",
+    )
+
+
 class MethodConfig(Section):
     """What is trained, and what is served."""
 
@@ -128,6 +139,7 @@ class MethodConfig(Section):
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()
     router: RouterConfig = RouterConfig()
+    distillation: DistillationConfig = DistillationConfig()
     lora: LoraConfig = LoraConfig()
     freeze: FreezeConfig = FreezeConfig()
     llama_pro: LlamaProConfig = LlamaProConfig()
@@ -142,11 +154,31 @@ class MethodConfig(Section):
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         return self.variant in ("full", "freeze", "llama-pro")
 
+    @property
+    def distils(self) -> bool:
+        """Whether replay is learned from the base's predictions too."""
+        return self.distillation.weight > 0
+
     @model_validator(mode="after")
     def _preserve_has_no_collaboration(self) -> MethodConfig:
         if self.variant == "preserve" and self.collaboration.layers not in (None, "none", []):
             raise ValueError(
                 "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_base_is_there_to_distil(self) -> MethodConfig:
+        if not self.distils:
+            return self
+        if not self.widens:
+            raise ValueError(
+                f"distillation.weight: {self.variant} has no base beside it in memory; only preserve and route have"
+            )
+        if self.variant == "adapt" or self.collaboration.layers not in (None, "none", []):
+            raise ValueError(
+                "distillation.weight: where layers collaborate the base's predictions are not at hand; take preserve, "
+                "or route with collaboration.layers none"
             )
         return self
 
@@ -190,6 +222,9 @@ class CorpusSource(TextSource):
 
     weight: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="share of the training windows, relative to the others"
+    )
+    role: Literal["new", "replay"] = Field(
+        default="new", description="replay: text of what the base knows, so that it is not forgotten"
     )
 
 
@@ -269,6 +304,8 @@ class CorpusConfig(ReadingConfig):
     @field_validator("sources")
     @classmethod
     def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
+        if all(source.role == "replay" for source in sources):
+            raise ValueError("every source has the role replay; what is to be learned has the role new")
         return distinct_names(sources)
 
 
@@ -478,6 +515,12 @@ class RunConfig(Section):
             if isinstance(variant, str) and variant in _PAPER_LR:
                 return {**tree, "train": {**train, "lr": _PAPER_LR[variant]}}
         return tree
+
+    @model_validator(mode="after")
+    def _distils_on_replay(self) -> RunConfig:
+        if self.method.distils and all(source.role == "new" for source in self.corpus.sources):
+            raise ValueError("method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay")
+        return self
 
     @model_validator(mode="after")
     def _flash_attention_can(self) -> RunConfig:

@@ -95,4 +95,7 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_process
         num_steps=config.train.max_steps,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),
+        distillation=[
+            config.method.distillation.weight if source.role == "replay" else 0.0 for source in config.corpus.sources
+        ],
     )

@@ -188,15 +188,7 @@ def _distinct(codes: Iterable[str]) -> list[str]:
 
 def _taught(config: RunConfig) -> list[str]:
     """Return the codes of the languages that a run trains on to acquire them."""
-    return [source.language for source in config.corpus.sources if source.language not in _replayed(config)]
-
-
-def _replayed(config: RunConfig) -> set[str]:
-    """Return the codes of the languages that a run trains on only to keep them."""
-    held_out = config.evaluation.perplexity
-    kept, wanted = ({s.language for s in held_out if s.role == role} for role in ("retention", "acquisition"))
-    trained_on = {source.language for source in config.corpus.sources}
-    return trained_on & (kept - wanted) if trained_on - (kept - wanted) else set()
+    return [source.language for source in config.corpus.sources if source.role == "new"]
 
 
 def _languages(config: RunConfig) -> list[str]:
@@ -278,14 +270,16 @@ def _by_language(stages: list[_Stage]) -> str:
     """Return how many tokens of each language were trained on."""
     counts: dict[str, int] = {}
     for stage in stages:
-        trained, replayed = _token_ledger(stage), _replayed(stage.config)
+        trained = _token_ledger(stage)
         for source in stage.config.corpus.sources:
             if source.name not in trained:
                 return "How many tokens of each language were trained on is not known of every run."
-            name = language_name(source.language) + (" (replay)" if source.language in replayed else "")
+            name = language_name(source.language) + (" (replay)" if source.role == "replay" else "")
             counts[name] = counts.get(name, 0) + trained[source.name]["num_trained"]
     told = ", ".join(f"{name} {count:,} ({count / max(1, sum(counts.values())):.1%})" for name, count in counts.items())
-    note = " Replay is of a language that is to be kept." if any("(replay)" in name for name in counts) else ""
+    note = (
+        " Replay is text of what the base knows, and is to keep." if any("(replay)" in name for name in counts) else ""
+    )
     return f"Tokens trained on, by language: {told}.{note}"
 
 
@@ -297,7 +291,7 @@ def _token_ledger(stage: _Stage) -> dict[str, Any]:
 
 
 def _sources(stage: _Stage) -> list[list[str]]:
-    ledgers, replayed = _token_ledger(stage), _replayed(stage.config)
+    ledgers = _token_ledger(stage)
     rows = []
     for source in stage.config.corpus.sources:
         counts = ["not known"] * 4
@@ -306,7 +300,7 @@ def _sources(stage: _Stage) -> list[list[str]]:
             dropped = sum(count["documents"] for count in corpus["dropped"].values())
             numbers = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
             counts = [f"{count:,}" for count in numbers]
-        use = "replay" if source.language in replayed else "new text"
+        use = "replay" if source.role == "replay" else "new text"
         rows.append([source.name, language_name(source.language), use, *counts])
     return rows
 

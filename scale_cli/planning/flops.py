@@ -26,6 +26,8 @@ Attention over S keys costs 2 S A FLOPs a token and head of A channels for each 
 backward dP = dO V^T where q or k needs a gradient, dQ, dK and dV = P^T dO where q, k and v do. It is causal: a token
 sees (T + 1) / 2 keys on average.
 
+Distillation has no product of its own: the base's logits are those of the adaptation head before H' u is added.
+
 Not counted: look-ups, norms, rotations, activation functions, softmax, the optimiser. Nothing is computed twice.
 
 Source: the blocks are SCALE's (arXiv 2511.03270). For full fine-tuning it is the familiar 6 N (Kaplan et al., arXiv

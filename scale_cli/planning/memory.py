@@ -87,12 +87,14 @@ def training_memory(
     vocab_size: int,
     num_processes: int,
     device_type: str,
+    distils: bool = False,
 ) -> Memory:
     """Return what one process holds.
 
     Logits that are kept whole exist three times in float32 when the backward pass begins: their log-softmax, its
-    gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, and
-    as the gradient that goes into the next ones.
+    gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, or
+    as the gradient that goes into the next ones. Where the base is distilled, both heads' log-probabilities stand
+    beside them, and the base's probabilities of one sequence, all in float32.
 
     Args:
         parameters: of the model.
@@ -102,6 +104,7 @@ def training_memory(
         vocab_size: V.
         num_processes: that share a step.
         device_type: decides the size of a chunk of logits.
+        distils: whether the base's predictions are learned from too.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
@@ -109,8 +112,10 @@ def training_memory(
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize
     else:
         num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
-        lowered = 0 if product_dtype == torch.float32 else 2 * product_dtype.itemsize
+        lowered = 0 if product_dtype == torch.float32 else product_dtype.itemsize
         head = num_rows * vocab_size * (torch.float32.itemsize + lowered)
+        if distils:
+            head = (3 * num_rows + min(num_rows, sequence_length)) * vocab_size * torch.float32.itemsize
     return Memory(
         frozen=parameters.frozen_bytes,
         trainable=parameters.trainable_bytes,

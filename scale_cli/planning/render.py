@@ -36,7 +36,8 @@ def _heading(plan: Plan) -> list[str]:
         told = "not tokenised yet, so its epochs are not known"
         if corpus is not None:
             told = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
-        lines.append(("corpus", f"{source.name}: {told}"))
+        role = " (replay)" if source.role == "replay" else ""
+        lines.append(("corpus", f"{source.name}{role}: {told}"))
     lines.append(("device", _device_line(plan.device)))
     if processes > 1:
         lines.append(("processes", f"{processes:,}, each on a device of its own"))

@@ -155,6 +155,7 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     """Return every other variant at the config's sizes, collaborating where it does by default."""
     sections = method.model_dump()
     sections["collaboration"]["layers"] = None
+    del sections["distillation"]  # most have no base to distil from
     variants = [variant for variant in get_args(Variant) if variant != method.variant]
     return [MethodConfig.model_validate({**sections, "variant": variant}) for variant in variants]
 
@@ -180,6 +181,7 @@ def _plan_method(
         vocab_size=base_config.vocab_size,
         num_processes=num_processes,
         device_type=device.type,
+        distils=method.distils,
     )
     ideal = ideal_flops_per_token(base_config, method, length)
     num_tokens = config.train.max_steps * config.train.global_batch_size * length

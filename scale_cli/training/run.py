@@ -330,7 +330,8 @@ def _tell_corpora(
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
-        say(f"corpus         {source.name}: {len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}")
+        read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
+        say(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
     stretched = context_warnings(config, load_base_config(config.model))
     for warning in [*stretched, *corpus_warnings(config, corpora, held_out)]:
         say(f"warning: {warning}")

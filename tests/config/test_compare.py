@@ -119,3 +119,14 @@ def test_the_router_may_be_set_after_training_but_not_after_evaluation_or_export
     assert differences(before, after, TRAIN_SECTIONS) == []
     for sections in (EVALUATE_SECTIONS, EXPORT_SECTIONS):
         assert differences(before, after, sections) == ["method.router.threshold: 0.5 -> 0.75"]
+
+
+def test_distillation_may_be_set_after_upscaling_and_makes_another_training() -> None:
+    news = {"name": "news", "path": "news.txt", "language": "ko"}
+    sources = [news, news | {"name": "old", "role": "replay"}]
+    before, after = (
+        config(method={"variant": "route", "distillation": {"weight": weight}}, corpus__sources=sources)
+        for weight in (0.0, 1.0)
+    )
+    assert differences(before, after, UPSCALE_SECTIONS) == []
+    assert differences(before, after, TRAIN_SECTIONS) == ["method.distillation.weight: 0.0 -> 1.0"]

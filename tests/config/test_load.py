@@ -30,6 +30,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "expansion": {"ratio": 0.25, "init": "svd", "embedding_scale": 1.4},
             "collaboration": {"layers": None, "modules": ["attention", "mlp"]},
             "router": {"rule": "posterior", "prior": 0.5, "switch_rate": 0.0, "threshold": 0.5},
+            "distillation": {"weight": 0.0},
             "lora": {
                 "rank": 16,
                 "alpha": 32,
@@ -49,7 +50,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "sources": [
                 source
                 | {"name": "news", "path": "news.txt", "language": "ko", "split": "train"}
-                | {"max_documents": None, "weight": 1.0}
+                | {"max_documents": None, "weight": 1.0, "role": "new"}
             ],
         },
         "train": {

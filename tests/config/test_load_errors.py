@@ -145,6 +145,8 @@ def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
         ("corpus.sources.0.language=Korean", "corpus.sources.0.language"),
         ("corpus.sources.0.name=../up", "corpus.sources.0.name"),
         ("corpus.sources.0.weight=0", "corpus.sources.0.weight"),
+        ("corpus.sources.0.role=old", "corpus.sources.0.role"),
+        ("method.distillation.weight=-1", "method.distillation.weight"),
         ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
         ("corpus.sources.0.path=~", "corpus.sources.0"),
         ("corpus.sources.0.documents=line", "corpus.sources.0.documents"),
@@ -184,6 +186,36 @@ def test_preserve_with_a_collaborating_layer_is_refused(layers: str) -> None:
     message = error_of(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
     assert "collaboration.layers" in message
     assert "preserve" in message
+
+
+REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["method.variant=full", REPLAY], "full has no base beside it"),
+        (["method.variant=lora", REPLAY], "lora has no base beside it"),
+        (["method.variant=adapt", REPLAY], "layers collaborate"),
+        (["method.collaboration.layers=top:1", REPLAY], "layers collaborate"),
+        ([], "no corpus.sources[].role is replay"),
+    ],
+)
+def test_distillation_without_a_base_at_hand_or_without_replay_is_refused(overrides: list[str], named: str) -> None:
+    message = error_of(SMALLEST, "method.distillation.weight=1", *overrides)
+    assert "distillation.weight: " in message and named in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("variant", ["preserve", "route"])
+def test_distillation_on_replay_is_accepted(variant: str) -> None:
+    overrides = [f"method.variant={variant}", "method.distillation.weight=1", REPLAY]
+    assert load_text(SMALLEST, *overrides).method.distils
+
+
+def test_a_run_on_replay_alone_is_refused() -> None:
+    message = error_of(SMALLEST, REPLAY, "corpus.sources.0.role=replay")
+    assert "corpus.sources: every source has the role replay" in message
 
 
 @pytest.mark.parametrize("layers", ["none", "[]", "~"])

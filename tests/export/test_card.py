@@ -123,7 +123,7 @@ def test_a_card_tells_what_was_trained_before_by_another_run_and_with_which_opti
     assert "Muon on the matrices and AdamW on the rest, lr" in card
 
 
-def test_tokens_are_counted_by_language_and_what_is_to_be_kept_is_called_replay(trained_run: TrainedRun) -> None:
+def test_tokens_are_counted_by_language_and_replay_is_called_so_and_not_taught(trained_run: TrainedRun) -> None:
     config = trained_run(ROUTE)
     path = config.output_dir / "final" / "token_ledger.json"
     entry = read_json(path)["petitions"]
@@ -131,7 +131,9 @@ def test_tokens_are_counted_by_language_and_what_is_to_be_kept_is_called_replay(
     assert f"by language: Korean {trained} (100.0%)." in card_of(config, None)
     assert "| petitions | Korean | new text |" in card_of(config, None)
     tree = config.model_dump()
-    tree["corpus"]["sources"].append(tree["corpus"]["sources"][0] | {"name": "stories", "language": "en"})
+    tree["corpus"]["sources"].append(
+        tree["corpus"]["sources"][0] | {"name": "stories", "language": "en", "role": "replay"}
+    )
     path.write_text(json.dumps({"petitions": entry, "stories": entry}), encoding="utf-8")
     card = card_of(RunConfig.model_validate(tree), None)
     assert f"Korean {trained} (50.0%), English (replay) {trained} (50.0%)" in card

@@ -51,7 +51,7 @@ METHODS: list[dict[str, Any]] = [
 SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
 
 
-def counted(model: Any, num_tokens: int) -> dict[str, float]:
+def counted(model: Any, num_tokens: int, **options: Any) -> dict[str, float]:
     """FLOPs per token of one real forward and backward, by torch's operator; eager attention, so all are products."""
     model.set_attn_implementation("eager")
     model.train()
@@ -59,7 +59,7 @@ def counted(model: Any, num_tokens: int) -> dict[str, float]:
     counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
     with counter:
         for_training(model, TrainConfig(max_steps=1))(
-            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False
+            input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=1, use_cache=False, **options
         ).loss.backward()
     return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}
 
@@ -75,6 +75,13 @@ def test_the_formula_is_what_a_real_model_computes(settings: dict[str, Any], tie
     assert products == ideal.linear + ideal.head
     # Eager attention multiplies with every key and masks afterwards; the formula counts the keys a token sees.
     assert sum(by_operator.values()) == ideal.attention * SEQUENCE_LENGTH / ((SEQUENCE_LENGTH + 1) / 2)
+
+
+def test_distillation_has_no_product_of_its_own() -> None:
+    method = MethodConfig.model_validate({"variant": "route", "distillation": {"weight": 1.0}})
+    model = start_model(tiny_llama(), method, seed=0)
+    with_it = counted(model, 2 * SEQUENCE_LENGTH, distillation=(1.0, 0.0))
+    assert with_it == counted(model, 2 * SEQUENCE_LENGTH)
 
 
 def test_full_fine_tuning_of_llama_3_2_1b_at_8192_tokens_is_9_03_gflop_a_token() -> None:

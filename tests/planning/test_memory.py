@@ -20,6 +20,7 @@ from tests.planning.test_counting import METHODS, VARIANTS, window, without_weig
 from tests.widening import tiny_llama
 
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
+DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
 methods = pytest.mark.parametrize("method", METHODS, ids=VARIANTS)
 
 
@@ -66,10 +67,11 @@ def planned_memory(
         vocab_size=VOCAB_SIZE,
         num_processes=num_processes,
         device_type="cpu",
+        distils=method.distils,
     )
 
 
-@methods
+@pytest.mark.parametrize("method", [*METHODS, DISTILLED], ids=[*VARIANTS, "distilled"])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     method: MethodConfig, mixed_precision: str
@@ -78,7 +80,9 @@ def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
     with LiveBytes(model) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
-            loss = for_training(model, TrainConfig(max_steps=1))(**window(VOCAB_SIZE, LENGTH, BATCH_SIZE)).loss
+            options = {"distillation": (1.0,) * BATCH_SIZE} if method.distils else {}
+            taken = window(VOCAB_SIZE, LENGTH, BATCH_SIZE) | options
+            loss = for_training(model, TrainConfig(max_steps=1))(**taken).loss
         loss.backward()
     assert planned.saved + planned.head == pytest.approx(live.peak, rel=0.1)
 

@@ -106,6 +106,8 @@ def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
         beside = methods_beside(method)
         assert {other.variant for other in beside} == set(get_args(Variant)) - {variant}
         assert {other.lora.rank for other in beside} == {3}
+    distilled = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
+    assert len(methods_beside(distilled)) == len(get_args(Variant)) - 1
 
 
 def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path, tmp_path: Path) -> None:

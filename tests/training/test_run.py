@@ -53,7 +53,16 @@ def assert_same_run(one: RunFolder, other: RunFolder) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize("overrides", [(), ("train.optimiser=muon", "train.schedule=wsd")], ids=["adamw", "muon"])
+OTHERWISE = (
+    "train.optimiser=muon",
+    "train.schedule=wsd",
+    "method.collaboration.layers=none",
+    "method.distillation.weight=1",
+    "corpus.sources.1.role=replay",
+)
+
+
+@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled"])
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
