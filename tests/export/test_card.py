@@ -139,8 +139,9 @@ def test_tokens_are_counted_by_language_and_replay_is_called_so_and_not_taught(t
     assert f"Korean {trained} (50.0%), English (replay) {trained} (50.0%)" in card
     assert "| stories | English | replay |" in card
     assert lines_of(card)[0].endswith("taught Korean")
-    tree["corpus"]["sources"] = tree["corpus"]["sources"][1:]
-    assert "replay" not in card_of(RunConfig.model_validate(tree), None), "nothing else is learned"
+    tree["corpus"]["sources"][1]["role"] = "new"
+    card = card_of(RunConfig.model_validate(tree), None)
+    assert "replay" not in card and lines_of(card)[0].endswith("taught Korean and English")
 
 
 def test_the_licence_of_the_base_is_carried_over_with_its_files(tmp_path: Path, trained_run: TrainedRun) -> None:
