@@ -146,6 +146,18 @@ def test_a_schedule_in_phases_ends_at_its_minimum_and_is_constant_between(train:
 
 @settings(deadline=None, max_examples=60)
 @given(trains(schedule=st.sampled_from(PHASED)))
+def test_phases_twice_as_long_are_the_same_curve_at_twice_as_many_points(train: TrainConfig) -> None:
+    """So that no jump is left between two steps, however long the run."""
+    lengths = ("max_steps", "warmup_steps", "decay_steps", "cooldown_steps")
+    given_ones = {key: getattr(train, key) for key in lengths if getattr(train, key) is not None}
+    if train.decay_steps is None or (train.schedule == "infinite" and train.cooldown_steps is None):
+        return
+    longer = train.model_copy(update={key: 2 * steps for key, steps in given_ones.items()})
+    assert rates(longer)[1::2] == pytest.approx(rates(train))
+
+
+@settings(deadline=None, max_examples=60)
+@given(trains(schedule=st.sampled_from(PHASED)))
 def test_a_decay_that_is_cut_out_of_a_longer_run_is_that_of_a_branch_of_its_own(train: TrainConfig) -> None:
     """Of a constant trunk that another run branches off, all of whose steps decay."""
     if not train.decay_steps:
