@@ -190,8 +190,7 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
     router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
     settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
 
-    def scores(where: torch.device) -> list[Tensor]:
-        model: TwoHeaded = make().to(where)
+    def scores(model: TwoHeaded) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, sequence_length=16, **settings)
         answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
         asked = [Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))]
@@ -203,8 +202,8 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
         told.extend(shares.values())
         return [torch.tensor(told), *(torch.from_numpy(values) for values in vars(losses).values())]
 
-    here = scores(CPU)
-    assert embedded_on(lambda: torch.testing.assert_close(scores(device), here, rtol=1e-5, atol=1e-4)) == {device.type}
+    here, moved = scores(make()), make().to(device)
+    assert embedded_on(lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)) == {device.type}
 
 
 def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfig) -> None:

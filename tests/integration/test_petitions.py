@@ -102,9 +102,12 @@ def test_the_base_is_untouched_and_the_export_is_a_plain_model(config: RunConfig
 def test_a_second_run_does_nothing_again(config: RunConfig, report: Report) -> None:
     said: list[str] = []
     assert run_pipeline(config, said.append) == report
-    assert (
-        sum("done already" in line for line in said) == 2
-    )  # upscale and export; train and evaluate show what is there
+    done = [line.split()[-1] for line in said if "done already" in line]
+    folders = [
+        RunFolder(config.output_dir).upscaled,
+        *(config.output_dir / "export" / f for f in ("llama", "transformers")),
+    ]
+    assert done == [str(folder) for folder in folders], "train and evaluate show what is there"
 
 
 def test_the_gate_fails_only_where_more_was_forgotten_than_allowed(report: Report) -> None:
