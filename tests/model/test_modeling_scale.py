@@ -256,6 +256,27 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_of_either_mode(variant: str
         torch.testing.assert_close(model(input_ids=input_ids, labels=labels).loss, expected)
 
 
+@pytest.mark.parametrize("upon_another", [False, True])
+def test_distillation_adds_the_divergence_of_the_two_heads_that_are_served(upon_another: bool) -> None:
+    base: PreTrainedModel = tiny_llama()
+    if upon_another:  # whose adaptation head, with an x of its own, is then what is distilled
+        base = as_if_trained(widen(base, "adapt", "top:1", seed=3)).requires_grad_(False)
+    model, ids = as_if_trained(widen(base, "route")), some_ids(3, 9)
+    of_base, adapted = (logits.log_softmax(-1) for logits in both_heads(model, ids))
+    taken: dict[str, Any] = {"labels": ids, "shift_labels": ids, "num_items_in_batch": 1}
+    model.train()
+    plain, distilled = (model(ids, **taken, **extra).loss for extra in ({}, {"distillation": (0.0, 0.5, 0.0)}))
+    expected = 0.5 * F.kl_div(adapted[1], of_base[1], log_target=True, reduction="sum")
+    assert expected > 0
+    torch.testing.assert_close(distilled - plain, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_distillation_where_layers_collaborate_is_refused() -> None:
+    model, ids = widen(tiny_llama(), "route", "top:1").train(), some_ids(1, 4)
+    with pytest.raises(ValueError, match=r"^distillation: "):
+        model(ids, labels=ids, distillation=(1.0,))
+
+
 @pytest.mark.parametrize("rule", ["posterior", "cosine"])
 @pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
 @torch.no_grad()
