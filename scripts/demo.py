@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 from transformers.utils import logging
 
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import CorpusSource, RunConfig, TrainConfig
+from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.biography import Language, biography, generate_people
 from scale_cli.data.corpora import cache_dir

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from scale_cli.biography.accuracy import first_token_accuracy
 from scale_cli.biography.tasks import Question
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig, TrainConfig
+from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import PreservationError

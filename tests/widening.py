@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from scale_cli.config.schema import (
-    CollaborationConfig,
-    ExpansionConfig,
-    MethodConfig,
-    ModelConfig,
-    RouterConfig,
-    TrainConfig,
-)
+from scale_cli.config.schema import CollaborationConfig, ExpansionConfig, MethodConfig, ModelConfig, RouterConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.join.members import Member, put_together
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM

@@ -17,7 +17,8 @@ from transformers import Trainer, TrainingArguments
 
 from scale_cli.benchmark.clock import Clock
 from scale_cli.benchmark.shapes import Shape
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.config.schema import Dtype, TrainConfig
+from scale_cli.config.schema import Dtype
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 
 # More steps than any run takes: batches are drawn, not stored.

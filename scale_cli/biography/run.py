@@ -17,7 +17,8 @@ from scale_cli.biography.results import MethodResult, served_lines, verdicts
 from scale_cli.biography.tasks import Curriculum, write_curriculum
 from scale_cli.config.biography import BiographyConfig, ComparedMethod, StageConfig
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import ModelConfig, TrainConfig
+from scale_cli.config.schema import ModelConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.biography import ATTRIBUTES
 from scale_cli.data.sequences import SequenceWindows

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from scale_cli.config.compare import differences
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import MethodConfig, RunConfig, Section
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.values import Section
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import Report
 from scale_cli.storage.atomic import MANIFEST, read_json

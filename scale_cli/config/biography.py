@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scale_cli.config.schema import MethodConfig, Section, TrainConfig
-from scale_cli.config.values import BatchSize, Folder, LearningRate, Name, Steps
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.config.values import BatchSize, Folder, LearningRate, Name, Section, Steps
 
 
 class PeopleConfig(Section):

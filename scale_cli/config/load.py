@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from scale_cli.config.safe_yaml import dump, parse, read_text
-from scale_cli.config.schema import RunConfig, Section
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.values import Section
 from scale_cli.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
     BatchSize,
     Documents,
     Folder,
     Fraction,
     Language,
-    LearningRate,
     Length,
     Name,
     PathText,
-    Steps,
+    Section,
 )
 
 WIDENED = ("preserve", "adapt", "route")
@@ -28,16 +28,6 @@ _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
-# Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
-_MICRO_BATCH_SIZE = 8
-# The order of a run's sequences is kept in memory: 18 bytes each.
-_MAX_SEQUENCES = 10**9
-
-
-class Section(BaseModel):
-    """What every section shares: unknown keys are errors, values are not changed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class ModelConfig(Section):
@@ -309,144 +299,10 @@ class CorpusConfig(ReadingConfig):
         return distinct_names(sources)
 
 
-class LrMultipliers(Section):
-    """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices; null: by the start."""
-
-    embedding: float | None = Field(default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding")
-    head: float | None = Field(default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head")
-    gains: float | None = Field(default=None, gt=0.0, le=1e6, description="gains of the norms, and biases")
-
-
-class TrainConfig(Section):
-    """How it is trained."""
-
-    max_steps: Steps
-    global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
-    micro_batch_size: BatchSize | None = Field(
-        default=None, description="sequences a process holds at once; null: as many as divide its share, at most 8"
-    )
-    sharding: Literal["none", "expansion", "all"] = Field(
-        default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
-    )
-    init_from: PathText | None = Field(
-        default=None, description="a checkpoint, or the final/, of a run of the same base and method: begin with that"
-    )
-    init_moments: Literal["fresh", "kept"] = Field(
-        default="fresh", description="of the optimiser, with init_from a checkpoint: new ones, or those in it"
-    )
-    optimiser: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: on the matrices, each block by itself; AdamW on the rest"
-    )
-    lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
-    lr_multipliers: LrMultipliers = LrMultipliers()
-    min_lr_ratio: Fraction = 0.1
-    schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = Field(
-        default="cosine",
-        description="after the warm-up; wsd: constant, then a decay over the last steps; infinite: from lr down to "
-        "constant_lr_ratio, constant, then a decay",
-    )
-    warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: int | None = Field(
-        default=None, ge=0, description="the last steps, of wsd and infinite; null: a fifth of max_steps; 0: none"
-    )
-    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = Field(
-        default=None, description="of that decay; null: of wsd 1-sqrt, of infinite exponential"
-    )
-    cooldown_steps: int | None = Field(
-        default=None, ge=0, description="of infinite: steps from lr down to the constant; null: a fifth of max_steps"
-    )
-    constant_lr_ratio: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
-    )
-    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0)
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0)
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    mixed_precision: Literal["no", "bf16"] = "no"
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="a loss or gradient that is not finite: stop, or leave the step out"
-    )
-    max_skipped_steps: int = Field(
-        default=10, ge=0, le=10_000_000, description="steps that `skip` may leave out in the whole run"
-    )
-    max_hours: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1e6,
-        description="of one invocation: when they are over, a checkpoint is written and it ends",
-    )
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None = Field(
-        default=None,
-        description="kernels by transformers' name, null: its choice; on a GPU flex_attention skips what is isolated",
-    )
-    compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
-    activation_checkpointing: bool = Field(default=False, description="less memory for more time")
-    log_every_steps: Steps = 10
-    save_every_steps: Steps = 500
-    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000)
-    eval_every_steps: Steps | None = Field(default=None, description="null: only `scale evaluate` evaluates")
-    eval_max_documents: Documents = Field(default=32, description="per corpus, at each periodic evaluation")
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _yaml_no_is_no(cls, value: object) -> object:
-        # YAML 1.1 reads a bare `no` as false.
-        return "no" if value is False else value
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> TrainConfig:
-        if self.global_batch_size % self.sequences_at_once(1):
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
-            )
-        if self.compile and self.sharding != "none":
-            raise ValueError(f"compile: true goes with sharding: none, not with {self.sharding}")
-        if self.optimiser == "muon" and self.sharding != "none":
-            raise ValueError(
-                f"optimiser: muon goes with sharding: none, not with {self.sharding}: it needs whole matrices"
-            )
-        if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
-            raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; give fewer of it too"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _phases_fit(self) -> TrainConfig:
-        given = {"warmup_steps": self.warmup_steps}
-        if self.schedule == "infinite":
-            given["cooldown_steps"] = self.cooldown_steps or 0
-            if self.constant_lr_ratio < self.min_lr_ratio:
-                raise ValueError(
-                    f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
-                )
-        if self.schedule in ("wsd", "infinite"):
-            given["decay_steps"] = self.decay_steps or 0
-            if sum(given.values()) > self.max_steps:
-                told = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
-                raise ValueError(f"{told}: more than max_steps {self.max_steps:,} together")
-            if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
-                raise ValueError("decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more")
-        return self
-
-    @property
-    def shape_of_decay(self) -> str:
-        """What `decay_shape` is or, left out, stands for."""
-        return self.decay_shape or ("1-sqrt" if self.schedule == "wsd" else "exponential")
-
-    def sequences_at_once(self, num_processes: int) -> int:
-        """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""
-        share = self.global_batch_size // num_processes
-        return self.micro_batch_size or max(size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0)
-
-
 class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
-    perplexity: list[EvaluationSource] = []
+    perplexity: list[EvaluationSource] = Field(default=[], description="held-out corpora")
     benchmarks: list[BenchmarkSource] = Field(
         default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
     )

@@ -1,4 +1,4 @@
-"""What single values of a config may be: names, shares, counts with an end, paths."""
+"""What a section and single values of a config may be: names, shares, counts with an end, paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """What every section shares: unknown keys are errors, values are not changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
 
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.objective import for_training
 

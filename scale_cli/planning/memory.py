@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.model.head_loss import rows_at_once
 from scale_cli.planning.counting import SavedTensors
 from scale_cli.upscale.folder import MethodModel

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.optimiser import build_optimiser

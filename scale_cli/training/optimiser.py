@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
 from scale_cli.upscale.kinds import Kind, kinds_of_parameters, moments_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 
 # Of max_steps: a phase whose length a config leaves out.
 _SHARE_OF_A_PHASE = 0.2

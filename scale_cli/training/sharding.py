@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import trainable_parameters

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters

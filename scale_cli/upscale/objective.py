@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM

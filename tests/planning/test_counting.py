@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, TrainConfig, Variant
+from scale_cli.config.schema import MethodConfig, Variant
+from scale_cli.config.training import TrainConfig
 from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.folder import MethodModel

@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.planning.counting import count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import save_tensors

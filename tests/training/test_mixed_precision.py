@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step

@@ -10,7 +10,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.training.optimiser import (
     build_optimiser,
     load_optimiser_tensors,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from transformers import get_wsd_schedule
 
-from scale_cli.config.schema import TrainConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.training.schedule import learning_rate
 
 DECAYING, PHASED = ("cosine", "linear"), ("wsd", "infinite")

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, RunConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder

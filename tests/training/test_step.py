@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import NonFiniteError, TrainingError
 from scale_cli.training.optimiser import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from scale_cli.config.schema import LrMultipliers, TrainConfig
+from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import Rates, build_optimiser, rates_of

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from scale_cli.benchmark.counting import peak_bytes
-from scale_cli.config.schema import MethodConfig, TrainConfig
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM

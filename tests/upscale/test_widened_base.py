@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.cli import main
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import ModelConfig, RunConfig, TrainConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.export.dense import dense_model
 from scale_cli.planning.run import plan
