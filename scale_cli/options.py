@@ -1,0 +1,66 @@
+"""What the command line takes: arguments and options, by the names of what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
+]
+Accepted = Annotated[
+    list[str] | None,
+    typer.Option("--accept", metavar="KEY", help="May have changed since the run was begun: train.max_steps, ..."),
+]
+MaxForgetting = Annotated[
+    float | None,
+    typer.Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
+]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
+Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one folder of it, or its config.")]
+Generating = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
+]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many for each prompt.")]
+Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, this share.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ..."),
+]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
+ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
+Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
+Prior = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P", min=0.001, max=0.999, help="Weight of the base head at the start; an even share if none."
+    ),
+]
+SwitchRate = Annotated[
+    float, typer.Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
+]
+Flops = Annotated[
+    float | None,
+    typer.Option(metavar="FLOP/S", min=1.0, help="What a device sustains; else the one at hand is measured."),
+]
+Utilisation = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", min=0.01, max=1.0, help="Of the device's FLOP/s: 1 of stated, 0.4 of measured ones."),
+]
+Processes = Annotated[int, typer.Option(metavar="N", min=1, help="That share a step, each on a device of its own.")]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the plan here.")]
+Repository = Annotated[
+    str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also send it there; a dry run, unless ...")
+]
+DryRun = Annotated[bool, typer.Option(help="... --no-dry-run is given too.")]
+Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]
