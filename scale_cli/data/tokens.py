@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION, _EARLIER_VERSION = 4, 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class TokenisedCorpus:
         hashes: (documents,) of the texts; None where an earlier version made the folder.
         ledger: what was read.
         boundaries: the tokenizer's marks.
+        earlier_name: of the folder in which an earlier version had the same ids, if it made them so.
     """
 
     folder: Path
@@ -80,6 +81,7 @@ class TokenisedCorpus:
     hashes: npt.NDArray[np.uint64] | None
     ledger: Ledger
     boundaries: Boundaries
+    earlier_name: str | None = None
 
     def __len__(self) -> int:
         return len(self.num_bytes)
@@ -112,11 +114,11 @@ def tokenised(
     """
     reading = reading or ReadingConfig()
     hashes = SourceHashes(cache_dir)
-    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading)
+    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
     if not is_tokenised(folder):
         tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
     hashes.remember()
-    corpus = _opened(folder, tokenizer)
+    corpus = replace(_opened(folder, tokenizer), earlier_name=_earlier_name(source, tokenizer, hashes, reading))
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
     check_unknown_fraction(described(source), corpus.ledger, reading.max_unknown_fraction)
     return corpus
@@ -130,7 +132,7 @@ def already_tokenised(
     Raises:
         CorpusError: the source cannot be read.
     """
-    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading)
+    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading, _FORMAT_VERSION)
     return _opened(folder, tokenizer) if is_tokenised(folder) else None
 
 
@@ -143,11 +145,19 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, Boundaries.of(tokenizer))
 
 
-def _folder_name(
+def _earlier_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
+) -> str | None:
+    """Return the name that the same ids had in an earlier version's cache; None where it framed documents otherwise."""
+    framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id
+    return None if framed_otherwise else _folder_name(source, tokenizer, hashes, reading, _EARLIER_VERSION)
+
+
+def _folder_name(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig, version: int
 ) -> str:
     described = {
-        "format": _FORMAT_VERSION,
+        "format": version,
         "content": _file_content(source, hashes) if source.dataset is None else _dataset_content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,

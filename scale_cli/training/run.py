@@ -248,18 +248,26 @@ def _check_same_content(folder: Path, config: RunConfig) -> None:
     """Hold a base and corpora that lie elsewhere than they did to what they were."""
     check_same_base(load_any_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
     corpora = open_training_corpora(config, load_tokenizer(config.model), show_progress=False)
-    _check_same_text(folder, [corpus.folder.name for corpus in corpora])
+    _check_same_text(folder, corpora, config)
 
 
-def _check_same_text(folder: Path, contents: list[str]) -> None:
+def _check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
     changed = [
-        f"{before} -> {now}" for before, now in zip(read_json(folder / CORPORA), contents, strict=True) if before != now
+        f"{before} -> {corpus.folder.name}"
+        for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True)
+        if before not in (corpus.folder.name, _earlier_name(corpus, config))
     ]
     if changed:
         raise RunFolderError(
             f"{folder}: other text was trained on: {', '.join(changed)} (a source and its hash); give back the text "
             "that was, or start anew in another output_dir"
         )
+
+
+def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
+    """Return what a run begun by an earlier version calls a corpus; None where its windows were others."""
+    other_windows = config.corpus.isolate_documents and corpus.boundaries.bos is None
+    return None if other_windows else corpus.earlier_name
 
 
 def _open_run(
@@ -281,7 +289,7 @@ def _open_run(
     contents = [corpus.folder.name for corpus in corpora]
     init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
     if start is not None:
-        _check_same_text(start, contents)
+        _check_same_text(start, corpora, config)
     elif init_from is not None:
         for warning in repetition_warnings(init_from, config, contents):
             say(f"warning: {warning}")

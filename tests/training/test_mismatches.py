@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from scale_cli.config.compare import ACCEPTABLE
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
-from scale_cli.storage.atomic import file_sha256
+from scale_cli.storage.atomic import file_sha256, new_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import read_position
+from scale_cli.storage.tokenizer import tokenizer_sha256
+from scale_cli.training.checkpoint import CORPORA, read_position
 from scale_cli.training.run import train
+from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.folder import TRAINED
 from scale_cli.upscale.run import upscale, upscale_is_finished
 from scale_cli.upscale.sizes import check_processes
@@ -179,6 +182,33 @@ def test_another_tokenizer_is_named(make: Make, begun_once: Path, folder: Path) 
     message = refusal(make(f"model.base={folder / 'moved'}"), BaseModelError)
     assert f"the tokenizer of {folder / 'moved'} is not the one at `scale upscale` (SHA-256 " in message
     assert "in another output_dir" in message
+
+
+def of_an_earlier_version(config: RunConfig, folder: Path) -> None:
+    """Give a run's folders the names that a version with format 3 of the cache knew its corpora by."""
+    (source,), tokenizer = config.corpus.sources, load_tokenizer(config.model)
+    assert source.path is not None
+    described = {
+        "format": 3,
+        "content": [(".txt", file_sha256(Path(source.path)))],
+        "text_field": source.text_field,
+        "documents": source.documents,
+        "max_documents": None,
+        "max_document_bytes": config.corpus.max_document_bytes,
+        "tokenizer": tokenizer_sha256(tokenizer),
+    }
+    name = f"news-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}"
+    for place in ("checkpoints/step-00000002", "final"):
+        with new_folder(folder / "run" / place) as partial:
+            shutil.copytree(folder / "run" / place, partial, dirs_exist_ok=True)
+            (partial / CORPORA).write_text(json.dumps([name]), encoding="utf-8")
+
+
+def test_a_run_begun_when_the_cache_had_another_format_goes_on(make: Make, folder: Path) -> None:
+    of_an_earlier_version(make(), folder)
+    trained = file_sha256(folder / "run" / "final" / TRAINED)
+    resumed(make())
+    assert file_sha256(folder / "run" / "final" / TRAINED) == trained
 
 
 @pytest.mark.parametrize("finished", [False, True])
