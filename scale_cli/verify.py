@@ -16,6 +16,7 @@ What is checked, by kind of folder:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -110,16 +111,16 @@ def verify(path: Path) -> Verification:
     return Verification([_check(folder) for folder in folders])
 
 
-# What a folder has at least, by the name that it, or the folder that it lies in, has in a run (`storage/layout.py`).
+# What a folder has at least, by its place in a run (`storage/layout.py`); elsewhere a folder may be named anyhow.
 _METHOD_FOLDER = ("base.json", "config.json", "method.json", "scale.yaml")
 _TRAINED_FOLDER = (*_METHOD_FOLDER, CORPORA, "position.json", TOKEN_LEDGER)
 _FILES = {
-    "upscaled": _METHOD_FOLDER,
-    "checkpoints": _TRAINED_FOLDER,
-    "final": (*_TRAINED_FOLDER, TRAINED),
-    "evaluation": ("report.json", "report.md", "scale.yaml"),
-    "export": ("README.md", "config.json", "parity.json", "scale.yaml"),
-    "tokens": (LEDGER, OFFSETS, NUM_BYTES),
+    r".*/upscaled": _METHOD_FOLDER,
+    r"checkpoints/step-\d+": _TRAINED_FOLDER,
+    r".*/final": (*_TRAINED_FOLDER, TRAINED),
+    r".*/evaluation": ("report.json", "report.md", "scale.yaml"),
+    r"export/(llama|transformers|adapter)(-\w+)?": ("README.md", "config.json", "parity.json", "scale.yaml"),
+    r"tokens/.+-[0-9a-f]{16}": (LEDGER, OFFSETS, NUM_BYTES),
 }
 
 
@@ -172,11 +173,17 @@ def _check_files(folder: Path) -> None:
     }
     if extra := sorted(present - listed):
         raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
-    kind = folder.name if folder.name in _FILES else folder.absolute().parent.name
-    if absent := sorted(set(_FILES.get(kind, ())) - present):
+    if absent := sorted(_demanded(folder) - present):
         raise VerificationError(f"{folder}: was never whole: {absent[0]} is not among its files")
     if present == {MANIFEST}:
         raise VerificationError(f"{folder}: was never whole: there is nothing in it")
+
+
+def _demanded(folder: Path) -> set[str]:
+    if _architecture(folder) == JoinedForCausalLM.__name__:  # written wherever its user says, as `final` too
+        return set()
+    place = "/".join(folder.absolute().parts[-2:])
+    return {name for pattern, names in _FILES.items() if re.fullmatch(pattern, place) for name in names}
 
 
 def _check_tokens(folder: Path) -> None:

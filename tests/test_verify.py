@@ -92,6 +92,23 @@ def test_an_evaluation_that_was_published_hollow_is_found(tmp_path: Path) -> Non
         verify(tmp_path).require()
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("final", "export/mine"),
+        ("export/llama", "final/mine"),
+        ("upscaled", "evaluation/start"),
+        ("tokens", "export"),
+        ("tokens", "final"),
+    ],
+)
+def test_a_whole_folder_is_good_wherever_it_lies_and_whatever_that_is_called(
+    run: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    shutil.copytree(run / name, tmp_path / "elsewhere" / place)
+    verify(tmp_path / "elsewhere" / place).require()
+
+
 @pytest.mark.parametrize("name", ["upscaled", "final"])
 def test_another_tokenizer_is_found(run: Path, finished: RunConfig, name: str) -> None:
     file = Path(finished.model.base) / "tokenizer.json"
