@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -78,7 +79,7 @@ class HeadStreamer(BaseStreamer):
         """Take the prompt's ids (1, T) first, then one token at a time."""
         if self._decoder is None:
             self._decoder = Decoder(self._tokenizer, int(value[0, -1]))
-            print(printable(self._prompt), end="", flush=True)
+            typer.echo(printable(self._prompt), nl=False)
         elif int(value) not in self._ends:
             assert self.cache.router is not None, "the posterior rule has read the prompt"
             self._head = int(self.cache.router.log_weights_KB[:, 0].argmax())
@@ -88,7 +89,7 @@ class HeadStreamer(BaseStreamer):
         """Print what was held back, and end the line."""
         assert self._decoder is not None, "the prompt comes first"
         self._print(self._decoder.rest())
-        print(flush=True)
+        typer.echo()
 
     def _print(self, text: str) -> None:
-        print(painted(text, self._head), end="", flush=True)
+        typer.echo(painted(text, self._head), nl=False)  # without colours where nobody looks

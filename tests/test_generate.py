@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from scale_cli.cli import main
 from scale_cli.config.schema import RunConfig
@@ -140,6 +141,9 @@ def test_heads_are_shown_token_by_token_as_they_are_afterwards(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     continued = Generator(run.output_dir).continue_all(PROMPTS[:1], GREEDY)
+    plain, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
+    assert plain == f"{PROMPTS[0]}{continued[0].completion}\n", "no colours where nobody looks"
+    monkeypatch.setattr(f"{typer.echo.__module__}.should_strip_ansi", lambda *_: False)  # as on a terminal
     streamed, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
     assert [streamed] == [f"{line}\n" for line in told(continued, as_json=False, show_heads=True)]
     streamer = Generator(run.output_dir).streamer("", show_heads=True)
