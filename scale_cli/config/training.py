@@ -113,10 +113,6 @@ class TrainConfig(Section):
             )
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; give fewer of it too"
-            )
         return self
 
     @model_validator(mode="after")

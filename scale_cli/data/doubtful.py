@@ -1,4 +1,7 @@
-"""What may be meant and rarely is: a text read over and over, held-out text that is trained on, text not understood."""
+"""What may be meant and rarely is: a run that ends while it warms up, a text read over and over, and the like.
+
+Held-out text that is trained on, too, and text that the tokenizer does not know.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,9 @@ def corpus_warnings(
         for source in config.corpus.sources
         for line in reading_warnings(config, source, len(trained[source.name].ids))
     ]
+    warm_up = _warm_up(config)
     unknown = [line for corpora in (trained, held) for name in corpora for line in _unknown(name, corpora[name])]
-    return [*readings, *unknown, *(line for name in held for line in _shared(name, held[name], trained))]
+    return [*warm_up, *readings, *unknown, *(line for name in held for line in _shared(name, held[name], trained))]
 
 
 def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -> list[str]:
@@ -54,6 +58,16 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
     return [
         f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
         "teach little but themselves: give more text, a lower weight, or fewer train.max_steps"
+    ]
+
+
+def _warm_up(config: RunConfig) -> list[str]:
+    train = config.train
+    if train.warmup_steps <= train.max_steps:
+        return []
+    return [
+        f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the rate "
+        f"never gets to train.lr, only to {train.max_steps / train.warmup_steps:.0%} of it"
     ]
 
 

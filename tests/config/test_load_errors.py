@@ -158,7 +158,6 @@ def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
         ("train.min_lr_ratio=1.1", "train.min_lr_ratio"),
         ("train.mixed_precision=yes", "train.mixed_precision"),
         ("train.micro_batch_size=5", "train"),
-        ("train.warmup_steps=11", "train"),
         ("evaluation.perplexity.0.role=both", "evaluation.perplexity.0.role"),
         ("export.format=gguf", "export.format"),
         ("export.format=[llama, gguf]", "export.format"),

@@ -18,6 +18,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data import doubtful
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
 from scale_cli.data.doubtful import corpus_warnings, num_readings
+from scale_cli.training.schedule import learning_rate
 from scale_cli.upscale.sizes import context_warnings
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -57,6 +58,16 @@ def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT), tokenizer) == []
+
+
+def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, warmup_steps=40)
+    (line,) = warned(config, tokenizer)
+    assert "train.warmup_steps 40: more than train.max_steps 4" in line
+    rates = [learning_rate(step, config.train) for step in range(4)]
+    assert rates == pytest.approx([config.train.lr * (step + 1) / 40 for step in range(4)])
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
