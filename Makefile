@@ -36,9 +36,10 @@ $(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
 	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
 	touch $@
 
-# The converter is no part of the package: it comes with the package's source, at the same version.
+# Not for the very processor: some virtual machines name instructions that they do not have. The converter is no part
+# of the package: it comes with the package's source, at the same version.
 $(RUNTIMES): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,runtimes]'
+	CMAKE_ARGS=-DGGML_NATIVE=OFF $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,runtimes]'
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --constraint constraints.txt \
 		--dest $(VENV)/src llama-cpp-python
 	tar -xzf $(VENV)/src/llama_cpp_python-*.tar.gz -C $(VENV)/src
