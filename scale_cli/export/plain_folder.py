@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ExportParityError
+from scale_cli.export.router_keys import KEY
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import load_base_config, one_line, root_model, tokenizer_place
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
@@ -49,11 +50,17 @@ _CHANGED = (
     "rms_norm_eps",
     "tie_word_embeddings",
 )
-# What is written anew, and the code that a base may name: a plain model needs none.
-_LEFT_OUT = ("auto_map", "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
+# What is written anew, and what a base may have of its own: code, and, as an export of ours, a router.
+_LEFT_OUT = ("auto_map", KEY, "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
 
 
-def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder: Path) -> None:
+def write_plain(
+    plain: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    base: ModelConfig,
+    folder: Path,
+    router: dict[str, Any] | None = None,
+) -> None:
     """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer.
 
     Args:
@@ -61,6 +68,7 @@ def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base
         tokenizer: as it was loaded from the base.
         base: where the base is; of a widened base it is the plain model at its bottom that counts.
         folder: to write into.
+        router: what tells how to serve it routed (`router_keys`).
 
     Raises:
         BaseModelError: the base's files are not at hand.
@@ -72,6 +80,7 @@ def write_plain(plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base
     if config.name != _CONFIG:
         raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
     told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
+    told |= {} if router is None else {KEY: router}
     write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)

@@ -21,6 +21,7 @@ from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import copy_tokenizer, write_plain
 from scale_cli.export.precision import lower_weights
+from scale_cli.export.router_keys import router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
@@ -92,7 +93,8 @@ def export(config: RunConfig) -> ExportSummary:
     folder = export_folder(config)
     with new_folder(folder) as partial:
         if export_format == "llama":
-            write_plain(plain_model(model, settings.dtype, prompts), tokenizer, config.model, partial)
+            plain = plain_model(model, settings.dtype, prompts)
+            write_plain(plain, tokenizer, config.model, partial, router_keys(model))
         elif export_format == "transformers":
             lowered = copy.deepcopy(model)
             lower_weights(lowered, getattr(torch, settings.dtype))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import shutil
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.export.dense import dense_model
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.router_keys import router_keys
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.base import load_base, load_tokenizer
+from tests.model.test_families import FAMILIES, IDS, answered, tiny
+from tests.widening import as_if_trained, joined, tiny_llama, widen
+
+
+def stacked(first: dict[str, Any], second: dict[str, Any]) -> ScaleForCausalLM:
+    below = as_if_trained(widen(tiny_llama(), **first)).requires_grad_(False)
+    return as_if_trained(widen(below, **second), seed=2)
+
+
+def folder_of(model: ScaleForCausalLM, base: Path, folder: Path, shared_data: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, base / name)
+    folder.mkdir()
+    of_base = ModelConfig(base=str(base))
+    write_plain(dense_model(model, "float32"), load_tokenizer(of_base), of_base, folder, router_keys(model))
+    return folder
+
+
+@torch.no_grad()
+def heads_of(plain: Any, router: dict[str, Any]) -> list[Tensor]:
+    """The logits of every head, read off a plain model as its keys say."""
+    rows_BTD = plain.model(IDS).last_hidden_state
+    ends = accumulate(router["stream_sizes"], initial=0)
+    columns = [slice(*pair) for pair in pairwise(ends)]
+    assert columns[-1].stop == plain.config.hidden_size
+    parts = [rows_BTD[..., at] @ plain.lm_head.weight[:, at].T for at in columns]
+    heads = parts[:1]
+    for part, parent in zip(parts[1:], router["parents"], strict=True):
+        heads.append(heads[parent] + part)
+    return heads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_every_family_the_columns_of_the_one_head_are_both_heads_and_the_plain_model_is_the_same(
+    shared_data: Path, tmp_path: Path, family: str
+) -> None:
+    model = as_if_trained(widen(tiny(family, tmp_path / "base"), "route", prior=0.9, switch_rate=0.01))
+    folder = folder_of(model, tmp_path / "base", tmp_path / "export", shared_data)
+    config = AutoConfig.from_pretrained(folder)
+    assert (
+        config.scale_router
+        == router_keys(model)
+        == {
+            "stream_sizes": [model.root.config.hidden_size, model.config.expansion_hidden_size],
+            "parents": [0],
+            "prior": 0.9,
+            "switch_rate": 0.01,
+        }
+    )
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(plain) is type(model.root)
+    assert torch.equal(answered(plain), answered(dense_model(model, "float32")))
+    with torch.no_grad():
+        wanted = model.routed_logits(model.final_states(IDS, preserved=True))
+    for logits, expected in zip(heads_of(plain, config.scale_router), wanted, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [{"variant": "preserve"}, {"variant": "adapt"}], ids=["preserve", "adapt"])
+@torch.no_grad()
+def test_of_a_stack_the_first_stream_is_all_that_its_base_head_reads(first: dict[str, Any]) -> None:
+    model = stacked(first, {"variant": "route"})
+    router = router_keys(model)
+    assert router is not None and len(router["stream_sizes"]) == 2
+    wanted = model.routed_logits(model.final_states(IDS, preserved=True))
+    for logits, expected in zip(heads_of(dense_model(model, "float32"), router), wanted, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
+
+
+def test_of_a_joined_model_there_is_a_stream_for_every_member_and_the_prior_is_the_base_heads() -> None:
+    base = tiny_llama()
+    one = as_if_trained(widen(base, "preserve"))
+    model = joined(base, one=(0, one), two=(0, as_if_trained(widen(base, "preserve", ratio=0.75))))
+    assert router_keys(model) == {"stream_sizes": [32, 16, 32], "parents": [0, 0], "prior": 1 / 3, "switch_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"variant": "preserve"},
+        {"variant": "adapt"},
+        {"variant": "route", "layers": "top:1"},
+        {"variant": "route", "rule": "cosine"},
+    ],
+    ids=["one head", "collaborating", "collaborating above", "the cosine rule"],
+)
+def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_there_are_no_keys(
+    method: dict[str, Any],
+) -> None:
+    assert router_keys(as_if_trained(widen(tiny_llama(), **method))) is None
+
+
+def test_an_export_that_serves_as_a_base_hands_its_router_on_to_nothing_that_is_made_of_it(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    model = as_if_trained(widen(tiny("qwen3", tmp_path / "base"), "route"))
+    base = folder_of(model, tmp_path / "base", tmp_path / "export", shared_data)
+    again = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "preserve"))
+    folder = folder_of(again, base, tmp_path / "again", shared_data)
+    assert not hasattr(AutoConfig.from_pretrained(folder), "scale_router")
