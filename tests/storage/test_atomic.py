@@ -165,7 +165,7 @@ def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == call:
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, "no space left")
         return real(*arguments, **options)
 
     return fail_once

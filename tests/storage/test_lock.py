@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from threading import Lock
 import pytest
 
 from scale_cli.storage.atomic import new_folder
-from scale_cli.storage.lock import claimed, sole_user
+from scale_cli.storage.lock import claimed, make_folder, sole_user
 
 
 def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(tmp_path: Path) -> None:
@@ -32,6 +34,16 @@ def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(use, range(2000)))
     assert len(list(tmp_path.glob("done-*"))) == 1000
+
+
+def test_a_folder_whose_name_cannot_be_made_durable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) as caught:
+        make_folder(tmp_path / "folder")
+    assert caught.value.filename == str(tmp_path)
 
 
 def test_a_file_of_that_name_is_not_waited_for(tmp_path: Path) -> None:
