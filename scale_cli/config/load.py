@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,8 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
 
     Raises:
         ConfigError: the file is missing or not YAML, or a field is unknown, mistyped or out of range; one line
-            for each of the first few, naming the field, with a "did you mean" for unknown keys.
+            for each of the first few, naming the file or the override and the field, with a "did you mean" for
+            unknown keys.
     """
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
@@ -46,10 +48,21 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
         return schema.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        lines = list(dict.fromkeys(f"{path}: {_describe(schema, detail)}" for detail in details))
+        described = (_describe(schema, detail) for detail in details)
+        lines = list(dict.fromkeys(f"{_origin(line, path, overrides or [])}: {line}" for line in described))
         if len(lines) > _MAX_ERRORS:
             lines[_MAX_ERRORS:] = [f"{path}: and {len(lines) - _MAX_ERRORS:,} errors more"]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _origin(line: str, path: Path, overrides: Sequence[str]) -> str:
+    """Return where the value was given that a line, which begins with its key, speaks of."""
+    place = line.partition(":")[0]
+    for override in reversed(overrides):
+        key = override.partition("=")[0]
+        if place == key or place.startswith(f"{key}."):
+            return f"override {_quoted(override)}"
+    return str(path)
 
 
 def _quoted(text: str) -> str:

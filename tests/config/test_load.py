@@ -234,6 +234,14 @@ def test_an_override_that_cannot_be_applied_is_quoted(override: str, named: str)
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("override", ["train.lr=fast", "train.lrr=1", "corpus.sources.0.weight=-1", "train={lr: -1}"])
+def test_a_mistake_in_an_override_is_told_of_the_override_and_one_beside_it_of_the_file(override: str) -> None:
+    told = error_of(SMALLEST.replace("max_steps: 10", "max_steps: none"), override).splitlines()
+    of_override = [line for line in told if line.startswith(f"override {override!r}: ")]
+    assert len(of_override) == len(told) if override.startswith("train={") else len(of_override) == 1
+    assert all("max_steps" in line for line in told if line not in of_override)
+
+
 # dump_config
 
 # PyYAML folds the line breaks that are not ASCII (U+0085, U+2028, U+2029) when it writes Unicode as it is.
