@@ -97,6 +97,15 @@ class LoraConfig(Section):
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
     )
+    embeddings: bool = Field(
+        default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
+    )
+
+    @model_validator(mode="after")
+    def _adapted_or_whole(self) -> LoraConfig:
+        if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
+            raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
+        return self
 
 
 class FreezeConfig(Section):
@@ -142,7 +151,8 @@ class MethodConfig(Section):
     @property
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
-        return self.variant in ("full", "freeze", "llama-pro")
+        of_lora = self.variant == "lora" and self.lora.embeddings
+        return of_lora or self.variant in ("full", "freeze", "llama-pro")
 
     @property
     def distils(self) -> bool:
@@ -190,6 +200,9 @@ class TextSource(Section):
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )
     language: Language
+    skip_documents: int = Field(
+        default=0, ge=0, le=10**12, description="the first so many are passed over, as if they were not there"
+    )
     max_documents: Documents | None = Field(
         default=None, description="the first that are kept; reading ends too when more than so many were dropped"
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,6 +140,8 @@ class CorpusReader:
 
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
+        documents = (record for record in records if isinstance(record, Document))
+        next(islice(documents, self.source.skip_documents, self.source.skip_documents), None)
         most = self.source.max_documents
         if most is None:
             yield from records

@@ -163,6 +163,7 @@ def _folder_name(
         "documents": source.documents,
         # Earlier versions counted what was read, kept or not.
         "max_documents": source.max_documents and {"kept": source.max_documents},
+        **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }

@@ -185,7 +185,7 @@ def check_format(config: RunConfig) -> None:
 def _formats(method: MethodConfig) -> tuple[str, ...]:
     if method.widens:
         return ("llama", "transformers", "adapter")
-    return ("llama",) if method.trains_base_weights else ("llama", "adapter")
+    return ("llama", "adapter") if method.variant == "lora" else ("llama",)
 
 
 def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:

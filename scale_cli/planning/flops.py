@@ -218,7 +218,7 @@ class _PlainMaps:
             "lora": [False] * num_layers,
             "llama-pro": [added for _, added in deeper_order(num_layers, method.llama_pro.num_blocks)],
         }[method.variant]
-        whole = method.variant == "full"
+        whole = method.variant == "full" or (method.variant == "lora" and method.lora.embeddings)
         return cls(
             config,
             _base_sizes(config),

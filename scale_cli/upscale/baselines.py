@@ -4,7 +4,7 @@
 |-----------|----------------------------------------------|---------------------------------------------------|
 | full      | nothing                                      | everything                                        |
 | freeze    | nothing                                      | all but the input embedding and the bottom layers |
-| lora      | low-rank A and B beside target projections   | A and B                                           |
+| lora      | low-rank A and B beside target projections   | A and B; embedding and head too, where asked for  |
 | llama-pro | copied layers, their o_proj and down_proj 0  | the copies                                        |
 
 LoRA (B = 0) and LLaMA-Pro (a layer that adds nothing) start as the base model, bit for bit.
@@ -65,7 +65,13 @@ def _lora(base: PreTrainedModel, method: MethodConfig, seed: int) -> PeftModel:
 
     lora = method.lora
     settings = LoraConfig(
-        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        lora_dropout=0.0,
+        modules_to_save=["embed_tokens", "lm_head"] if lora.embeddings else None,
+        ensure_weight_tying=lora.embeddings and base.config.tie_word_embeddings,
     )
     try:
         with torch.random.fork_rng():

@@ -26,7 +26,8 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
     settings = {**model.peft_config["default"].to_dict(), **named}
     in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}
     write_json(folder / PEFT_CONFIG, in_order)
-    save_tensors(folder / PEFT_WEIGHTS, _adapters(model))
+    # A tied embedding is there under both its names, as in PEFT's own files.
+    save_tensors(folder / PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
 
 
 def load_peft(model: Any, folder: Path) -> None:

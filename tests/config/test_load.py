@@ -20,7 +20,7 @@ SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
 def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> None:
     source: dict[str, object] = {"path": None, "dataset": None, "subset": None, "revision": None, "text_field": "text"}
-    source |= {"documents": "paragraph"}
+    source |= {"documents": "paragraph", "skip_documents": 0}
     assert load_text(EVALUATED).model_dump(mode="json") == {
         "output_dir": "runs/x",
         "seed": 0,
@@ -35,6 +35,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
                 "rank": 16,
                 "alpha": 32,
                 "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                "embeddings": False,
             },
             "freeze": {"num_layers": 3},
             "llama_pro": {"num_blocks": None},

@@ -80,8 +80,11 @@ def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def read_of(lines: list[bytes], max_documents: int | None) -> list[bytes]:
-    """The lines up to the last that a limit on documents lets be kept, or to the first dropped beyond it."""
+def read_of(lines: list[bytes], skip_documents: int, max_documents: int | None) -> list[bytes]:
+    """The lines behind those passed over, up to the last that a limit on documents lets be kept, or drops too many."""
+    documents = [number for number, line in enumerate(lines) if line.startswith(b'{"text": "')]
+    if skip_documents:
+        lines = lines[documents[skip_documents - 1] + 1 :] if len(documents) >= skip_documents else []
     for number in range(len(lines)):
         kept = sum(line.startswith(b'{"text": "') for line in lines[: number + 1])
         if max_documents is not None and (kept == max_documents or number + 1 - kept > max_documents):
@@ -96,18 +99,21 @@ def read_of(lines: list[bytes], max_documents: int | None) -> list[bytes]:
         min_size=1,
         max_size=9,
     ),
+    skip_documents=st.integers(0, 2),
     max_documents=st.none() | st.integers(1, 9),
 )
 def test_the_ledger_of_a_tokenised_source_adds_up(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PreTrainedTokenizerBase,
     lines: list[bytes],
+    skip_documents: int,
     max_documents: int | None,
 ) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     (folder / "corpus.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    path, read = str(folder / "corpus.jsonl"), read_of(lines, max_documents)
-    source = TextSource(name="source", path=path, language="ko", max_documents=max_documents)
+    path, read = str(folder / "corpus.jsonl"), read_of(lines, skip_documents, max_documents)
+    limits = {"skip_documents": skip_documents, "max_documents": max_documents}
+    source = TextSource.model_validate({"name": "source", "path": path, "language": "ko", **limits})
     reading = ReadingConfig(max_bad_fraction=1.0)
     texts = [json.loads(line)["text"] for line in read if line.startswith(b'{"text": "')]
     if not texts:

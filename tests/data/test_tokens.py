@@ -182,6 +182,7 @@ def folders_of(cache: Path) -> set[str]:
     [
         {"text_field": "body"},
         {"max_documents": 2},
+        {"skip_documents": 1},
         {"reading": ReadingConfig(max_document_bytes=15, max_bad_fraction=1.0)},
     ],
     ids=lambda options: next(iter(options)),

@@ -90,10 +90,11 @@ def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
             load_onto_base(folder, other)
 
 
+@pytest.mark.parametrize("embeddings", [False, True])
 def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
-    trained_run: TrainedRun,
+    trained_run: TrainedRun, embeddings: bool
 ) -> None:
-    config = trained_run({"variant": "lora"}, format="adapter")
+    config = trained_run({"variant": "lora", "lora": {"embeddings": embeddings}}, format="adapter")
     folder = export(config).folder
     expected = answered(load_model(config.output_dir / "final", config.model))
     base = AutoModelForCausalLM.from_pretrained(config.model.base)

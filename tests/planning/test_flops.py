@@ -36,6 +36,7 @@ METHODS: list[dict[str, Any]] = [
     {"variant": "lora", "lora": {"rank": 3, "targets": ["1.self_attn.v_proj", "2.mlp.down_proj"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["embed_tokens"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["lm_head"]}},
+    {"variant": "lora", "lora": {"rank": 3, "embeddings": True}},
     {"variant": "llama-pro"},
     {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
     {"variant": "preserve"},

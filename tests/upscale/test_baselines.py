@@ -21,6 +21,8 @@ from scale_cli.upscale.folder import MethodModel
 
 VARIANTS = ("full", "freeze", "lora", "llama-pro")
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
+# The embedding that is the head too, as PEFT names what it trains whole.
+_PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
 
 
 def base_of(shared_data: Path, checkpoint: str = "ckpt-stories260K", dtype: Any = "float32") -> PreTrainedModel:
@@ -58,7 +60,8 @@ def test_every_baseline_starts_with_the_base_models_logits_bit_for_bit(
 
 def test_what_trains_is_held_in_float32_even_where_the_base_is_not(shared_data: Path) -> None:
     for variant in VARIANTS:
-        trainable = trainable_parameters(prepared(base_of(shared_data, dtype="bfloat16"), variant))
+        lora = {"embeddings": variant == "lora"}
+        trainable = trainable_parameters(prepared(base_of(shared_data, dtype="bfloat16"), variant, lora=lora))
         assert {parameter.dtype for parameter in trainable.values()} == {torch.float32}, variant
 
 
@@ -70,6 +73,8 @@ def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
     assert trainable_parameters(prepared(base_of(shared_data), "freeze")).keys() == kept
     adapters = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"targets": ["q_proj"]}))
     assert len(adapters) == 2 * 5 and all("q_proj.lora_" in name for name in adapters)
+    whole = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"embeddings": True, "rank": 2}))
+    assert [name for name in whole if "lora_" not in name] == [_PEFTS_TIED]
     deeper = trainable_parameters(prepared(base_of(shared_data), "llama-pro", llama_pro={"num_blocks": 2}))
     assert {name.split(".")[2] for name in deeper} == {str(i) for i, (_, new) in enumerate(deeper_order(5, 2)) if new}
 
