@@ -27,9 +27,11 @@ from scale_cli.options import (
     JoinedFolder,
     MaxForgetting,
     MaxNewTokens,
+    MaxRuns,
     Options,
     Output,
     Overrides,
+    Paired,
     PlanFile,
     Prior,
     Processes,
@@ -39,6 +41,7 @@ from scale_cli.options import (
     Runs,
     Seed,
     ShowHeads,
+    Swept,
     SwitchRate,
     Temperature,
     TopP,
@@ -188,6 +191,22 @@ def export(config: Config, overrides: Overrides = None, push_to_hub: Repository 
                 _show(send(summary.folder, push_to_hub))
 
     on_main(export_and_push)
+
+
+@app.command()
+def sweep(config: Config, values: Swept = None, max_runs: MaxRuns = None, paired: Paired = False) -> None:
+    """Train a config with several values of some keys.
+
+    Ranks the runs by what they learned; goes on where it was.
+    """
+    refuse_several("sweep")
+    from scale_cli.config.grid import parse_grid
+
+    grid = parse_grid(values or [], paired=paired)
+    _load(config, grid.shared)
+    from scale_cli import sweep as sweeping
+
+    _show(sweeping.sweep(config, grid, max_runs, _say))
 
 
 @app.command()

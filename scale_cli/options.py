@@ -11,6 +11,13 @@ Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
+Swept = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.SUB=A,B,C", help="Values to train with; with one value, an override.")
+]
+MaxRuns = Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many, drawn from all by chance.")]
+Paired = Annotated[
+    bool, typer.Option("--paired", help="First values together, then second ones; else every combination.")
+]
 Resume = Annotated[
     str | None, typer.Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
 ]

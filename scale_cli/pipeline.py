@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora
@@ -36,25 +36,47 @@ def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collec
     Raises:
         ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
     """
-    run = RunFolder(config.output_dir)
+    with _claimed(config):
+        report = _measured(config, say, accepted)
+        on_main(lambda: _show(_exported(config, say), say))
+    return report
 
-    def show(lines: list[str]) -> None:
-        for line in lines:
-            say(line)
 
+def run_without_export(config: RunConfig, say: Callable[[str], None]) -> Report:
+    """Upscale, train (resuming what was interrupted) and evaluate, unless done already, in one process.
+
+    Raises:
+        ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
+    """
+    with _claimed(config):
+        report = _measured(config, say, ())
+    assert report is not None, "one process is the main one"
+    return report
+
+
+@contextmanager
+def _claimed(config: RunConfig) -> Iterator[None]:
     on_main(lambda: _check(config))
     with ExitStack() as held:
-        on_main(lambda: held.enter_context(claimed(run.root)))
-        on_main(lambda: show(_upscaled(config, say)))
-        say("== train")
-        show(train(config, "auto", say, accepted).lines())
-        say("== evaluate")
-        if main_decides(lambda: finished_report(config) is None):
-            evaluate(config)
-        report = on_main(lambda: finished_report(config))
-        if report is not None:
-            show(EvaluationSummary(run.evaluation, report).lines())
-        on_main(lambda: show(_exported(config, say)))
+        on_main(lambda: held.enter_context(claimed(config.output_dir)))
+        yield
+
+
+def _show(lines: list[str], say: Callable[[str], None]) -> None:
+    for line in lines:
+        say(line)
+
+
+def _measured(config: RunConfig, say: Callable[[str], None], accepted: Collection[str]) -> Report | None:
+    on_main(lambda: _show(_upscaled(config, say), say))
+    say("== train")
+    _show(train(config, "auto", say, accepted).lines(), say)
+    say("== evaluate")
+    if main_decides(lambda: finished_report(config) is None):
+        evaluate(config)
+    report = on_main(lambda: finished_report(config))
+    if report is not None:
+        _show(EvaluationSummary(RunFolder(config.output_dir).evaluation, report).lines(), say)
     return report
 
 

@@ -1,29 +1,95 @@
-"""Every method at one budget, from one base, on one corpus, with one seed; then the report that compares them.
+"""Every method, tuned by as many runs as every other, then run with several seeds, and all of it in one table.
 
     python scripts/all_methods.py [CONFIG] [KEY.SUB=VALUE]...
 
-CONFIG is configs/petitions.yaml where none is named. Runs land in output_dir/VARIANT, the comparison in
-output_dir/comparison; what is finished is not run again.
+CONFIG is configs/petitions.yaml where none is named. Each method is tuned (`scale sweep`) on documents of the first
+training source that nothing is trained on meanwhile and that are not those reported, then run at as many tokens as the
+config says, and at as much training work (`scale plan`) as those tokens are of Preserve. Everything lands in
+output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/. What is finished is not run again.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.evaluation.results import HeadResult, Report
+from scale_cli.planning.flops import ideal_flops_per_token
+from scale_cli.storage.atomic import read_json, write_text
+from scale_cli.upscale.base import load_base_config
 
-# Rates at which each learns in a short run (the paper's are for 60 B tokens); they are not tuned one against another.
-LEARNING_RATES = {
-    "full": "2e-3",
-    "lora": "2e-3",
-    "freeze": "2e-3",
-    "llama-pro": "2e-3",
-    "preserve": "5e-3",
-    "adapt": "3e-3",
-    "route": "3e-3",
+SEEDS, TUNING_SEED = (0, 1, 2), 3
+HELD_BACK = 60
+# The share of the steps that methods are tuned with: at full fine-tuning's, as many as Preserve's work pays for.
+TUNED_SHARE = 0.56
+# Of each method three settings are tried: rates about the best of earlier studies on the same base, and Muon.
+MUON_OR_ADAMW = "train.optimiser=muon,muon,adamw"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What makes a config one of a method, and what is tried in tuning it (`scale sweep --paired`)."""
+
+    overrides: tuple[str, ...]
+    tried: tuple[str, ...]
+
+
+METHODS = {
+    "full": Method(
+        ("method.variant=full",),
+        (MUON_OR_ADAMW, "train.lr=2e-2,1e-2,2e-3", "train.lr_multipliers.embedding=1,2,10"),
+    ),
+    "lora-r16": Method(("method.variant=lora",), (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,2e-2")),
+    "lora-r128-embeddings": Method(
+        ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true}"),
+        (MUON_OR_ADAMW, "train.lr=2e-2,1e-2,5e-3", "train.lr_multipliers.embedding=1,2,4"),
+    ),
+    "llama-pro": Method(("method.variant=llama-pro",), (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,8e-3")),
+    "preserve": Method(
+        ("method.variant=preserve", "method.collaboration.layers=null"),
+        (
+            "train.optimiser=muon,adamw,adamw",
+            "train.lr=2e-2,5e-3,1e-2",
+            # Beside Muon, the rates that AdamW has at 5e-3.
+            "train.lr_multipliers.embedding=200,null,null",
+            "train.lr_multipliers.head=0.5,null,null",
+            "train.lr_multipliers.gains=0.025,null,null",
+        ),
+    ),
 }
+
+
+def main() -> None:
+    """Tune every method, run it, and compare."""
+    given = sys.argv[1:]
+    path = given.pop(0) if given and "=" not in given[0] else "configs/petitions.yaml"
+    configs = {name: load_config(Path(path), [*method.overrides, *given]) for name, method in METHODS.items()}
+    root = configs["preserve"].output_dir
+    given += [f"corpus.cache_dir={root / 'tokens'}"]
+    runs: dict[tuple[str, str], list[Path]] = {}
+    for name, method in METHODS.items():
+        print(f"==== {name}", flush=True)
+        overrides = [*method.overrides, *given]
+        tuning = root / name / "tuning"
+        of_tuning = [*tuning_overrides(configs[name]), f"output_dir={tuning}"]
+        scale("sweep", path, *overrides, *of_tuning, *method.tried, "--paired")
+        best = read_json(tuning / "report" / "report.json")["trials"][0]["values"]
+        for budget, steps in budgets(configs, name).items():
+            for seed in SEEDS:
+                folder = root / name / f"{budget}-seed{seed}"
+                last = [f"seed={seed}", f"train.max_steps={steps}", f"output_dir={folder}"]
+                scale("run", path, *overrides, *best, *last)
+                runs.setdefault((name, budget), []).append(folder)
+    write_text(root / "table.md", table(runs, configs))
+    folders = [str(folder) for of_one in runs.values() for folder in of_one]
+    scale("compare", *folders, "--output", str(root / "comparison"))
 
 
 def scale(*words: str) -> None:
@@ -33,19 +99,78 @@ def scale(*words: str) -> None:
         sys.exit(finished.returncode)
 
 
-def main() -> None:
-    """Run all methods and compare them."""
-    given = sys.argv[1:]
-    path = given.pop(0) if given and "=" not in given[0] else "configs/petitions.yaml"
-    root = load_config(Path(path), given).output_dir
-    for variant, lr in LEARNING_RATES.items():
-        print(f"==== {variant}", flush=True)
-        # The top layer collaborates in Route, so that it differs from Preserve served with a router.
-        layers = "top:1" if variant == "route" else "null"
-        method = [f"method.variant={variant}", f"method.collaboration.layers={layers}", f"train.lr={lr}"]
-        folders = [f"output_dir={root / variant}", f"corpus.cache_dir={root / 'tokens'}"]
-        scale("run", path, *method, *given, *folders)
-    scale("compare", *(str(root / variant) for variant in LEARNING_RATES), "--output", str(root / "comparison"))
+def tuning_overrides(config: RunConfig) -> list[str]:
+    """Return what makes a config one to tune with: other documents, another seed, fewer steps."""
+    source = config.corpus.sources[0].model_dump(exclude={"weight", "name"})
+    held_back = [{**source, "name": "tuning", "max_documents": HELD_BACK, "role": "acquisition"}]
+    return [
+        f"evaluation.perplexity={json.dumps(held_back)}",
+        f"corpus.sources.0.skip_documents={HELD_BACK}",
+        f"train.max_steps={int(TUNED_SHARE * config.train.max_steps)}",
+        f"seed={TUNING_SEED}",
+    ]
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Return a method's training work on a token."""
+    return ideal_flops_per_token(load_base_config(config.model), config.method, config.corpus.sequence_length).total
+
+
+def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
+    """Return the steps of a method at as many tokens as the config says, and at the work that those are of Preserve."""
+    steps = configs[name].train.max_steps
+    relative = flops_per_token(configs[name]) / flops_per_token(configs["preserve"])
+    return {"tokens": steps} | ({} if name == "preserve" else {"work": round(steps / relative)})
+
+
+def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]) -> str:
+    """Return one row for a method at a budget: means over its runs that are there, and their range.
+
+    The corpora are the first of each role; routed is the model beside its base, by the posterior rule.
+    """
+    titles = ["method", "budget", "seeds", "steps", "work"]
+    titles += [
+        "learned, nats/token",
+        "bits/byte",
+        "kept text, plain model",
+        "worst document",
+        "routed",
+        "worst document",
+    ]
+    lines = [titles, ["---"] * 2 + ["---:"] * (len(titles) - 2)]
+    unit = flops_per_token(configs["preserve"]) * configs["preserve"].train.max_steps
+    for (name, budget), folders in runs.items():
+        files = [file for folder in folders if (file := folder / "evaluation" / "report.json").is_file()]
+        if not (reports := [Report.from_json(read_json(file)) for file in files]):
+            continue
+        work = reports[0].step * flops_per_token(configs[name]) / unit
+        learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
+        plain, routed = (
+            [report.with_role("retention")[0].heads[head] for report in reports] for head in ("adapted", "posterior")
+        )
+        lines.append(
+            [name, budget, str(len(reports)), str(reports[0].step), f"{work:.2f}"]
+            + [spread(learned, lambda head: head.nats_per_token), spread(learned, lambda head: head.bits_per_byte)]
+            + [cell for heads in (plain, routed) for cell in (spread(heads, _lost), spread(heads, _worst, ".1f"))]
+        )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _lost(head: HeadResult) -> float | None:
+    return head.bits_per_byte_difference.value
+
+
+def _worst(head: HeadResult) -> float | None:
+    return head.worst_document_nats
+
+
+def spread(heads: list[HeadResult], figure: Callable[[HeadResult], float | None], digits: str = ".3f") -> str:
+    """Return the mean of a figure, and of several its range."""
+    values = [value for head in heads if (value := figure(head)) is not None]
+    if len(values) < len(heads):
+        return "not finite"
+    told = f"{mean(values):{digits}}"
+    return told if len(values) == 1 else f"{told} [{min(values):{digits}}, {max(values):{digits}}]"
 
 
 if __name__ == "__main__":

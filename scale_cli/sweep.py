@@ -1,0 +1,146 @@
+"""The verb `scale sweep`: one config trained with several values of some keys, ranked by what it learned.
+
+Every run is a folder of its own, named after its values: the same command goes on where it was stopped, and one with
+further values runs those alone. The text it is ranked on, the config's held-out corpora of the role acquisition, should
+be other text than what is reported in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scale_cli.config.grid import Grid, Values, name_of
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import cache_dir
+from scale_cli.errors import ConfigError, TrainingError
+from scale_cli.evaluation.render import number
+from scale_cli.evaluation.results import CorpusResult, HeadResult, Report
+from scale_cli.pipeline import run_without_export
+from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.layout import RunFolder
+
+_TITLES = ("values", "nats/token", "bits/byte", "base's text, bits/byte lost")
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run, and what the head that it serves pays over all corpora of a role; a figure that is not finite is None.
+
+    Args:
+        values: of the keys that are swept over.
+        folder: of the run.
+        nats_per_token: on what it was to learn.
+        bits_per_byte: likewise.
+        retention_bits_per_byte_lost: against the base on what it was to keep; None too where no corpus has that role.
+        failure: what stopped its training, if anything.
+    """
+
+    values: Values
+    folder: str
+    nats_per_token: float | None = None
+    bits_per_byte: float | None = None
+    retention_bits_per_byte_lost: float | None = None
+    failure: str | None = None
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table."""
+        if self.failure is not None:
+            return (" ".join(self.values), "stopped", "", "")
+        lost = self.retention_bits_per_byte_lost
+        told = "" if lost is None else f"{lost:+.4f}"
+        return (" ".join(self.values), number(self.nats_per_token, 4), number(self.bits_per_byte, 4), told)
+
+
+@dataclass(frozen=True)
+class SweepSummary:
+    """What came out, for the terminal."""
+
+    folder: Path
+    trials: list[Trial]
+
+    def lines(self) -> list[str]:
+        """Return a table, best first, and where the report lies."""
+        rows = [_TITLES, *(trial.row() for trial in self.trials)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return [*(line.rstrip() for line in table), f"report: {self.folder / 'report.md'}"]
+
+
+def sweep(path: Path, grid: Grid, max_runs: int | None, say: Callable[[str], None]) -> SweepSummary:
+    """Run a config with several values of some keys, and rank the runs; what is finished is not run again.
+
+    Args:
+        path: of the config; the runs land in its output_dir, and the report of them in report/ there.
+        grid: what all runs share, and the values of each.
+        max_runs: at most so many, drawn from all by chance, always the same ones; None: all.
+        say: prints a line for the user.
+
+    Raises:
+        ConfigError: there is nothing to rank by, or with some of the values the config is none.
+        ScaleError: whatever a run raises, but for training that cannot go on: such a run ranks last.
+    """
+    points = grid.points
+    if max_runs is not None and max_runs < len(points):
+        points = random.Random(_SEED).sample(points, max_runs)
+    whole = load_config(path, grid.shared)
+    if all(source.role == "retention" for source in whole.evaluation.perplexity):
+        raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank runs by")
+    cache = f"corpus.cache_dir={json.dumps(str(cache_dir(whole)))}"
+    configs = []
+    for values in points:
+        place = f"output_dir={json.dumps(str(whole.output_dir / name_of(values)))}"
+        configs.append(load_config(path, [*grid.shared, *values, cache, place]))
+        RunFolder(configs[-1].output_dir).check()
+    trials: list[Trial] = []
+    for number_of_run, (values, config) in enumerate(zip(points, configs, strict=True), start=1):
+        say(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
+        trials.append(_trial(values, config, say))
+        trials.sort(key=lambda trial: (trial.nats_per_token is None, trial.nats_per_token))
+        _write(whole.output_dir / "report", trials, len(points))
+    return SweepSummary(whole.output_dir / "report", trials)
+
+
+def _trial(values: Values, config: RunConfig, say: Callable[[str], None]) -> Trial:
+    folder = str(config.output_dir)
+    try:
+        report = run_without_export(config, say)
+    except TrainingError as error:
+        say(f"stopped: {error}")
+        return Trial(values, folder, failure=str(error))
+    learned, kept = report.with_role("acquisition"), report.with_role("retention")
+    tokens, size = (lambda corpus: corpus.num_tokens), (lambda corpus: corpus.num_bytes)
+    return Trial(
+        values,
+        folder,
+        _mean(((corpus, _served(report, corpus).nats_per_token) for corpus in learned), tokens),
+        _mean(((corpus, _served(report, corpus).bits_per_byte) for corpus in learned), size),
+        _mean(((corpus, _served(report, corpus).bits_per_byte_difference.value) for corpus in kept), size),
+    )
+
+
+def _served(report: Report, corpus: CorpusResult) -> HeadResult:
+    return corpus.heads[report.served]
+
+
+def _mean(figures: Iterable[tuple[CorpusResult, float | None]], weight: Callable[[CorpusResult], int]) -> float | None:
+    total, num_units = 0.0, 0
+    for corpus, figure in figures:
+        if figure is None:
+            return None
+        total, num_units = total + figure * weight(corpus), num_units + weight(corpus)
+    return total / num_units if num_units else None
+
+
+def _write(folder: Path, trials: list[Trial], num_runs: int) -> None:
+    with new_folder(folder) as partial:
+        write_json(partial / "report.json", {"runs": num_runs, "trials": [asdict(trial) for trial in trials]})
+        rows = [_TITLES, ("---", "---:", "---:", "---:"), *(trial.row() for trial in trials)]
+        table = ["| " + " | ".join(row) + " |" for row in rows]
+        text = ["# Sweep", "", f"{len(trials)} of {num_runs} runs, best first, by the head that is served.", "", *table]
+        write_text(partial / "report.md", "\n".join(text) + "\n")

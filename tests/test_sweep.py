@@ -1,0 +1,103 @@
+"""`scale sweep`: which runs it makes of a config, how it ranks them, and that none is run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scale_cli import sweep as sweeping
+from scale_cli.config.grid import name_of, parse_grid
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, NonFiniteError
+from scale_cli.storage.atomic import read_json
+from tests.torture.tiny_run import write_base_and_texts
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_base_and_texts(tmp_path)
+    held_out = {"name": "held", "path": str(tmp_path / "held-out.txt"), "language": "ko", "role": "acquisition"}
+    tree: dict[str, Any] = {
+        "output_dir": tmp_path / "sweep",
+        "model": {"base": str(tmp_path / "base")},
+        "method": {"variant": "full"},
+        "corpus": {
+            "sequence_length": 16,
+            "sources": [{"name": "one", "path": str(tmp_path / "one.txt"), "language": "ko"}],
+        },
+        "train": {"max_steps": 2, "global_batch_size": 4},
+        "evaluation": {"bootstrap_resamples": 100, "perplexity": [held_out]},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
+    return path
+
+
+def swept(config: Path, *arguments: str, max_runs: int | None = None) -> list[sweeping.Trial]:
+    return sweeping.sweep(config, parse_grid(arguments, paired=False), max_runs, lambda _: None).trials
+
+
+def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_path: Path) -> None:
+    trials = swept(config, "train.lr=1e-5,1e-2", "train.max_steps=3")
+    assert [trial.values for trial in trials] == [("train.lr=0.01",), ("train.lr=1e-05",)]
+    for trial in trials:
+        measured = read_json(Path(trial.folder) / "evaluation" / "report.json")["corpora"][0]["heads"]["adapted"]
+        assert trial.nats_per_token == pytest.approx(measured["nats_per_token"])
+        assert load_config(Path(trial.folder) / "final" / "scale.yaml").train.max_steps == 3
+    written = {path: path.stat().st_ino for path in (tmp_path / "sweep").glob("lr=*/*/*.safetensors")}
+    more = swept(config, "train.lr=1e-5,1e-2,1e-3", "train.max_steps=3")
+    assert {trial.values for trial in more} > {trial.values for trial in trials}
+    assert written and all(path.stat().st_ino == inode for path, inode in written.items())
+    report = read_json(tmp_path / "sweep" / "report" / "report.json")
+    assert [tuple(trial["values"]) for trial in report["trials"]] == [trial.values for trial in more]
+
+
+def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sweeping.run_without_export
+
+    def stops_at_a_high_rate(config: RunConfig, say: Any) -> Any:
+        if config.train.lr > 1.0:
+            raise NonFiniteError("step 2: loss is nan")
+        return run(config, say)
+
+    monkeypatch.setattr(sweeping, "run_without_export", stops_at_a_high_rate)
+    first, last = swept(config, "train.lr=10,1e-3")
+    assert (first.failure, last.failure) == (None, "step 2: loss is nan")
+
+
+def test_a_budget_draws_the_same_runs_every_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "_trial", lambda values, *_: sweeping.Trial(values, "", 1.0))
+    drawn = swept(config, "train.lr=1,2,3,4,5", "seed=1,2,3", max_runs=4)
+    assert len({trial.values for trial in drawn}) == 4
+    assert swept(config, "train.lr=1,2,3,4,5", "seed=1,2,3", max_runs=4) == drawn
+
+
+def test_without_a_text_to_rank_by_nothing_is_run(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no corpus of role acquisition to rank runs by"):
+        swept(config, "train.lr=1,2", "evaluation.perplexity.0.role=retention")
+    assert not (tmp_path / "sweep").exists()
+
+
+@given(st.lists(st.lists(st.floats(1e-9, 1e3), min_size=2, max_size=4, unique=True), min_size=1, max_size=3))
+def test_every_combination_is_a_run_of_a_name_of_its_own(axes: list[list[float]]) -> None:
+    keys = [f"train.{name}={','.join(map(repr, values))}" for name, values in zip("abc", axes, strict=False)]
+    grid = parse_grid(["seed=1", "method.lora.targets=[q_proj, v_proj]", *keys], paired=False)
+    assert grid.shared == ["seed=1", "method.lora.targets=[q_proj, v_proj]"]
+    expected = 1
+    for values in axes:
+        expected *= len(values)
+    assert len(grid.points) == len({name_of(values) for values in grid.points}) == expected
+
+
+def test_paired_values_are_taken_together() -> None:
+    grid = parse_grid(["train.optimiser=muon,adamw", "train.lr=2e-2,1e-3"], paired=True)
+    assert grid.points == [('train.optimiser="muon"', "train.lr=0.02"), ('train.optimiser="adamw"', "train.lr=0.001")]
+    assert name_of(grid.points[0]) == "optimiser=muon_lr=0.02"
+    for arguments, refusal in ((["a=1,2", "b=1,2,3"], "more values"), (["a=1", "b=[1, 2]"], "nothing to sweep over")):
+        with pytest.raises(ConfigError, match=refusal):
+            parse_grid(arguments, paired=True)
