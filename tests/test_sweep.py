@@ -14,6 +14,7 @@ from scale_cli.config.grid import name_of, parse_grid
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, NonFiniteError
+from scale_cli.pipeline import run_without_export
 from scale_cli.storage.atomic import read_json
 from tests.torture.tiny_run import write_base_and_texts
 
@@ -58,14 +59,12 @@ def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_
 
 
 def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = sweeping.run_without_export
-
     def stops_at_a_high_rate(config: RunConfig, say: Any) -> Any:
         if config.train.lr > 1.0:
             raise NonFiniteError("step 2: loss is nan")
-        return run(config, say)
+        return run_without_export(config, say)
 
-    monkeypatch.setattr(sweeping, "run_without_export", stops_at_a_high_rate)
+    monkeypatch.setattr("scale_cli.sweep.run_without_export", stops_at_a_high_rate)
     first, last = swept(config, "train.lr=10,1e-3")
     assert (first.failure, last.failure) == (None, "step 2: loss is nan")
 
