@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +11,8 @@ from scale_cli.config.values import BatchSize, Documents, Fraction, LearningRate
 
 # Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
 _MICRO_BATCH_SIZE = 8
+# Of max_steps: what is averaged, where a config leaves it open.
+_SHARE_AVERAGED = 0.1
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -20,6 +23,16 @@ class LrMultipliers(Section):
     embedding: float | None = Field(default=None, gt=0.0, le=1e6, description="E', or a baseline's token embedding")
     head: float | None = Field(default=None, gt=0.0, le=1e6, description="H', or a baseline's untied vocabulary head")
     gains: float | None = Field(default=None, gt=0.0, le=1e6, description="gains of the norms, and biases")
+
+
+class AverageConfig(Section):
+    """What `final/` holds instead of the last step's weights: their mean over several steps."""
+
+    kind: Literal["ema", "tail"] = Field(description="ema: a moving average; tail: the mean over the last steps")
+    steps: Steps | None = Field(
+        default=None,
+        description="of tail: how many; of ema: each weighs 1 - 1/steps of the next; null: a tenth of max_steps",
+    )
 
 
 class TrainConfig(Section):
@@ -44,6 +57,9 @@ class TrainConfig(Section):
     )
     lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
     lr_multipliers: LrMultipliers = LrMultipliers()
+    average: AverageConfig | None = Field(
+        default=None, description="final/ holds the mean of the weights over several steps; null: the last ones"
+    )
     min_lr_ratio: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = Field(
         default="cosine",
@@ -137,6 +153,12 @@ class TrainConfig(Section):
     def shape_of_decay(self) -> str:
         """What `decay_shape` is or, left out, stands for."""
         return self.decay_shape or ("1-sqrt" if self.schedule == "wsd" else "exponential")
+
+    @property
+    def averaged_steps(self) -> int:
+        """What `average.steps` is or, left out, stands for."""
+        given = None if self.average is None else self.average.steps
+        return given or math.ceil(_SHARE_AVERAGED * self.max_steps)
 
     def sequences_at_once(self, num_processes: int) -> int:
         """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""

@@ -239,6 +239,12 @@ def _training(stage: _Stage) -> dict[str, str]:
             f"; begun with what another run had trained in {begun['step']:,} steps, {begun['num_tokens']:,} tokens "
             f"({begun['moments']} moments, SHA-256 {begun['content_sha256'][:12]})"
         )
+    if train.average is not None:
+        kinds = {
+            "tail": "the mean of the last {:,} steps' weights",
+            "ema": "a moving average of the weights, {:,} steps long",
+        }
+        trained += "; " + kinds[train.average.kind].format(train.averaged_steps)
     return {
         "method": _method(config),
         "trained": trained,

@@ -33,6 +33,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import random_ids
 from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
+from scale_cli.upscale.streams import expansion_norms, measured_stream_ratios
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
     scales = _SCALES[dtype]
     expansion = scales.expansion * 2.0 ** -math.ceil(math.log2(excess))
     # The gains of u are divided by as much; float16 has no number beyond 65,504.
-    largest_gain = max(norm.weight.abs().max().item() for norm in _norms(model))
+    largest_gain = max(norm.weight.abs().max().item() for norm in expansion_norms(model).values())
     smallest = scales.base * 2.0 ** math.ceil(math.log2(largest_gain / _LARGEST_GAIN[dtype]))
     scales = replace(scales, expansion=max(expansion, smallest))
     dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
@@ -82,19 +83,10 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
 @torch.no_grad()
 def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> float:
     """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts."""
-    ratios = [0.0]
-
-    def measure(_module: nn.Module, streams: tuple[Tensor, Tensor]) -> None:
-        inverse_rms_BT1, u_BTE = streams
-        ratios_BT = u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)
-        ratios.append(ratios_BT.nan_to_num(0.0, posinf=0.0).max().item())
-
-    hooks = [norm.register_forward_pre_hook(measure) for norm in _norms(model)]
-    for input_ids in prompts:
-        model.final_states(input_ids, preserved=False)
-    for hook in hooks:
-        hook.remove()
-    return max(ratios)
+    with measured_stream_ratios(model) as ratios:
+        for input_ids in prompts:
+            model.final_states(input_ids, preserved=False)
+    return max(ratio.nan_to_num(0.0, posinf=0.0).item() for ratio in ratios.values())
 
 
 def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
@@ -141,10 +133,6 @@ def _eps_growth(model: ScaleForCausalLM, scales: StreamScales) -> float:
 def _stages(model: ScaleForCausalLM) -> list[Expansion]:
     """Return the expansions that stand upon one another, bottom up."""
     return [branch.expansion for branch in model.branches]
-
-
-def _norms(model: ScaleForCausalLM) -> list[ExpansionNorm]:
-    return [norm for stage in _stages(model) for norm in stage.modules() if isinstance(norm, ExpansionNorm)]
 
 
 @torch.no_grad()

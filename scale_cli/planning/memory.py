@@ -22,7 +22,8 @@ class Parameters:
         num_trainable: that one does.
         frozen_bytes: in the dtype they are held in.
         trainable_bytes: of the float32 master copy.
-        moments_bytes: what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix.
+        moments_bytes: what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix, and the
+            average where one is asked for.
     """
 
     num_frozen: int
@@ -37,7 +38,10 @@ class Parameters:
         parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
         frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
         trainable = [parameters[name] for name in kinds]
-        moments = [parameters[name].nbytes * len(moments_of(kind, train.optimiser)) for name, kind in kinds.items()]
+        beside = 0 if train.average is None else 1
+        moments = [
+            parameters[name].nbytes * (len(moments_of(kind, train.optimiser)) + beside) for name, kind in kinds.items()
+        ]
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
@@ -60,7 +64,7 @@ class Memory:
         frozen: weights that do not train.
         trainable: float32 master weights.
         gradients: float32; with several processes DistributedDataParallel's buckets, as large again, beside them.
-        moments: the optimiser's.
+        moments: the optimiser's, and the average.
         saved: what a micro-batch keeps for the backward pass, weights in autocast's precision included.
         head: logits at once, and what becomes of them.
     """

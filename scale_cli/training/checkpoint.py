@@ -2,7 +2,7 @@
 
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
-    optimiser.safetensors  the moments of every trainable parameter
+    optimiser.safetensors  the moments of every trainable parameter, and its average (`train.average`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
     position.json          step, tokens seen, where the time went
     token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from scale_cli.config.load import dump_config
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import Ledger
@@ -45,6 +45,7 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
+from scale_cli.training.averaging import AVERAGE, first_averaged
 from scale_cli.training.optimiser import (
     empty_optimiser_tensors,
     load_optimiser_tensors,
@@ -370,11 +371,14 @@ def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Opt
     Raises:
         StorageError: it does not fit the model.
     """
+    position = read_position(folder)
+    begins = first_averaged(load_config(folder / "scale.yaml").train)
+    beside = [AVERAGE] if begins is not None and position.step > begins else []
     if is_sharded(model) or has_shards(folder):
-        moments = empty_optimiser_tensors(model)
+        moments = empty_optimiser_tensors(model, *beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
     else:
         load_trained(model, folder)
         moments = load_tensors(folder / _OPTIMISER)
-    load_optimiser_tensors(optimiser, model, moments)
-    return read_position(folder)
+    load_optimiser_tensors(optimiser, model, moments, *beside)
+    return position

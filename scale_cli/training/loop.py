@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
@@ -20,17 +22,20 @@ from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
+from scale_cli.training.averaging import averaged, has_average
 from scale_cli.training.checkpoint import Origin, Position
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
-from scale_cli.training.metrics import EVALUATION, MetricsLog
+from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, MetricsLog
 from scale_cli.training.saving import Saver
 from scale_cli.training.sharding import gathered_roots, is_sharded
-from scale_cli.training.spikes import SpikeWatch
+from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
 
@@ -112,6 +117,7 @@ class _Loop:
         begun_s: when that was.
         logged: where the run stood at its last record.
         spikes: warns of losses far above the usual.
+        streams: warns of an expansion stream that leaps.
     """
 
     run: TrainingRun
@@ -125,6 +131,7 @@ class _Loop:
     begun_s: float = field(init=False)
     logged: Position = field(init=False)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
+    streams: StreamWatch = field(default_factory=StreamWatch)
 
     def __post_init__(self) -> None:
         self.begun = self.logged = self.run.position
@@ -145,7 +152,7 @@ class _Loop:
                 self._leave()
             done += 1
             last = done == train.max_steps
-            if last or done % train.log_every_steps == 0:
+            if self._is_logged(done):
                 self._learn()
             if train.eval_every_steps and done % train.eval_every_steps == 0:
                 self._evaluate_unless_asked()
@@ -169,11 +176,25 @@ class _Loop:
     def _take_step(self, step: int) -> None:
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
-        taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)
+        with self._measured_streams(step + 1) as ratios:
+            taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)
+        if ratios and isinstance(run.model, ScaleForCausalLM):
+            taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
         if not self.taken:
             self.taken_since_s = started_s
         self.taken.append(taken)
         self.bar.update(1)
+
+    def _is_logged(self, done: int) -> bool:
+        train = self.run.config.train
+        return done % train.log_every_steps == 0 or done == train.max_steps
+
+    def _measured_streams(self, done: int) -> AbstractContextManager[dict[str, Tensor]]:
+        """Measure how large u is in a step that is logged; what is compiled has no place to do it at."""
+        model = self.run.model
+        if not isinstance(model, ScaleForCausalLM) or self.run.config.train.compile or not self._is_logged(done):
+            return nullcontext({})
+        return measured_stream_ratios(model)
 
     def _learn(self) -> None:
         """Wait for the steps taken, and go on to the position after them.
@@ -195,28 +216,40 @@ class _Loop:
             else:
                 run.position = run.position.advanced(result.num_tokens)
                 self._warn_of_spike(result)
-                self._log(result)
+                if self._is_logged(run.position.step):
+                    self._log(result, step.stream_ratios)
 
     def _warn_of_spike(self, result: StepResult) -> None:
         usual = self.spikes.usual_loss_of_spike(result.loss)
         if usual is None:
             return
-        train, step = self.run.config.train, self.run.position.step
+        step = self.run.position.step
         told = f"step {step}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: "
-        advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-        _warn(self.run, f"{told}{_sources(self.run, step - 1)}; where losses leap again and again, {advice}")
+        again = f"where losses leap again and again, {_advice(self.run)}"
+        _warn(self.run, f"{told}{_sources(self.run, step - 1)}; {again}")
 
-    def _log(self, result: StepResult) -> None:
-        """Show the loss; every `log_every_steps`, and at the last step, write a record of that step alone.
+    def _warn_of_stream(self, ratios: list[float]) -> None:
+        if (leap := self.streams.leap(ratios)) is None:
+            return
+        layer, largest = leap
+        where = f"in layer {layer + 1}" if layer + 1 < len(ratios) else "before the last norm"
+        told = f"step {self.run.position.step}: rms(u)/rms(x) {ratios[layer]:.4g} {where}"
+        _warn(self.run, f"{told}, where it was {largest:.4g} at most; if the loss leaps too, {_advice(self.run)}")
+
+    def _log(self, result: StepResult, stream_ratios: Tensor | None) -> None:
+        """Show the loss, and write a record of that step alone.
 
         An average over the steps since the last record would differ after a resume; the speed is one.
         """
         position, train = self.run.position, self.run.config.train
         tokens_per_s = position.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-        if position.step % train.log_every_steps and position.step != train.max_steps:
-            return
         self.logged = position
+        streams: dict[str, list[float | None]] = {}
+        if stream_ratios is not None:
+            ratios = stream_ratios.tolist()
+            self._warn_of_stream(ratios)
+            streams["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
         if self.run.metrics is not None:
             self.run.metrics.append(
                 {
@@ -224,6 +257,7 @@ class _Loop:
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "lr": result.lr,
+                    **streams,
                     "num_tokens": position.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
                     "elapsed_s": round(position.elapsed_s, 3),
@@ -237,16 +271,19 @@ class _Loop:
         """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
         self._learn()
         run, started_s = self.run, time.monotonic()
+        record: dict[str, Any] = {"step": run.position.step}
         try:
             with self.stop.at_once():
-                records = _evaluate(run)
+                record[EVALUATION] = _evaluate(run)
+            if has_average(run.optimiser):
+                with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
+                    record[EVALUATION_OF_AVERAGE] = _evaluate(run)
         except StopNow:
             run.position = replace(run.position, evaluation_due=True)
             self._leave()
         self.clock(evaluating_s=time.monotonic() - started_s)
         if run.metrics is not None:
-            for record in records:
-                run.metrics.append(record)
+            run.metrics.append(record)
 
     def _leave(self) -> NoReturn:
         """Save the position, wait until it is safe, and leave; every process has to call this.
@@ -299,6 +336,11 @@ def _sources(run: TrainingRun, step: int) -> str:
     return ", ".join(named)
 
 
+def _advice(run: TrainingRun) -> str:
+    train = run.config.train
+    return f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
+
+
 def _warn(run: TrainingRun, line: str) -> None:
     if run.accelerator.is_main_process:
         tqdm.write(f"warning: {line}", file=sys.stderr)
@@ -314,14 +356,14 @@ def _progress_bar(run: TrainingRun) -> Any:
     )
 
 
-def _evaluate(run: TrainingRun) -> list[dict[str, Any]]:
-    """Score a few documents of every held-out corpus, shared among the processes, and return what to log."""
+def _evaluate(run: TrainingRun) -> dict[str, dict[str, float | None]]:
+    """Score a few documents of every held-out corpus, shared among the processes; returned by corpus and head."""
     assert run.observed is not None, "opened where train.eval_every_steps is set"
     run.model.eval()
     with gathered_roots(run.wrapped, run.observed):
         losses = _held_out_losses(run, run.observed)
     run.model.train()
-    return [{"step": run.position.step, EVALUATION: losses}]
+    return losses
 
 
 def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[str, float | None]]:

@@ -11,6 +11,7 @@ from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import write_text, writing
 
 EVALUATION = "evaluation_nats_per_token"
+EVALUATION_OF_AVERAGE = "evaluation_of_average_nats_per_token"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -86,18 +86,25 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def empty_optimiser_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
+def empty_optimiser_tensors(model: nn.Module, *beside: str) -> dict[str, Tensor]:
+    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are.
+
+    Args:
+        model: whose parameters train.
+        beside: what else was kept of each.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(model).items():
-        for moment in moments_of("matrix", "adamw"):
+        for moment in (*moments_of("matrix", "adamw"), *beside):
             tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
         tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return tensors
 
 
-def load_optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put saved moments back.
+def load_optimiser_tensors(
+    optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], *beside: str
+) -> None:
+    """Put saved moments back, and what was kept beside them.
 
     Raises:
         StorageError: a moment is missing or of another shape.
@@ -107,7 +114,7 @@ def load_optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module, t
     moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}
     for name, parameter in trainable_parameters(model).items():
         state = {}
-        for moment in moments[id(parameter)]:
+        for moment in (*moments[id(parameter)], *beside):
             tensor = tensors.get(f"{moment}.{name}")
             if tensor is None or tensor.shape != parameter.shape:
                 raise StorageError(f"optimiser state: {moment}.{name} is missing or of another shape")

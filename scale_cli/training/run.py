@@ -37,6 +37,7 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
+from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
     CORPORA,
@@ -140,14 +141,15 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
 
 
 def _write_final(run: TrainingRun) -> None:
-    """Write `final/`: a method folder of whole tensors, whatever was sharded."""
+    """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
     check_base(run.origin, run.accelerator, run.model, run.position)
-    trained = gather_trained(run.model, run.accelerator)
-    if run.accelerator.is_main_process:
-        with new_folder(run.folder.final) as partial:
-            describe_run(partial, run.origin, run.model, run.position)
-            save_tensors(partial / TRAINED, trained)
-            write_json(partial / "cost.json", measure_cost(run).to_json())
+    with averaged(run.optimiser):
+        trained = gather_trained(run.model, run.accelerator)
+        if run.accelerator.is_main_process:
+            with new_folder(run.folder.final) as partial:
+                describe_run(partial, run.origin, run.model, run.position)
+                save_tensors(partial / TRAINED, trained)
+                write_json(partial / "cost.json", measure_cost(run).to_json())
     run.accelerator.wait_for_everyone()
 
 
@@ -222,6 +224,7 @@ def _starting_point(
             say(f"changed        {line}")
         if (step := read_position(start).step) > config.train.max_steps:
             raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
+        check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
         say(f"resuming       {start}")
         if changed := changed_versions(start):
             say(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")

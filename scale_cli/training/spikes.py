@@ -1,4 +1,4 @@
-"""Loss spikes: a loss far above what the steps before it were."""
+"""What is far above what it was before: a loss, or the expansion stream beside the base stream."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _LEAST_SHARE, _LEAST_SHARE_OF_FEW = 0.1, 0.25
 _TIMES_MAD = 8.0
 # While losses fall steeply their spread is wide; half again above all of them is a leap all the same.
 _TIMES_HIGHEST = 1.5
+# Of rms(u) / rms(x), which grows by half from one record to the next while the rate is warmed up, and by a tenth later.
+_TIMES_LARGEST = 2.0
 
 
 class SpikeWatch:
@@ -32,3 +34,24 @@ class SpikeWatch:
                 usual = median
         self._losses.append(loss)
         return usual
+
+
+class StreamWatch:
+    """Compares rms(u) / rms(x) of each layer with the largest that was recorded before; nothing in a run depends on it.
+
+    One position's is enough to be seen, and is so some steps before the loss tells of it.
+    """
+
+    def __init__(self) -> None:
+        self._largest: list[float] = []
+        self._num_records = 0
+
+    def leap(self, ratios: list[float]) -> tuple[int, float] | None:
+        """Return the layer whose ratio has leapt most, and the largest that it had; None where none has leapt."""
+        largest = self._largest or ratios
+        times, layer = max(
+            (ratio / (before or 1.0), i) for i, (ratio, before) in enumerate(zip(ratios, largest, strict=True))
+        )
+        settled = self._num_records >= _FEWEST_STEPS
+        self._largest, self._num_records = list(map(max, largest, ratios)), self._num_records + 1
+        return (layer, largest[layer]) if settled and times > _TIMES_LARGEST else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
+from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import whole_tensor
@@ -46,12 +47,14 @@ class TakenStep:
         figures: (2,), the loss over the global batch before the update, and the gradient's norm before clipping.
         lr: of the update.
         num_tokens: target tokens of the global batch.
+        stream_ratios: (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured.
     """
 
     step: int
     figures: Tensor
     lr: float
     num_tokens: int
+    stream_ratios: Tensor | None = None
 
     def result(self) -> StepResult:
         """Wait for the step, and return what it did.
@@ -102,7 +105,7 @@ def train_step(
         optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
         batches: of the whole run.
         step: counted from 0.
-        train: learning rate, clipping, precision.
+        train: learning rate, clipping, precision, average.
         between_micro_batches: what it raises ends the step before anything is updated.
     """
     num_tokens = batches.num_target_tokens(step)
@@ -126,6 +129,7 @@ def train_step(
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
     _update_where_finite(optimiser, figures)
+    update_average(optimiser, step, train)
     optimiser.zero_grad(set_to_none=True)
     return TakenStep(step, figures, lr, num_tokens)
 

@@ -117,10 +117,11 @@ def test_a_card_tells_what_was_trained_before_by_another_run_and_with_which_opti
     assert "begun with" not in card_of(config, None)
     path.write_text(json.dumps(begun), encoding="utf-8")
     tree = config.model_dump()
-    tree["train"]["optimiser"] = "muon"
+    tree["train"] |= {"optimiser": "muon", "average": {"kind": "tail", "steps": 3}}
     card = card_of(RunConfig.model_validate(tree), None)
     assert "another run had trained in 70 steps, 8,000 tokens (kept moments, SHA-256 0123456789ab)" in card
     assert "Muon on the matrices and AdamW on the rest, lr" in card
+    assert "; the mean of the last 3 steps' weights" in card
 
 
 def test_tokens_are_counted_by_language_and_replay_is_called_so_and_not_taught(trained_run: TrainedRun) -> None:

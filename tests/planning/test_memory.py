@@ -122,3 +122,13 @@ def test_several_processes_hold_their_gradients_twice_and_nothing_else_more() ->
     alone, together = (planned_memory(METHODS[0], "no", num_processes) for num_processes in (1, 2))
     assert together.gradients == 2 * alone.gradients
     assert together.total - together.gradients == alone.total - alone.gradients
+
+
+def test_an_average_is_as_large_as_what_trains_in_memory_and_in_a_checkpoint() -> None:
+    model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), MethodConfig(variant="lora"))
+    plain, average = (
+        Parameters.of(model, TrainConfig.model_validate({"max_steps": 1, "average": average}))
+        for average in (None, {"kind": "ema"})
+    )
+    assert average.moments_bytes - plain.moments_bytes == plain.trainable_bytes
+    assert average.checkpoint_bytes - plain.checkpoint_bytes == plain.trainable_bytes

@@ -261,6 +261,7 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
         "train.lr": st.floats(1e-12, 1e-2),
         "train.schedule": st.sampled_from(["cosine", "linear", "constant", "wsd", "infinite"]),
         "train.optimiser": st.sampled_from(["adamw", "muon"]),
+        "train.average": st.sampled_from(["null", "{kind: ema}", "{kind: tail, steps: 1}"]),
         "train.decay_steps": st.sampled_from(["null", "0", "2"]),
         "train.micro_batch_size": st.sampled_from([1, 2, 4]),
         "train.adam_epsilon": st.floats(1e-12, 1.0),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +14,11 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training import loop
+from scale_cli.training import loop, spikes
 from scale_cli.training.checkpoint import read_position
+from scale_cli.training.metrics import read_records
 from scale_cli.training.run import train
-from scale_cli.training.spikes import SpikeWatch
+from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import TakenStep, train_step
 from scale_cli.upscale.run import upscale
 from scale_cli.verify import verify
@@ -201,3 +203,29 @@ def test_the_warning_of_a_leap_names_its_batch_and_says_what_to_do(
     assert " of petitions (windows " in told
     assert "train.warmup_steps (now 2)" in told
     assert "train.lr (now 0.003)" in told
+
+
+def test_a_stream_that_doubles_between_two_records_is_a_leap_and_steady_growth_is_none() -> None:
+    watch = StreamWatch()
+    growing = [[4.0 * 1.5**record, 9.0, 1.2**record] for record in range(6)]
+    assert all(watch.leap(ratios) is None for ratios in growing)
+    assert watch.leap([4.0, 9.0, 2.1 * 1.2**5]) == (2, 1.2**5)
+    assert watch.leap([4.0, 9.0, 2.1 * 1.2**5]) is None, "told once"
+    assert watch.leap([4.0, float("nan"), 1.0]) is None
+    assert watch.leap([4.0, 9.0, float("inf")]) is not None
+
+
+def test_a_run_logs_how_large_the_expansion_stream_is_in_every_layer_and_warns_where_it_leaps(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spikes, "_TIMES_LARGEST", 0.9)
+    config = make_config("run", "train.log_every_steps=2", "train.activation_checkpointing=true")
+    upscale(config)
+    train(config, None, said_nothing)
+    records = [record for record in read_records(RunFolder(config.output_dir).metrics) if "loss" in record]
+    assert [len(record["stream_ratios"]) for record in records] == [5 + 1] * 5
+    warned = capsys.readouterr().err
+    assert "step 6:" not in warned
+    assert re.search(
+        r"warning: step 8: rms\(u\)/rms\(x\) \S+ (in layer \d|before the last norm), where it was \S+ at", warned
+    )

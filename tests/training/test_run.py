@@ -59,10 +59,11 @@ OTHERWISE = (
     "method.collaboration.layers=none",
     "method.distillation.weight=1",
     "corpus.sources.1.role=replay",
+    "train.average={kind: ema, steps: 3}",
 )
 
 
-@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled"])
+@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged"])
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
@@ -129,11 +130,12 @@ def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert read_position(tmp_path).tokens_per_s == 300
 
 
+@pytest.mark.parametrize("overrides", [(), ("train.average={kind: tail, steps: 7}",)], ids=["", "averaged"])
 def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     """Steps after the last checkpoint are done again; the log shows none of them twice."""
-    whole, cut = make_config("whole"), make_config("cut")
+    whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
     for config in (whole, cut):
         upscale(config)
     train(whole, None, said_nothing)

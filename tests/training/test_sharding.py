@@ -24,6 +24,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.shards import load_shards, save_shards
+from scale_cli.training.metrics import EVALUATION_OF_AVERAGE
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.run import train
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
@@ -109,6 +110,9 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     trunk = RunFolder(configs["all-two"].output_dir).checkpoint(_SAVED_STEP)
     branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3")
     add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all")
+    average = ("train.average={kind: ema, steps: 3}", evaluated)
+    train(add("average-one", *average), None, print)
+    add("average-two", *average, "train.micro_batch_size=2", "train.sharding=all")
     train(add("muon-one", "train.optimiser=muon"), None, print)
     add("muon-two", "train.optimiser=muon", "train.micro_batch_size=2")
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
@@ -136,6 +140,20 @@ def test_several_processes_give_the_losses_of_one(runs: Runs, sharding: str, pro
 def test_branches_and_muon_have_the_losses_of_one_process_on_two(runs: Runs, name: str) -> None:
     """The branches are off a sharded checkpoint."""
     assert runs.losses(f"{name}-two") == pytest.approx(runs.losses(f"{name}-one"), rel=1e-5)
+
+
+def test_an_average_is_the_same_sharded_and_is_of_no_effect_on_what_is_trained(runs: Runs) -> None:
+    assert runs.losses("average-two") == runs.losses("all-two")
+    one, two = (load_tensors(runs.folder(f"average-{n}").final / "trained.safetensors") for n in ("one", "two"))
+    last = load_tensors(runs.folder("one").final / "trained.safetensors")
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, atol=1e-4, rtol=1e-3)
+    assert any(not torch.allclose(last[key], tensor, atol=1e-4, rtol=1e-3) for key, tensor in one.items())
+    (of_one,), (of_two,) = (
+        [r[EVALUATION_OF_AVERAGE] for r in runs.records(f"average-{n}") if EVALUATION_OF_AVERAGE in r]
+        for n in ("one", "two")
+    )
+    assert of_two["tiny"] == pytest.approx(of_one["tiny"], rel=1e-5)
 
 
 @pytest.mark.parametrize("variant", SHARDED_BASELINES)

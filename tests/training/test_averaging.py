@@ -1,0 +1,113 @@
+"""What is averaged over steps, and that training does not know of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.errors import RunFolderError
+from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.averaging import averaged, has_average, update_average
+from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
+from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.training.run import train
+from scale_cli.upscale.run import upscale
+from tests.training.test_muon import give_gradients, methods, model_of
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def settings_of(kind: str, steps: int | None, max_steps: int, **others: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"max_steps": max_steps, "average": {"kind": kind, "steps": steps}, **others})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["ema", "tail"]), st.integers(1, 12), st.integers(1, 30))
+def test_the_average_of_a_linear_sequence_is_its_closed_form(kind: str, steps: int, max_steps: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimiser = torch.optim.SGD([parameter])
+    train = settings_of(kind, steps, max_steps)
+    start, slope = torch.tensor([5.0, -1.0]).double(), torch.tensor([2.0, 0.5]).double()
+    for step in range(max_steps):
+        parameter.data = start + slope * step
+        update_average(optimiser, step, train)
+    last = max_steps - 1
+    if kind == "tail" or max_steps <= steps:
+        behind = (min(steps, max_steps) - 1) / 2
+    else:  # the mean of the first `steps`, which lies (steps - 1) / 2 back, then a share 1/steps of every further one
+        kept, further = 1 - 1 / steps, max_steps - steps
+        behind = (steps - 1) / 2 * kept**further + kept / (1 - kept) * (1 - kept**further)
+    with averaged(optimiser):
+        torch.testing.assert_close(parameter.data, start + slope * (last - behind))
+    assert torch.equal(parameter.data, start + slope * last)
+
+
+@methods
+def test_it_is_of_everything_that_trains_and_no_step_is_another_for_it(method: dict[str, Any]) -> None:
+    model = model_of(method)
+    alone = copy.deepcopy(model)
+    optimiser, without = (build_optimiser(m, TrainConfig(max_steps=4, optimiser="muon")) for m in (model, alone))
+    seen: list[dict[str, torch.Tensor]] = []
+    for step in range(4):
+        for subject, optim in ((model, optimiser), (alone, without)):
+            give_gradients(subject, step)
+            optim.step()
+        update_average(optimiser, step, settings_of("tail", 2, 4))
+        assert has_average(optimiser) == (step >= 2)
+        seen.append({name: p.detach().clone() for name, p in trainable_parameters(model).items()})
+    assert all(torch.equal(p, seen[-1][name]) for name, p in trainable_parameters(alone).items())
+    with averaged(optimiser):
+        for name, parameter in trainable_parameters(model).items():
+            torch.testing.assert_close(parameter.detach(), (seen[2][name] + seen[3][name]) / 2)
+    assert all(torch.equal(p, seen[-1][name]) for name, p in trainable_parameters(model).items())
+
+
+def trained(make_config: MakeConfig, name: str, *overrides: str) -> RunFolder:
+    config = make_config(name, "train.max_steps=4", "train.save_every_steps=1", "train.keep_checkpoints=9", *overrides)
+    upscale(config)
+    train(config, None, lambda _: None)
+    return RunFolder(config.output_dir)
+
+
+def test_final_holds_the_average_and_everything_else_is_as_without_one(make_config: MakeConfig) -> None:
+    evaluated = "train.eval_every_steps=2"
+    plain = trained(make_config, "plain", evaluated)
+    tail = trained(make_config, "tail", evaluated, "train.average={kind: tail, steps: 2}")
+    steps = [load_tensors(tail.checkpoint(step) / "trained.safetensors") for step in (3, 4)]
+    for name, tensor in load_tensors(tail.final / "trained.safetensors").items():
+        torch.testing.assert_close(tensor, (steps[0][name] + steps[1][name]) / 2)
+    for step in (2, 4):
+        before, now = (load_tensors(run.checkpoint(step) / "trained.safetensors") for run in (plain, tail))
+        assert all(torch.equal(before[name], now[name]) for name in before)
+    moments = [load_tensors(run.checkpoint(4) / "optimiser.safetensors") for run in (plain, tail)]
+    assert moments[1].keys() - moments[0].keys() == {f"average.{name}" for name in steps[0]}
+    assert not load_tensors(tail.checkpoint(2) / "optimiser.safetensors").keys() - moments[0].keys()
+    records = [
+        {record["step"]: record for record in read_records(r.metrics) if EVALUATION in record} for r in (plain, tail)
+    ]
+    assert [step for step, record in records[1].items() if EVALUATION_OF_AVERAGE in record] == [4]
+    assert all(records[1][step][EVALUATION] == records[0][step][EVALUATION] for step in (2, 4))
+    assert records[1][4][EVALUATION_OF_AVERAGE] != records[1][4][EVALUATION]
+
+
+def test_a_longer_run_has_an_average_of_its_own_last_steps_or_is_refused(make_config: MakeConfig) -> None:
+    average = "train.average={kind: tail, steps: 3}"
+    run = trained(make_config, "run", average)
+    accepted = ["train.max_steps"]
+    with pytest.raises(RunFolderError, match=r"its steps, from 4 on, were not averaged; give at least .*=7") as caught:
+        train(make_config("run", "train.max_steps=6", average), "auto", lambda _: None, accepted)
+    assert "\n" not in str(caught.value)
+    longer = make_config("run", "train.max_steps=7", "train.save_every_steps=1", "train.keep_checkpoints=9", average)
+    train(longer, "auto", lambda _: None, accepted)
+    steps = [load_tensors(run.checkpoint(step) / "trained.safetensors") for step in (5, 6, 7)]
+    for name, tensor in load_tensors(run.final / "trained.safetensors").items():
+        torch.testing.assert_close(tensor, sum(step[name] for step in steps) / 3)
