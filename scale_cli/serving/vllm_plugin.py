@@ -1,0 +1,216 @@
+"""vLLM's own model classes, with the router on top: what `scale_cli.serving.register` names.
+
+The trunk is vLLM's, untouched: its kernels, its graphs, its quantisation, its tensor parallelism. Both heads are
+computed of the last hidden row, and the router's state lies in tables beside the KV cache (block_router.py).
+
+Shapes: T tokens of a step, D channels, K heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.worker.utils import select_common_block_size
+
+from ..model.routing import log_prior
+from .block_router import BlockRouter, Step, attach_state, detach_state, mixed_scores
+from .heads import Shard, StreamHeads
+
+_PROFILED_ROWS = 512
+
+
+class Routed:
+    """What every family has in common; stands before vLLM's class of the family."""
+
+    config: Any
+    model: Any
+    lm_head: Any
+    logits_processor: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        refuse_what_cannot_be_routed(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg] # of vLLM's class
+        routing = self.config.scale_router
+        self._vllm_config = vllm_config
+        self._attention = self.model.layers[0].self_attn.attn
+        prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
+        self.router = BlockRouter(prior_K, routing["switch_rate"]).to(self.lm_head.weight.device)
+        self.columns, products, weight = head_products(self.lm_head, routing["stream_sizes"])
+        self.heads = StreamHeads(products, routing["stream_sizes"], routing["parents"], shard_of(self.lm_head), weight)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Run vLLM's own trunk, and the router over what came out."""
+        hidden_TD = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc] # likewise
+        step = self._step(input_ids, positions)
+        if step is None:  # no documents: vLLM measures its memory, or compiles
+            self.heads.observe(hidden_TD[:_PROFILED_ROWS], input_ids[:_PROFILED_ROWS])
+            log_weights_TK = self.router.log_prior_K.expand(len(hidden_TD), -1)
+            rows_T = torch.full((len(hidden_TD),), self.router.num_blocks, device=hidden_TD.device)
+            return attach_state(hidden_TD, log_weights_TK, rows_T)
+        log_weights_TK, rows_T = self.router.advance(hidden_TD, step, self.heads)
+        return attach_state(hidden_TD, log_weights_TK, rows_T)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the scores of the mixture; None where another device gathers them."""
+        scores = self.compute_logits_local(hidden_states)
+        if self.lm_head.tp_size > 1:
+            scores = self.logits_processor._gather_logits(scores)
+        return None if scores is None else scores[..., : self.config.vocab_size]
+
+    def compute_logits_local(self, hidden_states: Tensor) -> Tensor:
+        """Return the scores of this device's share of the vocabulary."""
+        hidden_TD, log_weights_TK, rows_T = detach_state(
+            hidden_states, self.config.hidden_size, len(self.router.log_prior_K)
+        )
+        logits = self.heads.logits(hidden_TD)
+        sizes_TK = self.heads.sizes(logits)
+        # vLLM also asks for the logits of random rows, to see what memory they take.
+        known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
+        self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_TK)
+        return mixed_scores(log_weights_TK, logits, sizes_TK)
+
+    def _step(self, input_ids: Tensor, positions: Tensor) -> Step | None:
+        context = get_forward_context()
+        if not context.attn_metadata:
+            return None
+        attention = context.attn_metadata[self._attention.layer_name]
+        slots_T = context.slot_mapping[self._attention.layer_name]
+        padding = len(positions) - len(slots_T)
+        return Step(
+            ids_T=input_ids,
+            positions_T=positions,
+            slots_T=nn.functional.pad(slots_T, (0, padding), value=-1) if padding else slots_T,
+            blocks_RB=attention.block_table,
+            starts_R=attention.query_start_loc,
+            longest=attention.max_query_len,
+            block_size=self._beside_the_cache(),
+        )
+
+    def _beside_the_cache(self) -> int:
+        """Return the size of a block as the attention sees it, with a table as long as its cache."""
+        spec = self._attention.get_kv_cache_spec(self._vllm_config)
+        size: int = select_common_block_size(spec.block_size, [self._attention.get_attn_backend()], [spec])
+        num_blocks = self._vllm_config.cache_config.num_gpu_blocks * (spec.block_size // size)
+        if self.router.num_blocks != num_blocks:
+            self.router.allocate(num_blocks, self.config.hidden_size, self._vllm_config.model_config.dtype)
+        return size
+
+
+class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+    """A routed Llama."""
+
+
+class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+    """A routed Mistral."""
+
+
+class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+    """A routed Qwen2."""
+
+
+class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+    """A routed Qwen3."""
+
+
+def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
+    """Refuse a folder that holds no router, and what would make its answers wrong.
+
+    Raises:
+        ValueError: naming it, in one line.
+    """
+    config = vllm_config.model_config.hf_config
+    routing = getattr(config, "scale_router", None)
+    if not routing:
+        raise ValueError(
+            f"{vllm_config.model_config.model}: config.json has no scale_router, so there is nothing to route between; "
+            "serve it as the plain model, or export it anew with `scale export`"
+        )
+    if sum(routing["stream_sizes"]) != config.hidden_size:
+        raise ValueError(
+            f"{vllm_config.model_config.model}: config.json: scale_router.stream_sizes {routing['stream_sizes']} do "
+            f"not add up to hidden_size {config.hidden_size}"
+        )
+    parallel, mode = vllm_config.parallel_config, vllm_config.compilation_config.cudagraph_mode
+    refused = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap": parallel.enable_dbo,
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "KV transfer": vllm_config.kv_transfer_config is not None,
+        "prompt embeddings": vllm_config.model_config.enable_prompt_embeds,
+        "cudagraph_mode FULL": mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL,
+        "head_dtype": vllm_config.model_config.head_dtype != vllm_config.model_config.dtype,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"{what}: a routed model does not serve with it; leave it out, or serve the plain model")
+
+
+def shard_of(lm_head: Any) -> Shard:
+    """Return this device's share of the vocabulary."""
+    indices = lm_head.shard_indices
+    gather: Callable[[Tensor], Tensor] = partial(torch.unsqueeze, dim=0)
+    total: Callable[[Tensor], Tensor] = _itself
+    if lm_head.tp_size > 1:
+        gather, total = _gather_stacked, tensor_model_parallel_all_reduce
+    return Shard(indices.org_vocab_start_index, indices.num_org_elements, gather, total)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gather_stacked(tensor: Tensor) -> Tensor:
+    return tensor_model_parallel_all_gather(tensor[None].contiguous(), dim=0)
+
+
+def head_products(
+    lm_head: Any, stream_sizes: Sequence[int]
+) -> tuple[nn.ModuleList, list[Callable[[Tensor], Tensor]], Tensor | None]:
+    """Return modules that hold the head's columns of each stream, what multiplies with them, and the weight itself.
+
+    A quantised head has no columns to take apart. It is multiplied with rows in which the other streams are zero: right
+    for any linear method, at the price of a product for each head.
+    """
+    method = lm_head.quant_method
+    if not isinstance(method, UnquantizedEmbeddingMethod):
+        ends = torch.tensor(stream_sizes).cumsum(0).tolist()
+        margins = [(end - size, ends[-1] - end) for end, size in zip(ends, stream_sizes, strict=True)]
+        return nn.ModuleList(), [partial(_product_of_one_stream, lm_head, margin) for margin in margins], None
+    columns = nn.ModuleList(_Columns(part) for part in lm_head.weight.data.split(list(stream_sizes), dim=1))
+    return columns, list(columns), lm_head.weight.data
+
+
+def _product_of_one_stream(lm_head: Any, margins: tuple[int, int], rows_TD: Tensor) -> Tensor:
+    return lm_head.quant_method.apply(lm_head, nn.functional.pad(rows_TD, margins))
+
+
+class _Columns(nn.Module):
+    """Some columns of a head. vLLM prepares and multiplies them as it does with a whole one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.quant_method = UnquantizedEmbeddingMethod()
+
+    def forward(self, rows_TD: Tensor) -> Tensor:
+        return self.quant_method.apply(self, rows_TD.contiguous())

@@ -1,0 +1,87 @@
+"""The heads of a plain export, whole and shared among devices, against products of their own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scale_cli.serving.heads import Shard, StreamHeads
+
+STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
+VOCABULARY, PADDED = 11, 16
+GENERATOR = torch.Generator().manual_seed(0)
+WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
+ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
+IDS_T = torch.arange(9) % VOCABULARY
+
+
+class Devices:
+    """Two threads that bring their tensors together, as devices do."""
+
+    def __init__(self) -> None:
+        self.barrier, self.tensors = threading.Barrier(2), [Tensor(), Tensor()]
+
+    def gather(self, rank: int, tensor: Tensor) -> Tensor:
+        self.tensors[rank] = tensor
+        self.barrier.wait()
+        stacked = torch.stack(self.tensors)
+        self.barrier.wait()
+        return stacked
+
+    def sum(self, rank: int, tensor: Tensor) -> Tensor:
+        return self.gather(rank, tensor).sum(dim=0)
+
+
+def heads(weight_VD: Tensor, shard: Shard, *, readable: bool) -> StreamHeads:
+    columns = weight_VD.split(STREAMS, dim=1)
+    products: list[Callable[[Tensor], Tensor]] = [partial(F.linear, weight=part) for part in columns]
+    return StreamHeads(products, STREAMS, PARENTS, shard, weight_VD if readable else None)
+
+
+def alone(*, readable: bool = True) -> StreamHeads:
+    return heads(WEIGHT_VD, Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor), readable=readable)
+
+
+def expected_logits() -> Tensor:
+    """(T, K, V): every head as a product with the columns of its stream and of its ancestors'."""
+    masks = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]])
+    wide = masks.repeat_interleave(torch.tensor(STREAMS), dim=1)
+    return torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
+
+
+def test_every_head_is_its_parents_and_its_own_columns() -> None:
+    torch.testing.assert_close(torch.stack(alone().logits(ROWS_TD), dim=1), expected_logits())
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool) -> None:
+    expected = expected_logits().gather(-1, IDS_T[:, None, None].expand(-1, 4, 1))[..., 0]
+    torch.testing.assert_close(alone(readable=readable).logits_of(ROWS_TD, IDS_T), expected)
+    logits_TK, sizes_TK = alone(readable=readable).observe(ROWS_TD, IDS_T)
+    torch.testing.assert_close(logits_TK, expected)
+    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(), dim=-1))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool) -> None:
+    devices, padding = Devices(), torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
+    halves = torch.cat([WEIGHT_VD, padding]).split(PADDED // 2)
+
+    def of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        shard = Shard(8 * rank, (8, 3)[rank], partial(devices.gather, rank), partial(devices.sum, rank))
+        mine = heads(halves[rank], shard, readable=readable)
+        return mine.logits_of(ROWS_TD, IDS_T), *mine.observe(ROWS_TD, IDS_T)
+
+    one = alone().logits_of(ROWS_TD, IDS_T), *alone().observe(ROWS_TD, IDS_T)
+    with ThreadPoolExecutor(2) as threads:
+        for both in threads.map(of, range(2)):
+            for found, expected in zip(both, one, strict=True):
+                torch.testing.assert_close(found, expected)
