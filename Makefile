@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
 
-.PHONY: install demo bench test torture runtimes check format lint types layers clean
+.PHONY: install wheel demo bench test torture runtimes check format lint types layers clean
 
 install: $(STAMP)
 
@@ -14,6 +14,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+wheel:  ## dist/scale_cli-*.whl, and a look at it where nothing else is installed: the core alone
+	rm -rf build dist $(VENV)/core
+	$(PYTHON) -m venv $(VENV)/core
+	$(VENV)/core/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -rf build
+	$(VENV)/core/bin/python -m pip install --quiet --constraint constraints.txt dist/scale_cli-*.whl
+	cd $(VENV)/core && bin/scale --version && bin/scale --help > /dev/null && bin/python -m pip check
 
 demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
 	$(BIN)/python scripts/demo.py

@@ -6,7 +6,8 @@ ScaleError                          exit 1
 │   ├── BaseModelError                       the base model: missing, unsupported
 │   │   └── ChangedBaseError                 it, or its tokenizer, is another one than was upscaled
 │   ├── CorpusError                          a corpus: missing, of no known format, too much of it bad (names file:line)
-│   └── RunFolderError                       an output folder: already used, incomplete, not ours
+│   ├── RunFolderError                       an output folder: already used, incomplete, not ours
+│   └── MissingExtraError                    a library that an extra of this package brings is not installed
 ├── RunError                        exit 1   it went wrong on the way
 │   ├── TrainingError                        training cannot go on (names the step)
 │   │   └── NonFiniteError                   a loss or gradient that is not finite
@@ -54,6 +55,10 @@ class CorpusError(UsageError):
 
 class RunFolderError(UsageError):
     """An output folder is already in use, incomplete, or not one of ours."""
+
+
+class MissingExtraError(UsageError):
+    """A library that only some verbs need is not installed; an extra of this package brings it."""
 
 
 class RunError(ScaleError):

@@ -23,6 +23,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.biography import ATTRIBUTES
 from scale_cli.data.sequences import SequenceWindows
 from scale_cli.errors import RunFolderError
+from scale_cli.extras import require
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.training.from_scratch import training_steps, write_base
@@ -59,7 +60,11 @@ def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> Biogra
     Raises:
         RunFolderError: the folder was made with other settings.
         ConfigError: a method asks for what the model does not have.
+        MissingExtraError: what draws the report, or trains a method, is not installed.
     """
+    require("matplotlib", "scale biography")
+    if any(compared.method.variant == "lora" for compared in config.methods):
+        require("peft", "methods: variant lora")
     folder = config.output_dir
     _claim(folder, config)
     curriculum = write_curriculum(config)

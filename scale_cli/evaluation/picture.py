@@ -19,6 +19,11 @@ _STYLE = {
 }
 
 
+def is_drawable(report: Report) -> bool:
+    """Return whether there is anything to set against each other."""
+    return bool(report.with_role("retention") and report.with_role("acquisition"))
+
+
 def draw_trade_off(report: Report, path: Path) -> None:
     """Draw one panel for every pair of a retention and an acquisition corpus; up and right is better.
 

@@ -13,10 +13,11 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
-from scale_cli.evaluation.picture import draw_trade_off
+from scale_cli.evaluation.picture import draw_trade_off, is_drawable
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.storage.atomic import file_sha256, is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
@@ -38,8 +39,12 @@ class EvaluationSummary:
     report: Report
 
     def lines(self) -> list[str]:
-        """Return the table and where the report lies."""
-        return [*terminal_lines(self.report), f"report: {self.folder / 'report.md'}"]
+        """Return the table, where the report lies, and why it has no picture where one could be drawn."""
+        no_picture = is_drawable(self.report) and not (self.folder / PICTURE).is_file()
+        left_out = (
+            [f"without its picture, which needs matplotlib: {how_to_install('matplotlib')}"] if no_picture else []
+        )
+        return [*terminal_lines(self.report), f"report: {self.folder / 'report.md'}", *left_out]
 
 
 def evaluate(config: RunConfig) -> EvaluationSummary:
@@ -92,11 +97,13 @@ def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
     """Open every benchmark of a config; None where it names none.
 
     Raises:
-        ConfigError: lm-eval has no task of that name, or a prompt does not fit.
+        MissingExtraError: lm-eval is not installed.
+        ConfigError: it has no task of that name, or a prompt does not fit.
         CorpusError: a local file cannot be read.
     """
     if not config.evaluation.benchmarks:
         return None
+    require("lm_eval", "evaluation.benchmarks")
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks  # lm-eval takes seconds, and only this needs it
 
     return OpenedBenchmarks.open(config.evaluation.benchmarks)
@@ -126,14 +133,14 @@ def served_head(method: MethodConfig) -> str:
 def write_report(
     report: Report, config: RunConfig, folder: Path, items: Mapping[str, list[Item]] | None = None
 ) -> None:
-    """Write report.json, report.md, the picture, and items/NAME.jsonl of every benchmark."""
+    """Write report.json, report.md, its picture where that can be drawn, and items/NAME.jsonl of every benchmark."""
     with new_folder(folder) as partial:
         for name, of_benchmark in (items or {}).items():
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         write_json(partial / "report.json", report.to_json())
-        drawable = report.with_role("retention") and report.with_role("acquisition")
-        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawable else None))
-        if drawable:
+        drawn = is_drawable(report) and is_installed("matplotlib")
+        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
+        if drawn:
             draw_trade_off(report, partial / PICTURE)
         write_text(partial / "scale.yaml", dump_config(config))
 

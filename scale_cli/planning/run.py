@@ -12,7 +12,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig, Variant
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.doubtful import num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
-from scale_cli.errors import BaseModelError, ConfigError, CorpusError
+from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.flops import TokenFlops, ideal_flops_per_token
@@ -142,7 +142,10 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
     for method in methods_beside(config.method):
         try:
             planned.append(_plan_method(config, base_config, method, device, num_processes))
-        except ConfigError as error:  # the config does not ask for it: the others are planned all the same
+        except (
+            ConfigError,
+            MissingExtraError,
+        ) as error:  # the config does not ask for it: the others are planned all the same
             refused[method.variant] = str(error)
     corpora = tokenised_corpora(config)
     warnings = context_warnings(config, base_config)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,13 +320,17 @@ def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 @cache
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{library: version(library) for library in _LIBRARIES}}
+    versions = {"python": platform.python_version()}
+    for library in _LIBRARIES:
+        with suppress(PackageNotFoundError):  # PEFT is an extra
+            versions[library] = version(library)
+    return versions
 
 
 def changed_versions(folder: Path) -> list[str]:
     """Return one `library before -> now` for every library that was another version when a folder was written."""
     before = read_json(folder / MANIFEST)["versions"]
-    return [f"{name} {before.get(name)} -> {now}" for name, now in _versions().items() if before.get(name) != now]
+    return [f"{name} {before[name]} -> {now}" for name, now in _versions().items() if before.get(name, now) != now]
 
 
 def _seal(described: Mapping[str, Any]) -> str:

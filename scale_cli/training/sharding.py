@@ -16,6 +16,7 @@ heads are read without a call (`model/head_loss.py`), and so are its base layers
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -150,9 +151,8 @@ def gathered_roots(*modules: Any) -> Iterator[None]:
 
 
 def _is_root(unit: object) -> bool:
-    from peft import PeftModel  # takes a moment to import, and one process needs none of this
-
-    return isinstance(unit, PreTrainedModel | PeftModel | ChunkedLossModel)
+    peft = sys.modules.get("peft")  # which whoever made a model of its has imported
+    return isinstance(unit, PreTrainedModel | ChunkedLossModel | getattr(peft, "PeftModel", PreTrainedModel))
 
 
 @torch.no_grad()

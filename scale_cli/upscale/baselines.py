@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.errors import ConfigError
+from scale_cli.extras import require
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,6 +40,7 @@ def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> 
 
     Raises:
         ConfigError: the base has fewer layers than the method wants, or no module that it targets.
+        MissingExtraError: PEFT is not installed, and the method is LoRA.
     """
     if method.trains_base_weights:
         base.float()
@@ -61,6 +63,7 @@ def _freeze(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
 
 
 def _lora(base: PreTrainedModel, method: MethodConfig, seed: int) -> PeftModel:
+    require("peft", "method.variant lora")
     from peft import LoraConfig, get_peft_model  # takes a moment, and only this needs it
 
     lora = method.lora

@@ -1,0 +1,108 @@
+"""Without an extra: one line that names it, from the verb that needs it, before anything is written."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli.biography.run import run_biography
+from scale_cli.config.biography import BiographyConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import MissingExtraError
+from scale_cli.evaluation.run import PICTURE, EvaluationSummary, open_benchmarks_of, write_report
+from scale_cli.extras import EXTRA_OF
+from scale_cli.pipeline import run_pipeline
+from scale_cli.planning.run import plan
+from scale_cli.upscale.run import upscale
+from tests.evaluation.test_render import report
+from tests.export.conftest import configured
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a library look as if it were not installed."""
+    return lambda module: monkeypatch.setitem(sys.modules, module, None)
+
+
+def changed(config: RunConfig, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(config.model_dump() | sections)
+
+
+@pytest.fixture
+def config(shared_data: Path, tmp_path: Path) -> RunConfig:
+    return configured(shared_data, tmp_path / "run", {"variant": "route"})
+
+
+def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for module, extra in EXTRA_OF.items():
+        names = {re.split(r"[^\w-]", requirement)[0] for requirement in extras[extra]}
+        assert module.replace("_", "-") in names
+        assert not names & {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    assert extras["all"] == [f"scale-cli[{','.join(dict.fromkeys(EXTRA_OF.values()))}]"]
+    assert "scale-cli[all]" in extras["dev"]
+
+
+@pytest.mark.parametrize(
+    "ask", [open_benchmarks_of, lambda config: run_pipeline(config, print)], ids=["evaluate", "run"]
+)
+def test_benchmarks_without_lm_eval_are_refused_before_anything_is_written(
+    ask: Callable[[RunConfig], Any], config: RunConfig, without: Callable[[str], None]
+) -> None:
+    without("lm_eval")
+    line = r"^evaluation.benchmarks: needs lm-eval: pip install 'scale-cli\[eval\]'$"
+    with pytest.raises(MissingExtraError, match=line):
+        ask(changed(config, evaluation={"benchmarks": ["kobest_copa"]}))
+    assert not config.output_dir.exists()
+
+
+@pytest.mark.parametrize("verb", [upscale, lambda config: run_pipeline(config, print)], ids=["upscale", "run"])
+def test_lora_without_peft_is_refused_before_anything_is_written(
+    verb: Callable[[RunConfig], Any], config: RunConfig, without: Callable[[str], None]
+) -> None:
+    without("peft")
+    with pytest.raises(MissingExtraError, match=r"^method.variant lora: needs peft: pip install 'scale-cli\[lora\]'$"):
+        verb(changed(config, method={"variant": "lora"}))
+    assert not config.output_dir.exists()
+
+
+def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
+    config: RunConfig, without: Callable[[str], None]
+) -> None:
+    without("peft")
+    planned = plan(config, flops=1e12, utilisation=None, num_processes=1)
+    assert list(planned.refused) == ["lora"]
+    assert "scale-cli[lora]" in planned.refused["lora"]
+
+
+def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_draws_it(
+    config: RunConfig, without: Callable[[str], None], tmp_path: Path
+) -> None:
+    write_report(report(), config, tmp_path / "with")
+    without("matplotlib")
+    write_report(report(), config, tmp_path / "without")
+    files = {name: {file.name for file in (tmp_path / name).iterdir()} for name in ("with", "without")}
+    assert files["with"] - files["without"] == {PICTURE}
+    assert PICTURE not in (tmp_path / "without" / "report.md").read_text(encoding="utf-8")
+    *_, place, left_out = EvaluationSummary(tmp_path / "without", report()).lines()
+    assert place.endswith("report.md") and "pip install 'scale-cli[report]'" in left_out
+    assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.md")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("matplotlib", "report"), ("peft", "lora")])
+def test_a_biography_that_could_not_be_drawn_or_trained_is_not_begun(
+    module: str, extra: str, without: Callable[[str], None], tmp_path: Path
+) -> None:
+    without(module)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'scale-cli\[{extra}\]'$"):
+        run_biography(BiographyConfig(output_dir=tmp_path / "out"), print)
+    assert not (tmp_path / "out").exists()
