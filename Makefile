@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
 
-.PHONY: install wheel demo bench test torture runtimes check format lint types layers clean
+.PHONY: install wheel reference demo bench test torture runtimes check format lint types layers clean
 
 install: $(STAMP)
 
@@ -25,6 +25,9 @@ wheel:  ## dist/scale_cli-*.whl, and a look at it where nothing else is installe
 
 demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
 	$(BIN)/python scripts/demo.py
+
+reference: $(STAMP)  ## the config's JSON Schemas and its page of keys in docs/, from the code
+	$(BIN)/python scripts/config_reference.py
 
 bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 15 minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/benchmark.py

@@ -39,6 +39,7 @@ from scale_cli.options import (
     Repository,
     Resume,
     Runs,
+    SchemaOf,
     Seed,
     ShowHeads,
     Swept,
@@ -114,6 +115,19 @@ def plan(
             _say(line)
 
     on_main(plan_and_write)
+
+
+@app.command()
+def schema(of: SchemaOf = "run") -> None:
+    """Print the JSON Schema of the config, for editors.
+
+    It lies in docs/ too, beside a page with every key.
+    """
+    from scale_cli.config.biography import BiographyConfig
+    from scale_cli.config.json_schema import json_schema_text
+    from scale_cli.config.schema import RunConfig
+
+    typer.echo(json_schema_text(RunConfig if of == "run" else BiographyConfig), nl=False)
 
 
 @app.command()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]
+SchemaOf = Annotated[Literal["run", "biography"], typer.Argument(help="Of `scale run`, or of `scale biography`.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Swept = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.SUB=A,B,C", help="Values to train with; with one value, an override.")

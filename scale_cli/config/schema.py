@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic_core import CoreSchema
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
@@ -28,22 +29,30 @@ _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
+Role = Annotated[
+    Literal["retention", "acquisition"],
+    Field(description="what is to be kept, or what is to be learned; of a benchmark left out: kept if it is English"),
+]
 
 
 class ModelConfig(Section):
     """The pretrained model that is widened."""
 
-    base: PathText = Field(description="hub id or local folder")
-    revision: str | None = None
+    base: PathText = Field(
+        description="hub id or local folder: Llama (TinyLlama, SmolLM2), Mistral, Qwen2/2.5, Qwen3; or a finished run"
+    )
+    revision: str | None = Field(default=None, description="of a base on the hub: branch, tag or commit")
     tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")
-    dtype: Dtype = "float32"
+    dtype: Dtype = Field(default="float32", description="of the frozen base")
 
 
 class ExpansionConfig(Section):
     """How much is added, and how it starts (`upscale/initialise.py` has the table)."""
 
-    ratio: float = Field(default=0.25, gt=0.0, le=4.0)
-    init: Literal["svd", "normal", "copy"] = "svd"
+    ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
+    init: Literal["svd", "normal", "copy"] = Field(
+        default="svd", description="what the added blocks start as: docs/training.md"
+    )
     embedding_scale: float | None = Field(
         default=1.4,
         gt=0.0,
@@ -58,7 +67,9 @@ class CollaborationConfig(Section):
     layers: str | list[int] | None = Field(
         default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
     )
-    modules: list[Literal["attention", "mlp"]] = Field(default=["attention", "mlp"], min_length=1)
+    modules: list[Literal["attention", "mlp"]] = Field(
+        default=["attention", "mlp"], min_length=1, description="where in those layers"
+    )
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -83,7 +94,9 @@ class CollaborationConfig(Section):
 class RouterConfig(Section):
     """How SCALE-Route chooses between the base head and the adaptation head."""
 
-    rule: Literal["posterior", "cosine"] = "posterior"
+    rule: Literal["posterior", "cosine"] = Field(
+        default="posterior", description="by how well each head has predicted so far, or the paper's, by layers' cosine"
+    )
     prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
     switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
@@ -92,10 +105,12 @@ class RouterConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters beside frozen projections (PEFT)."""
 
-    rank: int = Field(default=16, ge=1, le=2**16)
-    alpha: int = Field(default=32, ge=1, le=2**20)
+    rank: int = Field(default=16, ge=1, le=2**16, description="of A and B")
+    alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
     targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        min_length=1,
+        description="projections that get adapters",
     )
     embeddings: bool = Field(
         default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
@@ -134,7 +149,9 @@ class DistillationConfig(Section):
 class MethodConfig(Section):
     """What is trained, and what is served."""
 
-    variant: Variant = "route"
+    variant: Variant = Field(
+        default="route", description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline"
+    )
     expansion: ExpansionConfig = ExpansionConfig()
     collaboration: CollaborationConfig = CollaborationConfig()
     router: RouterConfig = RouterConfig()
@@ -192,10 +209,10 @@ class TextSource(Section):
         description="glob of .txt (documents parted by a blank line) .jsonl .parquet, plain or .gz .xz .zst",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    text_field: str = "text"
+    subset: str | None = Field(default=None, description="of the dataset: its configuration")
+    split: str = Field(default="train", description="of the dataset")
+    revision: str | None = Field(default=None, description="of the dataset: branch, tag or commit")
+    text_field: str = Field(default="text", description="column of a dataset, key of .jsonl, column of .parquet")
     documents: Literal["paragraph", "file"] = Field(
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )
@@ -234,8 +251,8 @@ class CorpusSource(TextSource):
 class EvaluationSource(TextSource):
     """A held-out corpus, and what a change on it would mean."""
 
-    split: str = "validation"
-    role: Literal["retention", "acquisition"]
+    split: str = Field(default="validation", description="of the dataset")
+    role: Role
 
 
 class BenchmarkSource(Section):
@@ -246,7 +263,7 @@ class BenchmarkSource(Section):
         default=None, description="glob of .jsonl, .tsv or .zip of .jsonl; null: `name` is lm-eval's name of a task"
     )
     language: Language
-    role: Literal["retention", "acquisition"]
+    role: Role
     prompt: str = Field(
         default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
     )
@@ -265,6 +282,13 @@ class BenchmarkSource(Section):
         if "language" in item:
             item = {"role": "retention" if item["language"] == "en" else "acquisition"} | item
         return item
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Say so in the JSON Schema too: a name is enough."""
+        mapping = handler(core)
+        handler.resolve_ref_schema(mapping)["required"] = ["name"]
+        return {"anyOf": [{"type": "string"}, mapping]}
 
 
 AnySource = TypeVar("AnySource", bound="TextSource | BenchmarkSource")
@@ -290,19 +314,25 @@ class ReadingConfig(Section):
         default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
     )
     num_workers: int | None = Field(
-        default=None, ge=1, le=1024, description="processes that tokenise; null: the usable cores"
+        default=None,
+        ge=1,
+        le=1024,
+        description="processes that tokenise, to the same bytes for any number; null: the usable cores",
     )
 
 
 class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
-    sequence_length: Length = 2048
+    sequence_length: Length = Field(default=2048, description="tokens a window")
     isolate_documents: bool = Field(
         default=False, description="in a window, positions restart and attention ends at every document's beginning"
     )
-    cache_dir: Folder | None = Field(default=None, description="tokenised corpora; null: output_dir/tokens")
-    sources: list[CorpusSource] = Field(min_length=1)
+    cache_dir: Folder | None = Field(
+        default=None,
+        description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
+    )
+    sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
 
     @field_validator("sources")
     @classmethod
@@ -320,9 +350,9 @@ class EvaluationConfig(Section):
         default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
     )
     sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
-    batch_size: BatchSize = 8
-    mixed_precision: Literal["no", "bf16"] = "no"
-    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000)
+    batch_size: BatchSize = Field(default=8, description="windows at once")
+    mixed_precision: Literal["no", "bf16"] = Field(default="no", description="autocast")
+    bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="behind every interval")
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -366,8 +396,8 @@ class ExportConfig(Section):
 class RunConfig(Section):
     """The whole file: one YAML serves upscale, train, evaluate and export."""
 
-    output_dir: Folder
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    output_dir: Folder = Field(description="everything is written under it")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of the start, the order of the data, the bootstrap")
     model: ModelConfig
     method: MethodConfig = MethodConfig()
     corpus: CorpusConfig

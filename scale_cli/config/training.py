@@ -38,37 +38,47 @@ class AverageConfig(Section):
 class TrainConfig(Section):
     """How it is trained."""
 
-    max_steps: Steps
+    max_steps: Steps = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
     micro_batch_size: BatchSize | None = Field(
         default=None, description="sequences a process holds at once; null: as many as divide its share, at most 8"
     )
     sharding: Literal["none", "expansion", "all"] = Field(
-        default="none", description="what is split over the processes: nothing, what trains, or the frozen base too"
+        default="none",
+        description="what is split over the processes: nothing, what trains, or the frozen base too: docs/processes.md",
     )
     init_from: PathText | None = Field(
-        default=None, description="a checkpoint, or the final/, of a run of the same base and method: begin with that"
+        default=None,
+        description="a checkpoint, or the final/, of a run of the same base and method: begin with that; several "
+        "branches off one trunk take seeds of their own, or the trunk's first batches come again",
     )
     init_moments: Literal["fresh", "kept"] = Field(
         default="fresh", description="of the optimiser, with init_from a checkpoint: new ones, or those in it"
     )
     optimiser: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: on the matrices, each block by itself; AdamW on the rest"
+        default="adamw",
+        description="muon: on the matrices, each block by itself, updates of AdamW's size; AdamW on the rest",
     )
-    lr: LearningRate = Field(default=1.0e-3, description="where it is left out: the paper's for the variant")
+    lr: LearningRate = Field(
+        default=1.0e-3,
+        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, 1e-5 full, freeze, lora",
+    )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(
         default=None, description="final/ holds the mean of the weights over several steps; null: the last ones"
     )
-    min_lr_ratio: Fraction = 0.1
+    min_lr_ratio: Fraction = Field(default=0.1, description="the last rate, relative to lr")
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = Field(
         default="cosine",
         description="after the warm-up; wsd: constant, then a decay over the last steps; infinite: from lr down to "
         "constant_lr_ratio, constant, then a decay",
     )
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, description="the first steps, up to lr in a line")
     decay_steps: int | None = Field(
-        default=None, ge=0, description="the last steps, of wsd and infinite; null: a fifth of max_steps; 0: none"
+        default=None,
+        ge=0,
+        description="the last steps, of wsd and infinite, down to min_lr_ratio; null: a fifth of max_steps; 0: none, "
+        "for a trunk that others branch off",
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = Field(
         default=None, description="of that decay; null: of wsd 1-sqrt, of infinite exponential"
@@ -79,14 +89,15 @@ class TrainConfig(Section):
     constant_lr_ratio: float = Field(
         default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
     )
-    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0)
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0)
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    mixed_precision: Literal["no", "bf16"] = "no"
+    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0, description="by either optimiser")
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="of the gradient's average")
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
+    adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
+    mixed_precision: Literal["no", "bf16"] = Field(default="no", description="autocast")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="a loss or gradient that is not finite: stop, or leave the step out"
+        default="stop",
+        description="a loss or gradient that is not finite, which never reaches the weights: stop, or leave it out",
     )
     max_skipped_steps: int = Field(
         default=10, ge=0, le=10_000_000, description="steps that `skip` may leave out in the whole run"
@@ -103,10 +114,12 @@ class TrainConfig(Section):
     )
     compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
     activation_checkpointing: bool = Field(default=False, description="less memory for more time")
-    log_every_steps: Steps = 10
-    save_every_steps: Steps = 500
-    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000)
-    eval_every_steps: Steps | None = Field(default=None, description="null: only `scale evaluate` evaluates")
+    log_every_steps: Steps = Field(default=10, description="a record in metrics.jsonl")
+    save_every_steps: Steps = Field(default=500, description="a checkpoint")
+    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    eval_every_steps: Steps | None = Field(
+        default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
+    )
     eval_max_documents: Documents = Field(default=32, description="per corpus, at each periodic evaluation")
 
     @field_validator("mixed_precision", mode="before")

@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]

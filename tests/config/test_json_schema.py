@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scale_cli.config.biography import BiographyConfig
+from scale_cli.config.json_schema import json_schema
+from scale_cli.config.load import load_checked
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.values import Section
+from scale_cli.errors import ConfigError
+from scripts.config_reference import files
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+VALIDATORS: dict[type[Section], Any] = {
+    kind: pytest.importorskip("jsonschema").Draft202012Validator(json_schema(kind))
+    for kind in (RunConfig, BiographyConfig)
+}
+LEAST: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"base": "base"},
+    "corpus": {"sources": [{"name": "news", "path": "news.txt", "language": "ko"}]},
+    "train": {"max_steps": 1},
+}
+
+
+def kind_of(path: Path) -> type[Section]:
+    return BiographyConfig if path.parent.name == "biography" else RunConfig
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_docs_hold_the_schema_that_the_code_has(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == files()[path], "make reference"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_of_ours_names_its_schema_and_is_valid_by_it_as_written_and_as_resolved(path: Path) -> None:
+    kind = kind_of(path)
+    named = re.match(r"# yaml-language-server: \$schema=(.*)\n", path.read_text(encoding="utf-8"))
+    assert named is not None
+    assert json.loads((path.parent / named[1]).read_text(encoding="utf-8")) == json_schema(kind)
+    VALIDATORS[kind].validate(json.loads(load_checked(kind, path).model_dump_json()))
+
+
+def leaves(node: Any, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(node, dict):
+        return [place]
+    return [leaf for key, child in node.items() for leaf in leaves(child, (*place, key))]
+
+
+RESOLVED = json.loads(RunConfig.model_validate(LEAST).model_dump_json())
+VALUES: Any = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2**33),
+    st.floats(allow_nan=False, allow_infinity=False, width=32),
+    st.sampled_from(["", "no", "bf16", "ko", "svd", "route", "llama", "top:2", "all", "1-sqrt", "wsd"]),
+    st.lists(st.sampled_from(["kobest", "llama", "adapter", "mlp", "q_proj"]), max_size=2),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.sampled_from(leaves(RESOLVED)), value=VALUES)
+def test_what_loads_is_valid_by_the_schema(place: tuple[str, ...], value: Any) -> None:
+    tree = json.loads(json.dumps(RESOLVED))
+    section = tree
+    for key in place[:-1]:
+        section = section[key]
+    section[place[-1]] = value
+    try:
+        RunConfig.model_validate(tree)
+    except ValueError:
+        return
+    if value is False and place[-1] == "mixed_precision":
+        return  # what YAML 1.1 makes of `no`; an editor reads YAML 1.2
+    VALIDATORS[RunConfig].validate(tree)
+
+
+@pytest.mark.parametrize(
+    "key", ["trian", "train.max_step", "corpus.sources.0.languages", "evaluation.benchmarks.0.nam"]
+)
+def test_a_key_that_does_not_load_is_not_valid_by_the_schema(key: str, tmp_path: Path) -> None:
+    tree = json.loads(json.dumps(LEAST)) | {"evaluation": {"benchmarks": [{"name": "kobest_copa"}]}}
+    VALIDATORS[RunConfig].validate(tree)
+    section: Any = tree
+    *sections, last = key.split(".")
+    for part in sections:
+        section = section[int(part) if part.isdigit() else part]
+    section[last] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_checked(RunConfig, tmp_path / "config.yaml")
+    assert not VALIDATORS[RunConfig].is_valid(tree)
+
+
+def test_every_key_says_what_it_means() -> None:
+    (page,) = (text for path, text in files().items() if path.suffix == ".md")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 90
+    assert not [row[0] for row in rows if not row[-1].strip(" |")]
