@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scale_cli.comparison.bars import draw_cost, draw_shares
-from scale_cli.comparison.curves import draw_curves, runs_with_curves
-from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of, options_of
-from scale_cli.comparison.runs import ComparedRun, setup_differences
-from scale_cli.comparison.svg import Canvas
-from scale_cli.comparison.tables import benchmarks_of
-from scale_cli.comparison.tasks import draw_tasks
-from scale_cli.comparison.trade_off import draw_trade_off
-from scale_cli.config.method_names import method_in_words
-from scale_cli.evaluation.render import language_name
+from scale_cli.comparison.drawings import draw_cost, draw_curves, draw_shares, draw_tasks, draw_trade_off
+from scale_cli.comparison.options import Option, front, options_of
+from scale_cli.comparison.runs import ComparedRun, benchmarks_of, setup_differences
+from scale_cli.comparison.tables import benchmark_tables, corpus_tables, methods_caption, methods_table, side_titles
+from scale_cli.config.names import language_name, method_in_words
+from scale_cli.report.figures import COLOURS, FONT, MARKS, Draw, svg_for_page
+from scale_cli.report.pages import markdown, page
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
 KIND = "scale comparison"
+# Of a figure, in pixels: on a wide page and as a file, and on a phone.
+WIDTHS = 960.0, 358.0
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the report.
+    """One figure of the report."""
 
-    Args:
-        key: names its file and its place on the page.
-        title: its heading.
-        caption: what to read off it.
-        draw: draws it at a width; None where there is nothing to draw, and the caption says why.
-    """
-
-    key: str
+    key: str  # names its file and its place on the page
     title: str
-    caption: str
-    draw: Callable[[float], Canvas] | None
+    caption: str  # what to read off it
+    draw: Draw | None  # None where there is nothing to draw, and the caption says why
 
 
 @dataclass(frozen=True)
@@ -67,13 +58,6 @@ def comparison_of(runs: list[ComparedRun]) -> Comparison:
     return Comparison(runs, [option for run in runs for option in options_of(run)])
 
 
-def side_titles(comparison: Comparison) -> tuple[str, str]:
-    """Return what the two sides are called: `English lost`, `Korean gained`."""
-    report = comparison.runs[0].report
-    lost, gained = (languages_of(report, role) for role in ("retention", "acquisition"))
-    return f"{lost or 'Known language'} lost", f"{gained or 'New language'} gained"
-
-
 def lead(comparison: Comparison) -> str:
     """Return what was compared, in a sentence or two."""
     runs = comparison.runs
@@ -103,8 +87,8 @@ def notes(comparison: Comparison) -> list[str]:
     lines += [f"Set up otherwise than {runs[0].name}: {', '.join(names)} in {keys}." for keys, names in alike.items()]
     devices = {(run.cost.device, run.cost.num_processes) for run in runs if run.cost}
     if len(devices) > 1:
-        told = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
-        lines.append(f"The runs were trained on different devices, so their speed and memory do not compare: {told}.")
+        found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
+        lines.append(f"The runs were trained on different devices, so their speed and memory do not compare: {found}.")
     if without := [run.name for run in runs if run.cost is None]:
         lines.append(
             f"No record of parameters and memory: {', '.join(without)} (trained before scale train wrote "
@@ -115,73 +99,78 @@ def notes(comparison: Comparison) -> list[str]:
         for benchmark in run.report.skipped_benchmarks:
             skipped.setdefault(f"{benchmark.name} was not measured ({benchmark.reason})", []).append(run.name)
     lines += [f"{what}: {', '.join(names)}." for what, names in skipped.items()]
-    odd = [option.label for option in comparison.options if not _is_drawable(option)]
+    odd = [option.label for option in comparison.options if not option.is_finite]
     if comparison.has_trade_off and odd:
         lines.append(f"Left out of the trade-off picture, a loss is not finite: {', '.join(odd)}.")
     return lines
 
 
-def _is_drawable(option: Option) -> bool:
-    return option.lost.value is not None and option.gained.value is not None
-
-
-def table_caption(comparison: Comparison) -> str:
-    """Return how to read the headline table."""
-    report = comparison.runs[0].report
-    means = [
-        f"{side.lower()} is {corpora_in_words(report.with_role(role))}"
-        for side, role in zip(("lost", "gained"), ("retention", "acquisition"), strict=True)
-        if len(report.with_role(role)) > 1
-    ]
-    several = f" {'; '.join(means).capitalize()}, intervals added in quadrature." if means else ""
-    return (
-        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost "
-        f"is better small, gained is better large.{several} In bold: an option that no other here, or no other of one "
-        "model, beats on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two "
-        "whole models in memory and runs both for every token; the posterior rule averages their predictions. (LoRA "
-        "kept unmerged could share the base’s weights, still at two passes.) A widened model holds its base inside, so "
-        "SCALE-Route gives the same kind of answer from one model: in one pass, and a second one only of the k of L "
-        "layers from the first that collaborates upwards (1 + k/L). Training tokens/s counts optimiser steps alone; "
-        "peak memory is of the whole training process, periodic evaluation included."
-    )
-
-
 def figures(comparison: Comparison) -> list[Figure]:
     """Return the figures, in the order of the report."""
     drawn = [_trade_off(comparison), _curves(comparison)]
-    if benchmarks_of([run.report for run in comparison.runs]):
+    if benchmarks_of(comparison.runs):
         drawn.append(_tasks(comparison))
     return [*drawn, _shares(comparison), _cost(comparison)]
 
 
+def in_html(comparison: Comparison) -> str:
+    """Return report.html: one file, with its style and figures inside, that asks for nothing from outside."""
+    drawn = [
+        (figure, [] if figure.draw is None else [svg_for_page(figure.draw, width, figure.title) for width in WIDTHS])
+        for figure in figures(comparison)
+    ]
+    signs = {variant: sign for variant, (_, sign) in MARKS.items()}
+    return page("comparison.html.j2", **_values(comparison), figures=drawn, colours=COLOURS, font=FONT, signs=signs)
+
+
+def in_markdown(comparison: Comparison) -> str:
+    """Return report.md, whose pictures lie beside it."""
+    return markdown("comparison.md.j2", **_values(comparison), figures=figures(comparison))
+
+
+def _values(comparison: Comparison) -> dict[str, object]:
+    options = comparison.options
+    return {
+        "names": [run.name for run in comparison.runs],
+        "lead": lead(comparison),
+        "notes": notes(comparison),
+        "methods": methods_table(options, comparison.best + comparison.best_in_one_model),
+        "caption": methods_caption(options),
+        "sections": [
+            ("corpora", "Every corpus", corpus_tables(options)),
+            ("benchmarks", "Every benchmark", benchmark_tables(options)),
+        ],
+    }
+
+
 def _trade_off(comparison: Comparison) -> Figure:
     title = "Trade-off"
-    drawable = [option for option in comparison.options if _is_drawable(option)]
+    drawable = [option for option in comparison.options if option.is_finite]
     if not comparison.has_trade_off or not drawable:
         why = "no run has a finite loss on both" if comparison.has_trade_off else "one of the two was not measured"
         return Figure("trade-off", title, f"Needs a retention and an acquisition corpus: {why}.", None)
-    lost, gained = side_titles(comparison)
+    lost, gained = side_titles(comparison.options)
     caption = (
         f"{lost} against {gained}, with 95 % intervals. Filled marks are one model, hollow ones two models served side "
         f"by side. The solid line joins what no other single model beats: {_listed(comparison.best_in_one_model)}. "
-        f"{_told_of_two_models(comparison)} Where losses span orders of magnitude the horizontal axis is linear around "
-        "zero and logarithmic beyond; a base far from everything is left outside."
+        f"{_two_models_in_words(comparison)} Where losses span orders of magnitude the horizontal axis is linear "
+        "around zero and logarithmic beyond; a base far from everything is left outside."
     )
-    return Figure("trade-off", title, caption, lambda width: draw_trade_off(comparison.options, width))
+    return Figure("trade-off", title, caption, lambda figure, width: draw_trade_off(figure, width, comparison.options))
 
 
 def _listed(options: list[Option]) -> str:
     return "; ".join(option.label for option in options) or "only the base itself"
 
 
-def _told_of_two_models(comparison: Comparison) -> str:
+def _two_models_in_words(comparison: Comparison) -> str:
     if comparison.best == comparison.best_in_one_model:
         return "Allowing two models at once adds nothing to it."
     return f"The dashed line allows two models at once: {_listed(comparison.best)}."
 
 
 def _curves(comparison: Comparison) -> Figure:
-    runs = runs_with_curves(comparison.runs)
+    runs = [run for run in comparison.runs if run.curves]
     title = "Learning curves"
     if not runs:
         why = "No run was evaluated as it trained; set train.eval_every_steps to have learning curves."
@@ -193,7 +182,7 @@ def _curves(comparison: Comparison) -> Figure:
         "(train.eval_max_documents), against the tokens trained on; dashed: the untouched base, where every method "
         f"starts.{left_out}"
     )
-    return Figure("learning-curves", title, caption, lambda width: draw_curves(runs, width))
+    return Figure("learning-curves", title, caption, lambda figure, width: draw_curves(figure, width, runs))
 
 
 def _tasks(comparison: Comparison) -> Figure:
@@ -202,7 +191,7 @@ def _tasks(comparison: Comparison) -> Figure:
         "items). Solid bars: a difference by McNemar’s test, Holm-corrected over the run’s benchmarks, at 5 %. Hollow "
         "bars: no difference shown."
     )
-    return Figure("tasks", "Benchmarks", caption, lambda width: draw_tasks(comparison.runs, width))
+    return Figure("tasks", "Benchmarks", caption, lambda figure, width: draw_tasks(figure, width, comparison.runs))
 
 
 def _shares(comparison: Comparison) -> Figure:
@@ -217,7 +206,7 @@ def _shares(comparison: Comparison) -> Figure:
         "Share of each language’s tokens that the base head served, for every option that mixes two heads: under "
         f"the posterior rule its mean weight, under the cosine rule the tokens it was given.{which}"
     )
-    return Figure("route-shares", title, caption, lambda width: draw_shares(mixed, width))
+    return Figure("route-shares", title, caption, lambda figure, width: draw_shares(figure, width, mixed))
 
 
 def _cost(comparison: Comparison) -> Figure:
@@ -226,7 +215,7 @@ def _cost(comparison: Comparison) -> Figure:
         "on a GPU what PyTorch allocated there, on a CPU resident memory with the libraries), periodic "
         "evaluation included: for a method that widens nothing that evaluation holds the base a second time."
     )
-    return Figure("cost", "Cost of training", caption, lambda width: draw_cost(comparison.runs, width))
+    return Figure("cost", "Cost of training", caption, lambda figure, width: draw_cost(figure, width, comparison.runs))
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -12,42 +12,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scale_cli.comparison.runs import ComparedRun
-from scale_cli.evaluation.render import language_name
+from scale_cli.config.names import language_name
 from scale_cli.evaluation.results import CorpusResult, Report
-from scale_cli.evaluation.statistics import Interval
+from scale_cli.report.numbers import Interval
 
 NO_INTERVAL = Interval(None, None, None)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One trained model, served in one way.
-
-    Args:
-        run: what was trained.
-        head: of the report: adapted | posterior | cosine.
-        label: distinct, for figures and tables.
-        served: in words.
-        num_models: held in memory: 1 or 2.
-        passes: forward passes for every token, in words.
-        parameters: held in memory; None where the run has no record of them.
-        parameters_of_base: that the base alone would hold; likewise.
-        lost: bits per byte lost on what the base knew; the mean over the retention corpora.
-        gained: bits per byte gained on what was taught; the mean over the acquisition corpora.
-        base_share: of the tokens, by language; None where nothing is mixed.
-    """
+    """One trained model, served in one way."""
 
     run: ComparedRun
-    head: str
-    label: str
-    served: str
-    num_models: int
-    passes: str
-    parameters: int | None
-    parameters_of_base: int | None
-    lost: Interval
-    gained: Interval
-    base_share: dict[str, float] | None
+    head: str  # of the report: adapted | posterior | cosine
+    label: str  # distinct, for figures and tables
+    served: str  # in words
+    num_models: int  # held in memory: 1 or 2
+    passes: str  # forward passes for every token, in words
+    parameters: int | None  # held in memory; None where the run has no record of them
+    parameters_of_base: int | None  # that the base alone would hold; likewise
+    lost: Interval  # bits per byte on what the base knew; the mean over the retention corpora
+    gained: Interval  # bits per byte on what was taught; the mean over the acquisition corpora
+    base_share: dict[str, float] | None  # of the tokens, by language; None where nothing is mixed
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it has a figure on both sides."""
+        return self.lost.value is not None and self.gained.value is not None
 
 
 def options_of(run: ComparedRun) -> list[Option]:
@@ -74,8 +65,8 @@ def _option(run: ComparedRun, head: str) -> Option:
         parameters=held,
         parameters_of_base=base,
         lost=mean_interval([corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("retention")]),
-        gained=negated(
-            mean_interval([corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("acquisition")])
+        gained=-mean_interval(
+            [corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("acquisition")]
         ),
         base_share=base_share,
     )
@@ -132,12 +123,6 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
         return math.hypot(*(end - value for end, value in zip(ends, values, strict=True))) / len(values)
 
     return Interval(mean, mean - arm(lows), mean + arm(highs))
-
-
-def negated(interval: Interval) -> Interval:
-    """Return the interval of the difference taken the other way round."""
-    value, low, high = (None if end is None else -end + 0.0 for end in (interval.value, interval.high, interval.low))
-    return Interval(value, low, high)
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:

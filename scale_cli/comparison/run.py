@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.comparison.content import KIND, Comparison, comparison_of, figures, notes, side_titles, to_json
-from scale_cli.comparison.markdown import markdown
-from scale_cli.comparison.page import WIDE, page
+from scale_cli.comparison.content import (
+    KIND,
+    WIDTHS,
+    Comparison,
+    comparison_of,
+    figures,
+    in_html,
+    in_markdown,
+    notes,
+    to_json,
+)
 from scale_cli.comparison.runs import load_runs
-from scale_cli.comparison.words import with_interval
+from scale_cli.comparison.tables import side_titles
+from scale_cli.extras import require
+from scale_cli.report.figures import svg_alone
+from scale_cli.report.numbers import DASH, Interval, with_interval
+from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.replaceable import check_replaceable
 
@@ -23,21 +35,20 @@ class ComparisonSummary:
 
     def lines(self) -> list[str]:
         """Return a table of the options, and where the report lies."""
-        titles = ("", *side_titles(self.comparison))
-        rows = [titles] + [
-            (option.label, *(_cell(with_interval(side), side.value) for side in (option.lost, option.gained)))
+        rows = [
+            [option.label, *(_cell(side) for side in (option.lost, option.gained))]
             for option in self.comparison.options
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        return [
+            *aligned([["", *side_titles(self.comparison.options)], *rows], "lll"),
+            "bits/byte against the base [95 %]",
+            *(f"note: {line}" for line in notes(self.comparison)),
+            f"report: {self.folder / 'report.html'}",
         ]
-        told = [f"note: {line}" for line in notes(self.comparison)]
-        return [*lines, "bits/byte against the base [95 %]", *told, f"report: {self.folder / 'report.html'}"]
 
 
-def _cell(text: str, value: float | None) -> str:
-    return "—" if value is None else text
+def _cell(side: Interval) -> str:
+    return DASH if side.value is None else with_interval(side, 4)
 
 
 def compare(folders: list[Path], output: Path) -> ComparisonSummary:
@@ -48,15 +59,17 @@ def compare(folders: list[Path], output: Path) -> ComparisonSummary:
         output: a new folder, or an earlier comparison, which is replaced.
 
     Raises:
+        MissingExtraError: what draws the figures is not installed.
         RunFolderError: a run is not finished or cannot be compared, or `output` holds something else.
     """
+    require("matplotlib", "scale compare")
     check_replaceable(output, KIND)
     comparison = comparison_of(load_runs(folders))
     with new_folder(output) as partial:
         write_json(partial / "report.json", to_json(comparison))
-        write_text(partial / "report.md", markdown(comparison))
-        write_text(partial / "report.html", page(comparison))
+        write_text(partial / "report.md", in_markdown(comparison))
+        write_text(partial / "report.html", in_html(comparison))
         for figure in figures(comparison):
             if figure.draw is not None:
-                write_text(partial / f"{figure.key}.svg", figure.draw(WIDE).standalone(figure.title))
+                write_text(partial / f"{figure.key}.svg", svg_alone(figure.draw, WIDTHS[0], figure.title))
     return ComparisonSummary(output, comparison)

@@ -16,14 +16,14 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.values import Section
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.evaluation.results import Report
+from scale_cli.evaluation.results import BenchmarkResult, Report
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
-# Which parts of a config the reader is told about where they differ; `model` is held equal by its content hash.
-_TOLD_SECTIONS = ("seed", "corpus", "train", "evaluation")
+# Which parts of a config the reader is shown where they differ; `model` is held equal by its content hash.
+_SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
 _SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
 
 
@@ -107,18 +107,24 @@ def load_runs(folders: list[Path]) -> list[ComparedRun]:
     return runs
 
 
+def benchmarks_of(runs: Sequence[ComparedRun]) -> list[BenchmarkResult]:
+    """Return every benchmark that some run measured, once, in the order met."""
+    found = {result.name: result for run in reversed(runs) for result in reversed(run.report.benchmarks)}
+    return list(reversed(found.values()))
+
+
 def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
     """Return in what, besides its method, each run was set up otherwise than the first.
 
     One line a key: `train.lr: 0.001 -> 0.0001` reads first run -> this run; and one a list of sources, which are told
     apart by name. Runs set up alike are left out.
     """
-    told = {run.name: _set_up_otherwise(runs[0].config, run.config) for run in runs[1:]}
-    return {name: lines for name, lines in told.items() if lines}
+    changed = {run.name: _set_up_otherwise(runs[0].config, run.config) for run in runs[1:]}
+    return {name: lines for name, lines in changed.items() if lines}
 
 
 def _set_up_otherwise(first: RunConfig, other: RunConfig) -> list[str]:
-    lines = [line.replace("None", "not set") for line in differences(first, other, _TOLD_SECTIONS, _SOURCES)]
+    lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
     for key, before, now in (
         ("corpus.sources", first.corpus.sources, other.corpus.sources),
         ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
@@ -132,11 +138,11 @@ def _set_up_otherwise(first: RunConfig, other: RunConfig) -> list[str]:
 def _other_sources(before: Sequence[Section], now: Sequence[Section]) -> list[str]:
     """Return what has become of sources: gone, come, or another key of one that is there in both."""
     old, new = ({source["name"]: source for source in (s.model_dump() for s in listed)} for listed in (before, now))
-    told = [f"without {name}" for name in old if name not in new] + [f"also {name}" for name in new if name not in old]
+    lines = [f"without {name}" for name in old if name not in new] + [f"also {name}" for name in new if name not in old]
     for name in (name for name in old if name in new):
         if keys := [key for key, value in old[name].items() if value != new[name][key]]:
-            told.append(f"{name} with another {' and '.join(keys)}")
-    return told
+            lines.append(f"{name} with another {' and '.join(keys)}")
+    return lines
 
 
 def _distinct_names(folders: list[Path]) -> list[str]:
@@ -234,8 +240,8 @@ def _curves(path: Path, position: dict[str, Any]) -> dict[str, list[CurvePoint]]
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     if first.base[1] != other.base[1]:
-        told = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
-        raise RunFolderError(f"runs on different base models cannot be compared: {told}")
+        bases = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
+        raise RunFolderError(f"runs on different base models cannot be compared: {bases}")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
         where = first if odd[0] in measured[0] else other
@@ -261,7 +267,7 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
 
 
 def _check_same_benchmarks(first: ComparedRun, other: ComparedRun) -> None:
-    """Hold a benchmark that both runs measured to the same items; one that only one of them measured is told so."""
+    """Hold a benchmark that both runs measured to the same items; what only one of them measured is shown so."""
     sizes = {benchmark.name: benchmark.num_items for benchmark in first.report.benchmarks}
     for benchmark in other.report.benchmarks:
         if sizes.get(benchmark.name, benchmark.num_items) != benchmark.num_items:

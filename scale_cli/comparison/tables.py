@@ -1,156 +1,213 @@
-"""The tables by corpus and by benchmark, ready to be written as HTML or as Markdown."""
+"""The tables of a comparison: the methods, every corpus, every benchmark. A row is an option, or the base."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from scale_cli.comparison.options import Option
-from scale_cli.comparison.words import digits_for, interval_text, percent, points, points_interval, signed
-from scale_cli.evaluation.render import language_name, number, perplexity, worst_document
-from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, Report
+from scale_cli.comparison.options import Option, corpora_in_words, languages_of
+from scale_cli.comparison.runs import benchmarks_of
+from scale_cli.config.names import language_name, method_in_words
+from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
+from scale_cli.report.numbers import (
+    DASH,
+    NOT_RECORDED,
+    Interval,
+    bounds,
+    difference_in_words,
+    digits_for,
+    in_points,
+    number,
+    p_value,
+    percent,
+    perplexity,
+    quantity,
+    worst_document,
+)
+from scale_cli.report.tables import Cell, Row, Table
 
-# Below this, after Holm's correction, a difference is called one.
-SIGNIFICANCE = 0.05
-_DASH = "—"
 
-# A figure, and what stands small beneath it.
-Cell = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One row: its method (which gives it a mark), its label, its figures."""
-
-    variant: str
-    label: str
-    cells: list[Cell]
+def side_titles(options: Sequence[Option]) -> tuple[str, str]:
+    """Return what the two sides are called: `English lost`, `Korean gained`."""
+    lost, gained = (languages_of(options[0].run.report, role) for role in ("retention", "acquisition"))
+    return f"{lost or 'Known language'} lost", f"{gained or 'New language'} gained"
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table whose rows are the base and the options."""
+def methods_table(options: Sequence[Option], best: Sequence[Option]) -> Table:
+    """Return every option's figures in a row, those of `best` in bold; what is of the training, in its first row."""
+    languages = list(dict.fromkeys(corpus.language for corpus in options[0].run.report.corpora))
+    digits = [digits_for(getattr(option, side) for option in options) for side in ("lost", "gained")]
+    titles = [
+        Cell("method"),
+        *(Cell(title, "bits/byte, 95 %") for title in side_titles(options)),
+        Cell("by base head", f"% of {' / '.join(languages)}"),
+        Cell("weights", "× base"),
+        Cell("passes", "a token"),
+        Cell("trainable", "parameters"),
+        Cell("training", "tokens/s"),
+        Cell("peak memory", "of training"),
+    ]
+    firsts = [index == 0 or option.run is not options[index - 1].run for index, option in enumerate(options)]
+    rows: list[Row] = [
+        [
+            Cell(option.label, _described(option)),
+            *(
+                _difference(side, count, option in best)
+                for side, count in zip((option.lost, option.gained), digits, strict=True)
+            ),
+            _shares(option, languages),
+            Cell(_times_base(option), "two models" if option.num_models == 2 else ""),
+            option.passes,
+            *(_training(option) if first else [""] * 3),
+        ]
+        for option, first in zip(options, firsts, strict=True)
+    ]
+    return Table(titles, rows, "lrrrrrrrr", methods=[o.run.method.variant for o in options], groups=firsts)
 
-    title: str
-    columns: list[Cell]
-    rows: list[TableRow]
+
+def _described(option: Option) -> str:
+    """Return how the model was trained, under the row of its own; under any other, how it is served."""
+    if option.head == option.run.report.served:
+        return f"{method_in_words(option.run.method)}; served {option.served}"
+    return f"served {option.served}"
+
+
+def _training(option: Option) -> list[str]:
+    run = option.run
+    return [quantity(run.trainable_parameters), f"{run.tokens_per_s:,.0f}", quantity(run.peak_memory_bytes, "B")]
+
+
+def _shares(option: Option, languages: Sequence[str]) -> str:
+    shares = option.base_share
+    return " / ".join(f"{100 * shares[code]:.1f}" for code in languages) if shares else DASH
+
+
+def _times_base(option: Option) -> str:
+    if option.parameters is None or not option.parameters_of_base:
+        return NOT_RECORDED
+    return f"{option.parameters / option.parameters_of_base:.2f} ×"
+
+
+def _difference(interval: Interval, digits: int, bold: bool = False) -> Cell:
+    return Cell(number(interval.value, digits, "+"), bounds(interval, digits), bold)
+
+
+def methods_caption(options: Sequence[Option]) -> str:
+    """Return how to read the table of the methods."""
+    report = options[0].run.report
+    means = [
+        f"{side.lower()} is {corpora_in_words(report.with_role(role))}"
+        for side, role in zip(("lost", "gained"), ("retention", "acquisition"), strict=True)
+        if len(report.with_role(role)) > 1
+    ]
+    several = f" {'; '.join(means).capitalize()}, intervals added in quadrature." if means else ""
+    return (
+        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost "
+        f"is better small, gained is better large.{several} In bold: an option that no other here, or no other of one "
+        "model, beats on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two "
+        "whole models in memory and runs both for every token; the posterior rule averages their predictions. (LoRA "
+        "kept unmerged could share the base’s weights, still at two passes.) A widened model holds its base inside, so "
+        "SCALE-Route gives the same kind of answer from one model: in one pass, and a second one only of the k of L "
+        "layers from the first that collaborates upwards (1 + k/L). Training tokens/s counts optimiser steps alone; "
+        "peak memory is of the whole training process, periodic evaluation included."
+    )
 
 
 def corpus_tables(options: Sequence[Option]) -> list[Table]:
     """Return a table for every held-out corpus."""
-    return [_corpus_table(options, index) for index in range(len(options[0].run.report.corpora))]
+    return [_corpus_table(options, corpus) for corpus in options[0].run.report.corpora]
 
 
-def _corpus_table(options: Sequence[Option], index: int) -> Table:
-    corpus = options[0].run.report.corpora[index]
-    digits = digits_for(_corpus(option, index).heads[option.head].bits_per_byte_difference for option in options)
-    base = corpus.heads["base"]
-    before: list[Cell] = [(number(base.bits_per_byte), ""), (_DASH, ""), (perplexity(base.perplexity), "")]
-    rows = [TableRow("base", "base", [*before, (_DASH, ""), (_DASH, "")])]
-    for option in options:
-        head = _corpus(option, index).heads[option.head]
-        difference = head.bits_per_byte_difference
-        cells = [
-            (number(head.bits_per_byte), ""),
-            (signed(difference.value, digits), interval_text(difference, digits)),
-            (perplexity(head.perplexity), ""),
-            (worst_document(head.worst_document_nats), ""),
-            (_DASH if head.base_share is None else percent(head.base_share), ""),
-        ]
-        rows.append(TableRow(option.run.method.variant, option.label, cells))
-    meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
-    columns = [
-        ("bits/byte", ""),
-        ("bits/byte − base", "95 % interval"),
-        ("perplexity", ""),
-        ("worst document", "nats lost against the base"),
-        ("by base head", "of the tokens"),
-    ]
-    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
-    return Table(title, columns, rows)
-
-
-def _corpus(option: Option, index: int) -> CorpusResult:
-    name = option.run.report.corpora[index].name
+def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     # The first run gives the order; another config may list the same corpora otherwise.
-    return next(corpus for corpus in option.run.report.corpora if corpus.name == name)
-
-
-def benchmarks_of(reports: Sequence[Report]) -> list[BenchmarkResult]:
-    """Return every benchmark that some report measured, once, in the order met."""
-    found = {result.name: result for report in reversed(reports) for result in reversed(report.benchmarks)}
-    return list(reversed(found.values()))
-
-
-def benchmark_of(report: Report, name: str) -> BenchmarkResult | None:
-    """Return what a report says of a benchmark, where it does."""
-    return next((result for result in report.benchmarks if result.name == name), None)
+    heads = [next(c for c in o.run.report.corpora if c.name == corpus.name).heads[o.head] for o in options]
+    digits, base = digits_for(head.bits_per_byte_difference for head in heads), corpus.heads["base"]
+    rows: list[Row] = [
+        [
+            number(head.bits_per_byte),
+            _difference(head.bits_per_byte_difference, digits),
+            perplexity(head.perplexity),
+            worst_document(head.worst_document_nats),
+            DASH if head.base_share is None else percent(head.base_share),
+        ]
+        for head in heads
+    ]
+    meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
+    titles = [
+        Cell("bits/byte"),
+        Cell("bits/byte − base", "95 % interval"),
+        Cell("perplexity"),
+        Cell("worst document", "nats lost against the base"),
+        Cell("by base head", "of the tokens"),
+    ]
+    before = [number(base.bits_per_byte), DASH, perplexity(base.perplexity), DASH, DASH]
+    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
+    return _beside_base(title, titles, before, options, rows)
 
 
 def benchmark_tables(options: Sequence[Option]) -> list[Table]:
     """Return a table of the averages per language, and one for every benchmark; none where none was measured."""
-    results = benchmarks_of([option.run.report for option in options])
-    if not results:
-        return []
-    return [_averages_table(options), *(_benchmark_table(options, result) for result in results)]
+    results = benchmarks_of([option.run for option in options])
+    return [_averages_table(options), *(_benchmark_table(options, result) for result in results)] if results else []
 
 
 def _benchmark_table(options: Sequence[Option], result: BenchmarkResult) -> Table:
-    metrics = list(result.heads["base"].metrics)
-    before: list[Cell] = [(points(result.heads["base"].metrics[metric].value), "") for metric in metrics]
-    rows = [TableRow("base", "base", [*before, (_DASH, ""), (_DASH, ""), (_DASH, "")])]
-    for option in options:
-        same = benchmark_of(option.run.report, result.name)
-        if same is None:
-            rows.append(
-                TableRow(
-                    option.run.method.variant, option.label, [("not measured", "")] + [(_DASH, "")] * (len(metrics) + 2)
-                )
-            )
-            continue
-        head = same.heads[option.head]
-        difference = head.differences["acc"]
-        cells: list[Cell] = [
-            (points(head.metrics[metric].value), points_interval(head.metrics[metric])) for metric in metrics
-        ]
-        cells.append((points(difference.value, sign="+"), points_interval(difference, sign="+")))
-        cells.append((f"{head.gained} / {head.lost}" if head.gained is not None else _DASH, ""))
-        cells.append((verdict(difference.value, head.p_holm), "" if head.p_holm is None else f"p = {head.p_holm:.3g}"))
-        rows.append(TableRow(option.run.method.variant, option.label, cells))
-    columns = [
-        *((metric.replace("_", " "), "%, 95 %") for metric in metrics),
-        ("acc − base", "points, 95 %"),
-        ("items", "gained / lost"),
-        ("difference", "Holm-corrected"),
+    metrics = result.heads["base"].metrics
+    titles = [
+        *(Cell(metric.replace("_", " "), "%, 95 %") for metric in metrics),
+        Cell("acc − base", "points, 95 %"),
+        Cell("items", "gained / lost"),
+        Cell("difference", "Holm-corrected"),
     ]
+    rows = [_benchmark_cells(option, result.name, list(metrics)) for option in options]
+    before: Row = [*(_points(metric) for metric in metrics.values()), DASH, DASH, DASH]
     title = f"{result.name}: {language_name(result.language)}, {result.role}, {result.num_items:,} items"
-    return Table(title, columns, rows)
+    return _beside_base(title, titles, before, options, rows)
+
+
+def _benchmark_cells(option: Option, name: str, metrics: Sequence[str]) -> Row:
+    result = option.run.report.benchmark(name)
+    if result is None:
+        return ["not measured", *[DASH] * (len(metrics) + 2)]
+    head = result.heads[option.head]
+    difference = head.differences["acc"]
+    return [
+        *(_points(head.metrics[metric], bounds_sign="") for metric in metrics),
+        _points(difference, "+", "+"),
+        DASH if head.gained is None else f"{head.gained} / {head.lost}",
+        Cell(difference_in_words(difference, head.p_holm), "" if head.p_holm is None else p_value(head.p_holm)),
+    ]
 
 
 def _averages_table(options: Sequence[Option]) -> Table:
-    averages = {average.language: average for option in options for average in option.run.report.benchmark_averages}
-    rows = [TableRow("base", "base", [(points(average.acc["base"].value), "") for average in averages.values()])]
-    for option in options:
-        of_run = {average.language: average for average in option.run.report.benchmark_averages}
-        cells = []
-        for language in averages:
-            difference = of_run[language].acc_difference[option.head] if language in of_run else None
-            cells.append(
-                (_DASH, "")
-                if difference is None
-                else (points(difference.value, sign="+"), points_interval(difference, sign="+"))
-            )
-        rows.append(TableRow(option.run.method.variant, option.label, cells))
-    columns = [
-        (language_name(language), f"acc, mean of {average.num_benchmarks}") for language, average in averages.items()
+    by_option = [{average.language: average for average in o.run.report.benchmark_averages} for o in options]
+    averages = {language: average for found in by_option for language, average in found.items()}
+    rows: list[Row] = [
+        [
+            _points(found[language].acc_difference[option.head], "+", "+") if language in found else DASH
+            for language in averages
+        ]
+        for option, found in zip(options, by_option, strict=True)
     ]
-    return Table("Averages: the base’s accuracy in %, and differences from it in points", columns, rows)
+    titles = [Cell(language_name(code), f"acc, mean of {of.num_benchmarks}") for code, of in averages.items()]
+    before = [_points(average.acc["base"]) for average in averages.values()]
+    title = "Averages: the base’s accuracy in %, and differences from it in points"
+    return _beside_base(title, titles, before, options, rows)
 
 
-def verdict(difference: float | None, p_holm: float | None) -> str:
-    """Return in a word what the test says of a difference."""
-    if difference is None or p_holm is None:
-        return "not tested"
-    if p_holm >= SIGNIFICANCE:
-        return "no difference shown"
-    return "better" if difference > 0 else "worse"
+def _points(share: Interval, sign: str = "", bounds_sign: str | None = None) -> Cell:
+    """Return an accuracy in percent, or with signs a difference of two in points; with its interval if asked for."""
+    points = in_points(share)
+    return Cell(number(points.value, 1, sign), "" if bounds_sign is None else bounds(points, 1, bounds_sign))
+
+
+def _beside_base(
+    name: str,
+    titles: Row,
+    base: Row,
+    options: Sequence[Option],
+    rows: Sequence[Row],
+) -> Table:
+    """Return a table with the base's figures in its first row, and one row for every option."""
+    labelled = [["base", *base], *([option.label, *row] for option, row in zip(options, rows, strict=True))]
+    methods = ["base", *(option.run.method.variant for option in options)]
+    return Table(["method", *titles], labelled, "l" + "r" * len(titles), name, methods)

@@ -28,7 +28,8 @@ from scale_cli.evaluation.results import (
     SkippedBenchmark,
     SubtaskResult,
 )
-from scale_cli.evaluation.statistics import Interval, finite
+from scale_cli.evaluation.statistics import finite
+from scale_cli.report.numbers import Interval
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from scale_cli.evaluation.statistics import Interval, finite
+from scale_cli.evaluation.statistics import finite
+from scale_cli.report.numbers import Interval
 
 Values = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

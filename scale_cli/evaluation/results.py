@@ -10,7 +10,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from scale_cli.config.schema import EvaluationSource
-from scale_cli.evaluation.statistics import Interval, finite, paired_difference
+from scale_cli.evaluation.statistics import finite, paired_difference
+from scale_cli.report.numbers import Interval
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
@@ -144,6 +145,10 @@ class Report:
     def with_role(self, role: str) -> list[CorpusResult]:
         """Return the corpora of one role."""
         return [corpus for corpus in self.corpora if corpus.role == role]
+
+    def benchmark(self, name: str) -> BenchmarkResult | None:
+        """Return what was measured of a benchmark; None where it was not."""
+        return next((result for result in self.benchmarks if result.name == name), None)
 
     def base_share_by_language(self, rule: str) -> dict[str, float]:
         """Return the share of tokens that the base head served under a routing rule, per language."""

@@ -13,12 +13,15 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
-from scale_cli.evaluation.picture import draw_trade_off, is_drawable
-from scale_cli.evaluation.render import markdown, terminal_lines
+        drawn = is_drawable(report) and is_installed("matplotlib")
+        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
+        if drawn:
+            png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
+from scale_cli.report.figures import png
 from scale_cli.storage.atomic import file_sha256, is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.folder import trained_sha256
@@ -141,7 +144,7 @@ def write_report(
         drawn = is_drawable(report) and is_installed("matplotlib")
         write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
         if drawn:
-            draw_trade_off(report, partial / PICTURE)
+            png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
         write_text(partial / "scale.yaml", dump_config(config))
 
 

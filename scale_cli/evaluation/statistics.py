@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from scale_cli.report.numbers import Interval
 
 Values = npt.NDArray[np.float64]
 
 # Resampled values held at once, over all documents of one batch of resamples.
 _VALUES_AT_ONCE = 2**23
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A difference and its 95 % interval.
-
-    Args:
-        value: None where it is not finite.
-        low: None where there is one document, or no finite value.
-        high: likewise.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
 
 
 def finite(value: float) -> float | None:

@@ -13,14 +13,14 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from scale_cli.config.load import load_config
-from scale_cli.config.method_names import method_in_words, method_name
+from scale_cli.config.names import language_name, method_in_words, method_name
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.guarantee import guarantee
-from scale_cli.evaluation.render import language_name, number, signed, worst_document
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.export.parity import Parity
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
+from scale_cli.report.numbers import number, with_interval, worst_document
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, looks_local, stage_folder
@@ -328,7 +328,7 @@ def _measured(report: Report | None, export_format: str) -> str:
         head = corpus.heads[answers]
         figures = [number(corpus.heads["base"].bits_per_byte), number(head.bits_per_byte)]
         named = [corpus.name, f"{language_name(corpus.language)}, {corpus.role}", f"{corpus.num_documents:,}"]
-        difference = signed(head.bits_per_byte_difference, 4)
+        difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
     head_row = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
     told = "Bits per byte; less is better. Differences with paired bootstrap intervals over documents."

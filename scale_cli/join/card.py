@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scale_cli.config.load import load_config
-from scale_cli.config.method_names import method_in_words
+from scale_cli.config.names import language_name, method_in_words
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED
-from scale_cli.evaluation.render import language_name
 from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, table
 from scale_cli.export.licence import Licence
 from scale_cli.join.members import Joint, Member

@@ -18,7 +18,7 @@ from scale_cli.evaluation.results import (
     LanguageAverage,
     Report,
 )
-from scale_cli.evaluation.statistics import Interval
+from scale_cli.report.numbers import Interval
 
 BASE_BITS = {"en": 0.95, "ko": 2.6}
 _WIDENED = ("preserve", "adapt", "route")

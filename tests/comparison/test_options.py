@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.comparison.options import Option, front, mean_interval, negated, non_dominated, options_of
+from scale_cli.comparison.options import Option, front, mean_interval, non_dominated, options_of
 from scale_cli.comparison.runs import load_runs
-from scale_cli.evaluation.statistics import Interval
+from scale_cli.report.numbers import Interval
 from tests.comparison.finished_run import Made, write_run
 
 # Few distinct values, so that ties and equals come up.
@@ -76,7 +76,8 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tu
     assert mean.high - mean.value <= sum(above for *_, above in parts) / len(parts) + 1e-6
     if len(parts) == 1:
         assert (mean.low, mean.high) == pytest.approx((intervals[0].low, intervals[0].high))
-    assert negated(negated(mean)) == mean
+    opposite = -mean
+    assert -opposite == mean
 
 
 def test_a_part_that_is_not_finite_leaves_no_mean() -> None:

@@ -20,7 +20,7 @@ from scale_cli.evaluation.paired import (
     resampled_macro_f1,
     resampled_means,
 )
-from scale_cli.evaluation.statistics import Interval
+from scale_cli.report.numbers import Interval
 
 probabilities = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8)
 

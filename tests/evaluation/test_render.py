@@ -15,11 +15,11 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from scale_cli.config.schema import EvaluationSource, RouterConfig
-from scale_cli.evaluation.picture import draw_trade_off
-from scale_cli.evaluation.render import markdown, number, perplexity, signed, terminal_lines, worst_document
+from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
-from scale_cli.evaluation.statistics import Interval
+from scale_cli.report.figures import png
+from scale_cli.report.numbers import Interval, with_interval
 
 
 def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
@@ -86,7 +86,7 @@ def test_the_terminal_table_says_what_the_report_says() -> None:
     heads = made.corpora[2].heads
     figures = [f"{heads[name].bits_per_byte:.3f}" for name in ("base", "adapted", "posterior")]
     assert row.split()[2:5] == figures
-    assert signed(heads["posterior"].bits_per_byte_difference, 4) in row
+    assert with_interval(heads["posterior"].bits_per_byte_difference, 4) in row
     assert lines[-1] == "base head served 25.0 % of English, 25.0 % of Korean, 25.0 % of German tokens"
 
 
@@ -160,38 +160,6 @@ def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -
     assert "at most (" not in markdown(report(), RouterConfig(switch_rate=0.1), None)
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [(3.14159, "3.14"), (123456.7, "123,456.70"), (2.34e7, "2.3 × 10⁷"), (9.99e12, "1.0 × 10¹³"), (None, "not finite")],
-)
-def test_a_perplexity_can_be_read_however_large(value: float | None, told: str) -> None:
-    assert perplexity(value) == told
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (0.6931, "0.693"),
-        (10161.25, "10,161"),
-        (-7222.4, "none lost, least gain 7,222"),
-        (-0.25, "none lost, least gain 0.250"),
-        (-0.0, "0.000"),
-        (-1e-9, "0.000"),
-        (None, "not finite"),
-    ],
-)
-def test_the_worst_document_lost_something_or_none_did(value: float | None, told: str) -> None:
-    assert worst_document(value) == told
-
-
-def test_numbers_are_signed_where_they_are_differences() -> None:
-    assert number(1.23456) == "1.235"
-    assert number(None) == "not finite"
-    assert signed(Interval(0.5, 0.25, 0.75)) == "+0.500 [+0.250, +0.750]"
-    assert signed(Interval(-0.5, None, None), 1) == "-0.5"
-    assert signed(Interval(None, None, None)) == "not finite"
-
-
 def png_size(path: Path) -> tuple[int, int]:
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR" and content[-8:-4] == b"IEND"
@@ -203,18 +171,16 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_the_picture_is_a_png_of_a_size_that_can_be_read(tmp_path: Path, of_losses: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_trade_off(report(**of_losses), tmp_path / "picture.png")
+        png(lambda figure: draw_trade_off(figure, report(**of_losses)), tmp_path / "picture.png")
     width, height = png_size(tmp_path / "picture.png")
     assert 800 <= width <= 4000
     assert 600 <= height <= 4000
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
-    draw_trade_off(dataclasses.replace(report("adapted"), variant="freeze"), tmp_path / "picture.png")
-    (figure,) = drawn
+def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark() -> None:
+    figure = Figure()
+    draw_trade_off(figure, dataclasses.replace(report("adapted"), variant="freeze"))
     assert figure.get_suptitle().startswith("Partial fine-tuning\n")
     bars = [container for container in figure.axes[0].containers if isinstance(container, ErrorbarContainer)]
     assert bars and all(not container.lines[1] for container in bars), "caps"

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from scale_cli.evaluation.statistics import Interval, finite, paired_difference
+from scale_cli.evaluation.statistics import finite, paired_difference
+from scale_cli.report.numbers import Interval
 
 Values = npt.NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""What a method is called where people read of it: reports, cards, comparisons. SCALE is the name of what widens."""
+"""What methods and languages are called where people read of them. SCALE is the name of what widens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _NAMES = {
     "freeze": "partial fine-tuning",
     "llama-pro": "LLaMA-Pro",
 }
+_LANGUAGES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
 
 
 def method_name(variant: str) -> str:
@@ -33,3 +34,8 @@ def method_in_words(method: MethodConfig) -> str:
             "llama-pro": ", new blocks only",
         }.get(method.variant, "")
     return method_name(method.variant) + setting
+
+
+def language_name(code: str) -> str:
+    """Return a language's English name, or its code."""
+    return _LANGUAGES.get(code, code)

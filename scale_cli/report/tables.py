@@ -1,0 +1,76 @@
+"""One table, written as lines for a terminal, as Markdown, or (by templates/page.html.j2) as HTML."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from scale_cli.report.pages import plain
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Words or a figure."""
+
+    text: str
+    below: str = ""  # stands small beneath it, or after it
+    bold: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.below}".strip()
+
+
+Row = Sequence[str | Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under their titles."""
+
+    titles: Row
+    rows: Sequence[Row]
+    align: str  # of every column: l (words) or r (figures)
+    name: str = ""
+    # By row, on a page: the method whose mark stands before it, and whether a line stands above it.
+    methods: Sequence[str] = ()
+    groups: Sequence[bool] = ()
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """Titles and rows, every one of them a cell."""
+        return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in (self.titles, *self.rows)]
+
+    def lines(self) -> list[str]:
+        """Return titles and rows as lines whose columns stand beneath each other."""
+        return aligned([self.titles, *self.rows], self.align)
+
+    def markdown(self) -> Markup:
+        """Return it in Markdown; what is not Markup is shown as it is written."""
+        rule = ["---" if side == "l" else "---:" for side in self.align]
+        titles, *rows = ([_in_markdown(cell) for cell in row] for row in self.cells)
+        return Markup("\n".join(f"| {' | '.join(cells)} |" for cells in (titles, rule, *rows)))
+
+
+def aligned(rows: Sequence[Row], align: str) -> list[str]:
+    """Return rows as lines, their columns two spaces apart: words from the left (l), figures from the right (r)."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(num_columns, column)) for column in zip(*texts, strict=True)]
+    lines = []
+    for row in texts:
+        gaps = [" " * (width - num_columns(cell)) for cell, width in zip(row, widths, strict=True)]
+        cells = (cell + gap if side == "l" else gap + cell for cell, gap, side in zip(row, gaps, align, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def num_columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes: Hangul and other wide signs take two."""
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
+def _in_markdown(cell: Cell) -> str:
+    text = plain(cell.text)
+    return f"{f'**{text}**' if cell.bold else text} {plain(cell.below)}".strip()
