@@ -18,9 +18,10 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.evaluation.render import number
 from scale_cli.evaluation.results import CorpusResult, HeadResult, Report
 from scale_cli.pipeline import run_without_export
+from scale_cli.report.numbers import number
+from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 
@@ -53,8 +54,8 @@ class Trial:
         if self.failure is not None:
             return (" ".join(self.values), "stopped", "", "")
         lost = self.retention_bits_per_byte_lost
-        told = "" if lost is None else f"{lost:+.4f}"
-        return (" ".join(self.values), number(self.nats_per_token, 4), number(self.bits_per_byte, 4), told)
+        cells = number(self.nats_per_token, 4), number(self.bits_per_byte, 4)
+        return (" ".join(self.values), *cells, "" if lost is None else number(lost, 4, "+"))
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class SweepSummary:
 
     def lines(self) -> list[str]:
         """Return a table, best first, and where the report lies."""
-        rows = [_TITLES, *(trial.row() for trial in self.trials)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return [*(line.rstrip() for line in table), f"report: {self.folder / 'report.md'}"]
+        return [*_table(self.trials).lines(), f"report: {self.folder / 'report.md'}"]
+
+
+def _table(trials: list[Trial]) -> Table:
+    return Table(_TITLES, [trial.row() for trial in trials], "lrrr")
 
 
 def sweep(path: Path, grid: Grid, max_runs: int | None, say: Callable[[str], None]) -> SweepSummary:
@@ -140,7 +142,5 @@ def _mean(figures: Iterable[tuple[CorpusResult, float | None]], weight: Callable
 def _write(folder: Path, trials: list[Trial], num_runs: int) -> None:
     with new_folder(folder) as partial:
         write_json(partial / "report.json", {"runs": num_runs, "trials": [asdict(trial) for trial in trials]})
-        rows = [_TITLES, ("---", "---:", "---:", "---:"), *(trial.row() for trial in trials)]
-        table = ["| " + " | ".join(row) + " |" for row in rows]
-        text = ["# Sweep", "", f"{len(trials)} of {num_runs} runs, best first, by the head that is served.", "", *table]
-        write_text(partial / "report.md", "\n".join(text) + "\n")
+        heading = f"# Sweep\n\n{len(trials)} of {num_runs} runs, best first, by the head that is served."
+        write_text(partial / "report.md", f"{heading}\n\n{_table(trials).markdown()}\n")

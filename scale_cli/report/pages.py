@@ -9,8 +9,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-# What Markdown, or the HTML in it, reads as more than text. A bracket alone is none of it: [+0.1, +0.2] stays.
-_SPECIAL = re.compile(r"([\\`*_{}<>#|]|!(?=\[)|\](?=[(\[:]))")
+# What Markdown, or the HTML in it, reads as more than text. A bracket alone is none of it, nor a line within a word:
+# [+0.1, +0.2] and kobest_copa stay.
+_SPECIAL = re.compile(r"([\\`*{}<>#|]|!(?=\[)|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))")
 
 
 def page(template: str, **values: object) -> str:

@@ -29,5 +29,6 @@ def test_a_table_in_markdown_has_as_many_cells_in_every_row_whatever_is_in_them(
 
 
 def test_markup_in_a_name_is_text_and_an_interval_stays_readable() -> None:
-    assert plain("+0.5 [+0.2, +0.8]") == "+0.5 [+0.2, +0.8]"
+    assert plain("kobest_copa +0.5 [+0.2, +0.8]") == "kobest_copa +0.5 [+0.2, +0.8]"
+    assert plain("_a_ b__c __d__") == r"\_a\_ b\_\_c \_\_d\_\_"
     assert plain("[a](http://b) ![c](d) <e> *f* `g`") == r"[a\](http://b) \![c\](d) \<e\> \*f\* \`g\`"
