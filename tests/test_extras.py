@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from scale_cli.biography.run import run_biography
+from scale_cli.comparison.run import compare
 from scale_cli.config.biography import BiographyConfig
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import MissingExtraError
@@ -96,6 +97,15 @@ def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_
     *_, place, left_out = EvaluationSummary(tmp_path / "without", report()).lines()
     assert place.endswith("report.md") and "pip install 'scale-cli[report]'" in left_out
     assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.md")
+
+
+def test_a_comparison_that_could_not_be_drawn_is_refused(without: Callable[[str], None], tmp_path: Path) -> None:
+    without("matplotlib")
+    with pytest.raises(
+        MissingExtraError, match=r"^scale compare: needs matplotlib: pip install 'scale-cli\[report\]'$"
+    ):
+        compare([tmp_path], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("module", "extra"), [("matplotlib", "report"), ("peft", "lora")])

@@ -13,10 +13,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
-        drawn = is_drawable(report) and is_installed("matplotlib")
-        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
-        if drawn:
-            png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
+from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
