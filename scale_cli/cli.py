@@ -39,6 +39,8 @@ from scale_cli.options import (
     Repository,
     Resume,
     Runs,
+    Samples,
+    SamplesFile,
     SchemaOf,
     Seed,
     ShowHeads,
@@ -261,18 +263,33 @@ def join(runs: Runs, output: JoinedFolder, prior: Prior = None, switch_rate: Swi
 def generate(
     path: Generating,
     prompt: Prompts = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
     top_p: TopP = 1.0,
     seed: Seed = 0,
     options: Options = None,
     show_heads: ShowHeads = False,
     as_json: AsJson = False,
+    samples: Samples = None,
+    output: SamplesFile = None,
 ) -> None:
     """Continue prompts with a trained model, router and all.
 
-    Without --prompt, every line of standard input is one.
+    Without --prompt, every line of standard input is one; with --samples, texts of the base begin with nothing.
     """
+    if (samples is None) != (output is None):
+        raise ConfigError("--samples, --output: each needs the other")
+    if samples is not None and output is not None:
+        config = _load(path, None)
+        from scale_cli import replay
+        from scale_cli.generate import Sampling, parsed_options
+
+        length = max_new_tokens or config.corpus.sequence_length
+        drawn = Sampling(
+            length, 1.0 if temperature is None else temperature, top_p, seed, parsed_options(options or [])
+        )
+        _show(on_main(lambda: replay.write_samples(config.model, samples, output, drawn, prompt or [""])))
+        return
     folder = _run_folder(path)
     lines = sys.stdin or ()  # closed
     prompts = prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
@@ -281,7 +298,8 @@ def generate(
     _quieten_libraries()
     from scale_cli import generate as generation
 
-    sampling = generation.Sampling(max_new_tokens, temperature, top_p, seed, generation.parsed_options(options or []))
+    further = generation.parsed_options(options or [])
+    sampling = generation.Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed, further)
     streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
 
     def continue_and_print() -> None:

@@ -29,6 +29,7 @@ from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.streaming import Decoder, HeadStreamer, PrintableStreamer, painted
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
+from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.session import open_trained
 
 _RULE = "-" * 8  # between the texts of several prompts
@@ -159,30 +160,16 @@ class Continuation:
 
 
 class Generator:
-    """A model and its tokenizer, from a run, one of its folders, or an export.
+    """A model and its tokenizer: a base, or from a run, one of its folders, or an export.
 
     Raises:
-        RunFolderError: there is no model of ours at `path`.
+        RunFolderError: there is no model of ours at a path.
         StorageError: the folder is damaged.
-        BaseModelError: the base that the folder needs is not at hand, or another one.
+        BaseModelError: the base, or the one that the folder needs, is not at hand, or another one.
     """
 
-    def __init__(self, path: Path) -> None:
-        folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
-        if not (folder / "config.json").is_file():
-            raise RunFolderError(
-                f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export"
-            )
-        self.model: Any
-        if (folder / BASE_RECORD).is_file():
-            base = load_config(folder / "scale.yaml").model
-            opened = open_trained(folder, base)
-            self.model, self.tokenizer = opened.model, opened.tokenizer
-        else:
-            kind = read_json(folder / "config.json").get("model_type")
-            loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
-            self.model = placed(load_written(loader, folder)).eval()
-            self.tokenizer = load_tokenizer(ModelConfig(base=str(folder)))
+    def __init__(self, source: Path | ModelConfig) -> None:
+        self.model, self.tokenizer = _opened_base(source) if isinstance(source, ModelConfig) else _opened(source)
         self._boundary = Boundaries.of(self.tokenizer).context
         # What ends a document in training, and what the base's own settings name besides.
         named = self.model.generation_config.eos_token_id
@@ -284,6 +271,22 @@ class Generator:
         )
         shares_TK = weights_KBS[:, 0, :-1].exp().T.tolist()
         return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
+
+
+def _opened_base(base: ModelConfig) -> tuple[Any, Any]:
+    return placed(load_any_base(base)), load_tokenizer(base)
+
+
+def _opened(path: Path) -> tuple[Any, Any]:
+    folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
+    if not (folder / "config.json").is_file():
+        raise RunFolderError(f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export")
+    if (folder / BASE_RECORD).is_file():
+        opened = open_trained(folder, load_config(folder / "scale.yaml").model)
+        return opened.model, opened.tokenizer
+    kind = read_json(folder / "config.json").get("model_type")
+    loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
+    return placed(load_written(loader, folder)).eval(), load_tokenizer(ModelConfig(base=str(folder)))
 
 
 def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:

@@ -36,13 +36,24 @@ Generating = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
 ]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many for each prompt.")]
-Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="At most so many each.", show_default="128; with --samples a window's"),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token.", show_default="0; with --samples 1"),
+]
 TopP = Annotated[float, typer.Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest, this share.")]
 Options = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ..."),
 ]
+Samples = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Let the untrained base write so many texts, for replay; PATH: a config."),
+]
+SamplesFile = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="With --samples: a new .jsonl.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]

@@ -9,8 +9,10 @@ import pytest
 import torch
 import typer
 
+from scale_cli import replay
 from scale_cli.cli import main
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.run import export
 from scale_cli.generate import Continuation, Generator, Sampling, told
@@ -251,3 +253,55 @@ def test_standard_input_that_holds_no_text_is_one_line(
         main()
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replay, "_AT_ONCE", 2)
+    config = run.output_dir / "final" / "scale.yaml"
+
+    def drawn(name: str, *options: str) -> list[str]:
+        arguments = ["generate", str(config), "--samples", "5", "--output", str(tmp_path / name), *options]
+        monkeypatch.setattr("sys.argv", ["scale", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0, capsys.readouterr().err
+        return [json.loads(line)["text"] for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+
+    texts = drawn("one.jsonl")
+    assert len(set(texts)) == 5 == len(texts)
+    assert drawn("again.jsonl") == texts
+    assert not set(drawn("other.jsonl", "--seed", "1")) & set(texts)
+    assert {text[:4] for text in drawn("begun.jsonl", "--prompt", "Once", "--prompt", "Lily")} == {"Once", "Lily"}
+    greedy, base = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"), Generator(run.model)
+    assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
+    source = CorpusSource(name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl"))
+    corpus = tokenised(source, base.tokenizer, tmp_path / "tokens", show_progress=False)
+    assert len(corpus) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--samples", "2"], "--samples, --output: each needs the other"),
+        (["--samples", "2", "--output", "x.txt"], "named .jsonl"),
+        (["--samples", "2", "--output", "there.jsonl"], "is there already"),
+    ],
+)
+def test_samples_that_could_not_be_used_are_refused_before_the_base_is_loaded(
+    run: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").touch()
+    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir / "final" / "scale.yaml"), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
@@ -52,6 +54,9 @@ def initialise_expansion(
         seed: of what is drawn.
         embedding_scale: rms(E') relative to rms(x) before the last norm.
 
+    Raises:
+        BaseModelError: a scale is given, and that rms(x) is zero or not finite.
+
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
     generator = torch.Generator().manual_seed(seed)
@@ -71,6 +76,11 @@ def initialise_expansion(
     if embedding_scale is not None:
         stream_rms = measured_stream_rms(model.root, seed)
         embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
+        if not 0.0 < embedding_rms < math.inf:
+            raise BaseModelError(
+                f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
+                "proportion to that; method.expansion.embedding_scale=null starts without"
+            )
         codes.copy_(_normal(codes.shape, embedding_rms, generator))
         for name, module in expansion.named_modules():
             if isinstance(module, ExpansionNorm):

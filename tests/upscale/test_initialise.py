@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scale_cli.config.training import LrMultipliers, TrainConfig
+from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import Rates, build_optimiser, rates_of
@@ -210,3 +211,13 @@ def test_random_ids_are_of_the_vocabulary_and_no_longer_than_the_context() -> No
     ids = random_ids(base, seed=0)
     assert ids.shape == (1, 16)
     assert 0 <= int(ids.min()) <= int(ids.max()) < base.config.vocab_size
+
+
+def test_a_base_whose_stream_has_no_size_is_refused_in_one_line_that_says_what_goes_without() -> None:
+    base = tiny_llama()
+    for parameter in base.parameters():
+        parameter.zero_()
+    with pytest.raises(BaseModelError, match=r"method\.expansion\.embedding_scale=null") as refused:
+        widen(base, "preserve")
+    assert "\n" not in str(refused.value)
+    widen(base, "preserve", embedding_scale=None)
