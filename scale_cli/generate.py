@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.export.router_keys import head_names, routed_class
+from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routed_scale import Routed
 from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.printable import printable
 from scale_cli.processes import placed
@@ -244,12 +247,17 @@ class Generator:
         """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
         if not (show_heads and self._head_names()):
             return PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        return None if self._routes_by_cosine() else HeadStreamer(prompt, self.tokenizer, self._ends)
+        if self._routes_by_cosine():
+            return None
+        cache: Any = DynamicCache() if isinstance(self.model, Routed) else ScaleCache()
+        return HeadStreamer(prompt, self.tokenizer, self._ends, cache, lambda: _log_weights(cache))
 
     def _head_names(self) -> list[str]:
         """Return the names of the heads that are routed among; none where one head alone is served."""
         if isinstance(self.model, JoinedForCausalLM):
             return self.model.config.head_names
+        if isinstance(self.model, Routed):
+            return head_names(self.model.num_heads)
         routed = isinstance(self.model, ScaleForCausalLM) and self.model.config.variant == "route"
         return ["base", "trained"] if routed else []
 
@@ -261,6 +269,9 @@ class Generator:
         model, names = self.model, self._head_names()
         if not names:
             return [None] * (len(ids_T) - 1)
+        if isinstance(model, Routed):
+            shares_TK = model.log_weights(ids_T[None, :-1])[:, 0].exp().T.tolist()
+            return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
         observed = model.observe_tokens(ids_T[None, :-1], ids_T[None, 1:])
         if self._routes_by_cosine():
             serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
@@ -286,7 +297,17 @@ def _opened(path: Path) -> tuple[Any, Any]:
         return opened.model, opened.tokenizer
     kind = read_json(folder / "config.json").get("model_type")
     loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
-    return placed(load_written(loader, folder)).eval(), load_tokenizer(ModelConfig(base=str(folder)))
+    return placed(load_written(routed_class(folder) or loader, folder)).eval(), load_tokenizer(
+        ModelConfig(base=str(folder))
+    )
+
+
+def _log_weights(cache: Any) -> Tensor:
+    """Return (K, B): the weights of the heads that the router has left in a cache."""
+    memory = cache.router if isinstance(cache, ScaleCache) else cache.layers[-1].last
+    assert memory is not None, "the posterior rule has read the prompt"
+    weights: Tensor = memory.log_weights_KB
+    return weights
 
 
 def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:

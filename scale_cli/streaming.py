@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.printable import printable
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
@@ -67,10 +68,19 @@ class HeadStreamer(BaseStreamer):
         prompt: as text.
         tokenizer: decodes.
         ends: tokens that are not printed.
+        cache: of the generation, where the router leaves the weights that the next token is given.
+        weights: returns those (K, B), as logarithms.
     """
 
-    def __init__(self, prompt: str, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
-        self.cache = ScaleCache()  # of the generation, where the router leaves the weights that the next token is given
+    def __init__(
+        self,
+        prompt: str,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: list[int],
+        cache: DynamicCache,
+        weights: Callable[[], Tensor],
+    ) -> None:
+        self.cache, self._weights = cache, weights
         self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends
         self._decoder: Decoder | None = None
         self._head = 0
@@ -81,8 +91,7 @@ class HeadStreamer(BaseStreamer):
             self._decoder = Decoder(self._tokenizer, int(value[0, -1]))
             typer.echo(printable(self._prompt), nl=False)
         elif int(value) not in self._ends:
-            assert self.cache.router is not None, "the posterior rule has read the prompt"
-            self._head = int(self.cache.router.log_weights_KB[:, 0].argmax())
+            self._head = int(self._weights()[:, 0].argmax())
             self._print(self._decoder.added(int(value)))
 
     def end(self) -> None:

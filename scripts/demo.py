@@ -20,12 +20,12 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.biography import Language, biography, generate_people
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenised
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.export.router_keys import routed_class
 from scale_cli.pipeline import run_pipeline
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_base, train_tokenizer
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.base import load_tokenizer, load_written
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 NUM_TRAIN, NUM_VALID = 5000, 200
@@ -90,8 +90,8 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
 
 def show_generations(config: RunConfig, texts: dict[str, list[str]]) -> None:
     """Complete the beginnings of unseen biographies with the exported model, router and all."""
-    folder = RunFolder(config.output_dir).export("transformers", config.export.dtype)
-    model = ScaleForCausalLM.from_pretrained(folder).eval()
+    folder = RunFolder(config.output_dir).export("llama", config.export.dtype)
+    model = load_written(routed_class(folder), folder).eval()
     tokenizer = load_tokenizer(config.model)
     for name in ("english-valid", "korean-valid"):
         for text in texts[name][:2]:

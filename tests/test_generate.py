@@ -16,7 +16,7 @@ from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.run import export
 from scale_cli.generate import Continuation, Generator, Sampling, told
-from scale_cli.model.cache_scale import RouterState
+from scale_cli.model.cache_scale import RouterState, ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.printable import printable
 from scale_cli.streaming import Decoder, HeadStreamer
@@ -152,6 +152,7 @@ def test_heads_are_shown_token_by_token_as_they_are_afterwards(
     assert isinstance(streamer, HeadStreamer)
     streamer.put(torch.tensor([[5]]))
     assert capsys.readouterr().out == ""
+    assert isinstance(streamer.cache, ScaleCache)
     streamer.cache.router = RouterState(torch.tensor([[-9.0], [0.0]]), torch.zeros(2, 1, 1))
     for token in continued[0].tokens[:1]:
         streamer.put(torch.tensor([Generator(run.output_dir).prompt_ids(token.text)[-1]]))

@@ -61,21 +61,28 @@ def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
     assert not config.output_dir.exists()
 
 
-def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(config: RunConfig, scale: Scale) -> None:
-    assert scale("run", "export={}")[0] == 0
+@pytest.mark.parametrize("layers", ["none", "top:1"], ids=["in one folder", "in two, where layers collaborate"])
+def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
+    config: RunConfig, scale: Scale, layers: str
+) -> None:
+    asked = ("export={}", f"method.collaboration.layers={layers}")
+    assert scale("run", *asked)[0] == 0
     run = RunFolder(config.output_dir)
-    folders = [run.export(name) for name in ("llama", "transformers")]
+    folders = [run.export("llama"), *([] if layers == "none" else [run.export("transformers")])]
+    assert folders == sorted((run.root / "export").iterdir())
     before = {folder: (folder / "model.safetensors").stat().st_ino for folder in folders}
-    assert scale("run", "export={}", "evaluation.perplexity.0.max_documents=2")[0] == 0
+    assert scale("run", *asked, "evaluation.perplexity.0.max_documents=2")[0] == 0
     kept = read_json(run.evaluation / "report.json")["corpora"][0]
     assert kept["num_documents"] == 2
     for folder in folders:
-        head = kept["heads"]["adapted" if folder.name == "llama" else "posterior"]
+        told = {"transformers": ["posterior"], "llama": ["adapted", *(["posterior"] if layers == "none" else [])]}
         card = (folder / "README.md").read_text(encoding="utf-8")
-        assert f"| 2 | {kept['heads']['base']['bits_per_byte']:.3f} | {head['bits_per_byte']:.3f} |" in card
+        for head in told[folder.name]:
+            figures = (kept["heads"][name]["bits_per_byte"] for name in ("base", head))
+            assert "| 2 | {:.3f} | {:.3f} |".format(*figures) in card
         assert (folder / "model.safetensors").stat().st_ino == before[folder], "the weights are not written again"
-    code, error = scale("export", "export={}", "--push-to-hub", "me/model")
-    assert (code, "say which is sent" in error) == (2, True)
+    code, error = scale("export", *asked, "--push-to-hub", "me/model")
+    assert (code, "say which is sent" in error) == ((0, False) if layers == "none" else (2, True))
 
 
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from scale_cli.config.training import TrainConfig
@@ -170,6 +170,12 @@ class MethodConfig(Section):
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         of_lora = self.variant == "lora" and self.lora.embeddings
         return of_lora or self.variant in ("full", "freeze", "llama-pro")
+
+    @property
+    def routes_plainly(self) -> bool:
+        """Whether the plain export can be served routed: its one row of numbers holds what both heads read."""
+        collaborates = self.collaboration.layers not in (None, "none", [])
+        return self.variant == "route" and self.router.rule == "posterior" and not collaborates
 
     @property
     def distils(self) -> bool:
@@ -370,7 +376,7 @@ class ExportConfig(Section):
 
     format: ExportFormat | list[ExportFormat] = Field(
         default="llama",
-        description="one or several; where it is left out: llama, and of the variant route transformers too",
+        description="one or several; where it is left out: llama, and transformers too where llama cannot be routed",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="float16 for what becomes f16 or q8_0 in llama.cpp"
@@ -451,11 +457,14 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _formats_of_the_variant(cls, tree: Any) -> Any:
-        """Export a routed model with its router too: the plain folder holds the head that forgets, alone."""
-        if not isinstance(tree, dict):
+        """Export a routed model in two folders where the plain one cannot be served routed."""
+        export = tree.get("export", {}) if isinstance(tree, dict) else None
+        if not isinstance(export, dict) or "format" in export:
             return tree
-        method, export = tree.get("method", {}), tree.get("export", {})
-        routed = isinstance(method, dict) and method.get("variant", "route") == "route"
-        if routed and isinstance(export, dict) and "format" not in export:
+        try:
+            method = MethodConfig.model_validate(tree.get("method", {}))
+        except ValidationError:  # it is told of where the method is
+            return tree
+        if method.variant == "route" and not method.routes_plainly:
             return {**tree, "export": {**export, "format": ["llama", "transformers"]}}
         return tree

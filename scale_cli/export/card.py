@@ -44,6 +44,18 @@ _LOADING = {
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 
 It is a plain {architecture}: vLLM, llama.cpp's converter and everything else that loads the base loads it.""",
+    "routed": """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+
+So loaded it routes: for every token it weighs the head of the base and the trained one by how well each predicted the
+text so far. The code is in `routed_scale.py` and `routing.py` beside this card: read it before you trust it. Without
+it: `scale generate FOLDER`; as a server: `scale serve FOLDER`, in vLLM or transformers.
+
+**Loaded plainly**, without `trust_remote_code`, by llama.cpp's converter, or by a vLLM that does not have our plug-in,
+it is a plain {architecture}: the trained head alone, which has forgotten what the table below says.""",
     "transformers": LOADING_WITH_CODE,
     "adapter": """\
     scale generate FOLDER --prompt TEXT
@@ -101,7 +113,7 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
     summary = f"Made by `scale`, by {method_name(config.method.variant)}{source}{upon}."
     if config.method.widens and export_format == "llama":
-        summary = f"{_what_it_lacks(config.method.variant, report)}\n\n{summary}"
+        summary = f"{_what_it_lacks(config, report)}\n\n{summary}"
     return card_page(
         record,
         [stage.config for stage in stages],
@@ -109,12 +121,10 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         config.method.variant,
         summary,
         {
-            "Loading": (_LOADING_BY_PEFT if _is_peft(config) else _LOADING[export_format]).format(
-                architecture=architecture, dtype=config.model.dtype
-            ),
+            "Loading": _loading(config).format(architecture=architecture, dtype=config.model.dtype),
             "How it was made": _making(stages, record, export_format, parity),
             "Data": _data(stages),
-            "What it forgot, and what it learned": _forgetting(config, report, export_format),
+            "What it forgot, and what it learned": _forgetting(config, report),
         },
         "peft" if _is_peft(config) else "transformers",
     )
@@ -124,7 +134,19 @@ def _is_peft(config: RunConfig) -> bool:
     return config.method.variant == "lora" and config.export.formats == ["adapter"]
 
 
-def _what_it_lacks(variant: str, report: Report | None) -> str:
+def _routes_plainly(config: RunConfig) -> bool:
+    """Return whether an export is a plain folder that can be served routed."""
+    return config.export.formats == ["llama"] and config.method.routes_plainly
+
+
+def _loading(config: RunConfig) -> str:
+    if _is_peft(config):
+        return _LOADING_BY_PEFT
+    (export_format,) = config.export.formats
+    return _LOADING["routed" if _routes_plainly(config) else export_format]
+
+
+def _what_it_lacks(config: RunConfig, report: Report | None) -> str:
     """Return the first line of the card of a plain folder: what the head in it lost, and what keeps that."""
     lost = "what it lost has not been measured"
     if report is not None and report.with_role("retention"):
@@ -134,8 +156,13 @@ def _what_it_lacks(variant: str, report: Report | None) -> str:
             for corpus in report.with_role("retention")
         ]
         lost = f"against the base it took {', '.join(changes)}"
-    keeping = "a run of the variant `route` keeps what the base knew, in the format `transformers`"
-    if variant == "route":
+    if _routes_plainly(config):
+        keeping = (
+            "with its router (`trust_remote_code=True`, `scale generate`, `scale serve`) it keeps what the base knew"
+        )
+        return f"**Loaded plainly, this is the trained head alone, without a router: {lost}; {keeping}.**"
+    keeping = "a run of the variant `route` keeps what the base knew"
+    if config.method.variant == "route":
         keeping = "the folder of the format `transformers`, and `scale generate`, route and keep what the base knew"
     return f"**This is the trained head alone, without a router: {lost}; {keeping}.**"
 
@@ -213,11 +240,17 @@ def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity
         if stage is not stages[0]:
             rows.append([f"{named}stands on, SHA-256", f"`{read_record(stage.folder).content_sha256}`"])
         rows += [[f"{named}{what}", told] for what, told in _training(stage).items()]
-    told = (
-        f"format {export_format}; max difference of a logit from the trained model {parity.max_logit_difference:.1e} "
+    told = f"format {export_format}; {_difference(parity)}"
+    if parity.routed is not None:
+        told += f"; served routed: {_difference(parity.routed)}"
+    return table(["", ""], [*rows, ["this folder", told]])
+
+
+def _difference(parity: Parity) -> str:
+    return (
+        f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} "
         f"over {parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
     )
-    return table(["", ""], [*rows, ["this folder", told]])
 
 
 def _training(stage: _Stage) -> dict[str, str]:
@@ -311,18 +344,34 @@ def _sources(stage: _Stage) -> list[list[str]]:
     return rows
 
 
-def _forgetting(config: RunConfig, report: Report | None, export_format: str) -> str:
-    routed = config.method.variant == "route" and export_format != "llama"
-    told = [_measured(report, export_format), guarantee(config.method.router) if routed else ""]
-    return "\n\n".join(part for part in told if part)
+def _forgetting(config: RunConfig, report: Report | None) -> str:
+    told = _measured(config, report)
+    if config.method.variant == "route" and (_routes_plainly(config) or config.export.formats != ["llama"]):
+        told = f"{told}\n\n{guarantee(config.method.router)}".strip()
+    return told
 
 
-def _measured(report: Report | None, export_format: str) -> str:
+def _measured(config: RunConfig, report: Report | None) -> str:
     if report is None:
         return "Not measured: `scale evaluate`, then `scale export` again, puts the table here."
     if not report.corpora:
         return "Not measured: `evaluation.perplexity` names no text to measure it on."
-    answers = "adapted" if export_format == "llama" else report.served
+    told = "Bits per byte; less is better. Differences with paired bootstrap intervals over documents."
+    if config.export.formats != ["llama"]:
+        return f"{_figures(report, report.served)}\n\n{told}"
+    plainly = _figures(report, "adapted")
+    if _routes_plainly(config):
+        return f"With its router:\n\n{_figures(report, report.served)}\n\nLoaded plainly:\n\n{plainly}\n\n{told}"
+    if report.served != "adapted":
+        told += (
+            " This folder holds the adaptation head alone; the router, which keeps what the base knew, is in the format"
+            " `transformers`."
+        )
+    return f"{plainly}\n\n{told}"
+
+
+def _figures(report: Report, answers: str) -> str:
+    """Return what the head (or the router) that answers made of every held-out corpus, beside the base."""
     rows = []
     for corpus in report.corpora:
         head = corpus.heads[answers]
@@ -331,13 +380,7 @@ def _measured(report: Report | None, export_format: str) -> str:
         difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
     head_row = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
-    told = "Bits per byte; less is better. Differences with paired bootstrap intervals over documents."
-    if answers != report.served:
-        told += (
-            " This folder holds the adaptation head alone; the router, which keeps what the base knew, is in the format"
-            " `transformers`."
-        )
-    return f"{table(head_row, rows)}\n\n{told}"
+    return table(head_row, rows)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

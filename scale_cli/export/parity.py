@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Parity:
         own_mean_difference: how far the trained model itself moves when it is held in the export's dtype.
         num_positions: compared.
         own_max_difference: as own_mean_difference, the largest.
+        routed: the same figures of a plain export that is served routed, against the trained model's router.
     """
 
     max_logit_difference: float
@@ -41,6 +43,13 @@ class Parity:
     own_mean_difference: float
     num_positions: int
     own_max_difference: float = 0.0
+    routed: Parity | None = None
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Parity:
+        """Return what parity.json holds, beside other things."""
+        figures = {figure.name: told[figure.name] for figure in fields(cls) if figure.name in told}
+        return cls(**figures | {"routed": cls.from_json(told["routed"]) if told.get("routed") else None})
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ExportParityError
-from scale_cli.export.router_keys import KEY
+from scale_cli.export.router_keys import KEY, add_router
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import load_base_config, one_line, root_model, tokenizer_place
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
@@ -80,7 +80,7 @@ def write_plain(
     if config.name != _CONFIG:
         raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
     told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
-    told |= {} if router is None else {KEY: router}
+    told |= {} if router is None else add_router(folder, type(plain).__name__, router)
     write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 from scale_cli.config.compare import EXPORT_SECTIONS, differences
@@ -43,12 +42,11 @@ def renew_card(config: RunConfig) -> Path:
     """
     folder = export_folder(config)
     told = read_json(folder / PARITY)
-    parity = Parity(**{figure.name: told[figure.name] for figure in fields(Parity)})
     with new_folder(folder) as partial:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
             if file.name not in (CARD, PARITY, MANIFEST, "scale.yaml"):
                 _link(file, partial / file.relative_to(folder))
-        write_card(partial, config, parity, base_licence(config.model))
+        write_card(partial, config, Parity.from_json(told), base_licence(config.model))
     return folder
 
 

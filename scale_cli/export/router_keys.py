@@ -1,4 +1,6 @@
-"""What the config.json of a plain export tells of its router: enough to serve it routed, and no harm to who does not.
+"""What makes a plain export one that can be served routed: keys of its config.json, and two files of code beside them.
+
+Who does not know them, or does not trust the code, loads the plain model.
 
 The plain model's hidden row holds all streams side by side, and the columns of its vocabulary head hold one group for
 each: [H | H'_1 | ...]. By groups the one product gives the logits of every head,
@@ -11,13 +13,19 @@ writes into x (W12), for the base's head reads the x that nobody has written int
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
+from scale_cli.model import routed_scale, routing
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.folder import MethodModel
 
 KEY = "scale_router"
+# The second is for `transformers serve`, which asks for a class of that kind first, and else takes the plain one.
+_ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
 
 
 def router_keys(model: MethodModel | JoinedForCausalLM) -> dict[str, Any] | None:
@@ -47,3 +55,34 @@ def router_keys(model: MethodModel | JoinedForCausalLM) -> dict[str, Any] | None
         "prior": model.config.router_prior,
         "switch_rate": model.config.router_switch_rate,
     }
+
+
+def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[str, Any]:
+    """Write the routed class of a plain model beside it, and return what its config.json gains.
+
+    Args:
+        folder: of the export.
+        architecture: the plain class.
+        router: from `router_keys`.
+    """
+    for module in (routed_scale, routing):
+        source = Path(str(module.__file__))
+        shutil.copyfile(source, folder / source.name)
+    routed = f"{routed_scale.__name__.rpartition('.')[2]}.{_routed_name(architecture)}"
+    return {KEY: router, "auto_map": dict.fromkeys(_ASKED_FOR, routed)}
+
+
+def routed_class(folder: Path) -> Any:
+    """Return the class that serves a plain export routed; None where the folder is not one that can be."""
+    config = read_json(folder / "config.json")
+    (architecture,) = config.get("architectures") or [""]
+    return getattr(routed_scale, _routed_name(architecture), None) if KEY in config else None
+
+
+def head_names(num_heads: int) -> list[str]:
+    """Return what the heads of such an export are called: it knows no names."""
+    return ["base", "trained"] if num_heads == 2 else ["base", *(f"head {head}" for head in range(1, num_heads))]
+
+
+def _routed_name(architecture: str) -> str:
+    return f"ScaleRouted{architecture}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,10 @@ from scale_cli.evaluation.run import finished_report, report_sha256
 from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import Licence, base_licence
-from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.parity import Logits, Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import copy_tokenizer, write_plain
 from scale_cli.export.precision import lower_weights
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
@@ -54,15 +55,25 @@ class ExportSummary:
         """Return aligned lines."""
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         lines = [f"format         {self.export_format}: {_DESCRIPTIONS[self.export_format]}"]
-        if self.export_format == "llama" and self.variant == "route":
-            lines.append("note           it holds the adaptation head; a router needs export.format=transformers")
+        if self.parity.routed is not None:
+            lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
+        elif self.export_format == "llama" and self.variant == "route":
+            lines.append("note           it holds the adaptation head; this router needs export.format=transformers")
         return [
             *lines,
-            f"parity         max |dlogit| {self.parity.max_logit_difference:.1e}, mean "
-            f"{self.parity.mean_logit_difference:.1e}, over {self.parity.num_positions:,} positions "
-            f"(the trained model's own rounding: max {self.parity.own_max_difference:.1e})",
+            *(f"{name:<15}{told}" for name, told in self._parities()),
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md",
         ]
+
+    def _parities(self) -> Iterator[tuple[str, str]]:
+        for name, parity in (("parity", self.parity), ("parity, routed", self.parity.routed)):
+            if parity is not None:
+                yield (
+                    name,
+                    f"max |dlogit| {parity.max_logit_difference:.1e}, mean {parity.mean_logit_difference:.1e}, over "
+                    f"{parity.num_positions:,} positions (the trained model's own rounding: max "
+                    f"{parity.own_max_difference:.1e})",
+                )
 
 
 def one_by_one(config: RunConfig) -> list[RunConfig]:
@@ -109,8 +120,7 @@ def export(config: RunConfig) -> ExportSummary:
         else:
             tokenizer.save_pretrained(partial)
             write_trained(partial, model, config.method, trained.record)
-        loaded = _load_export(partial, config)
-        parity = _check(loaded, model, prompts, config)
+        parity = _check(partial, model, prompts, config)
         licence = base_licence(config.model)
         licence.copy_files(partial)
         write_card(partial, config, parity, licence)
@@ -140,17 +150,6 @@ def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence
     write_json(folder / PARITY, {**asdict(parity), **told_of})
 
 
-def _load_export(folder: Path, config: RunConfig) -> MethodModel:
-    loaded: MethodModel
-    if config.export.format == "llama":
-        loaded = load_written(AutoModelForCausalLM, folder)
-    elif config.export.format == "transformers":
-        loaded = load_written(ScaleForCausalLM, folder)
-    else:
-        loaded = load_onto_base(folder, config.model)
-    return placed(loaded).eval()
-
-
 def check_written_export(config: RunConfig, folder: Path) -> None:
     """Compare an export that is there with the trained model that is beside it.
 
@@ -165,7 +164,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     if read_json(folder / PARITY).get("trained_sha256") != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
     trained = open_final(run, config)
-    _check(_load_export(folder, config), trained.model, _prompts(config, trained.tokenizer), config)
+    _check(folder, trained.model, _prompts(config, trained.tokenizer), config)
 
 
 def check_format(config: RunConfig) -> None:
@@ -188,11 +187,22 @@ def _formats(method: MethodConfig) -> tuple[str, ...]:
     return ("llama", "adapter") if method.variant == "lora" else ("llama",)
 
 
-def _check(loaded: MethodModel, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
-    expected = trained_logits if config.export.format == "llama" else served_logits
-    parity = measure_parity(loaded, model, expected, prompts)
-    check_parity(parity, str(loaded.dtype).removeprefix("torch."))
-    return parity
+def _check(folder: Path, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
+    """Load an export in every way in which it is served, and compare it with the trained model."""
+
+    def compared(loaded: MethodModel, expected: Logits) -> Parity:
+        parity = measure_parity(placed(loaded).eval(), model, expected, prompts)
+        check_parity(parity, str(loaded.dtype).removeprefix("torch."))
+        return parity
+
+    if config.export.format == "transformers":
+        return compared(load_written(ScaleForCausalLM, folder), served_logits)
+    if config.export.format == "adapter":
+        return compared(load_onto_base(folder, config.model), served_logits)
+    parity, routed = compared(load_written(AutoModelForCausalLM, folder), trained_logits), routed_class(folder)
+    if routed is None:
+        return parity
+    return replace(parity, routed=compared(load_written(routed, folder), served_logits))
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:

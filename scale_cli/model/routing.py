@@ -20,6 +20,9 @@ SCALE, arXiv 2511.03270 (the cosine rule).
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
@@ -67,17 +70,18 @@ def posterior_log_weights(log_probs_KBT: Tensor, start_KB: Tensor, prior_K: Tens
     evidence_KBT = torch.where(torch.isnan(evidence_KBT), -torch.inf, evidence_KBT)
     evidence_KBT = torch.where((evidence_KBT == -torch.inf).all(dim=0), 0.0, evidence_KBT)
     start_KB = start_KB.double()
-    if switch_rate == 0.0:
+    if switch_rate == 0.0 and evidence_KBT.shape[-1] > 1:
         sums_KBS = torch.cat([start_KB.unsqueeze(-1), evidence_KBT], dim=-1).cumsum(dim=-1)
         # Once every head has failed, each at its own token, a sum cannot start over; the loop below can.
         if not (sums_KBS == -torch.inf).all(dim=0).any():
             return _normalise(sums_KBS, prior_K[:, None, None])
     weights = [_normalise(start_KB, prior_K[:, None])]
-    stay = torch.log1p(torch.tensor(-switch_rate, dtype=torch.float64, device=start_KB.device))
-    share_K1 = prior_K[:, None] + torch.tensor(switch_rate, dtype=torch.float64, device=start_KB.device).log()
     for evidence_KB in evidence_KBT.unbind(dim=-1):
         updated_KB = _normalise(weights[-1] + evidence_KB, prior_K[:, None])
-        weights.append(torch.logaddexp(stay + updated_KB, share_K1.expand_as(updated_KB)))
+        if switch_rate > 0.0:
+            share_KB = (prior_K[:, None] + math.log(switch_rate)).expand_as(updated_KB)
+            updated_KB = torch.logaddexp(updated_KB + math.log1p(-switch_rate), share_KB)
+        weights.append(updated_KB)
     return torch.stack(weights, dim=-1)
 
 
@@ -92,7 +96,7 @@ def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     return torch.logsumexp(log_weights + log_probs, dim=0)
 
 
-def mix_logits(log_weights: Tensor, logits: Tensor) -> Tensor:
+def mix_logits(log_weights: Tensor, logits: Tensor, sizes: Tensor | None = None) -> Tensor:
     """Return scores (..., V) whose softmax is the mixture over the heads, dimension 0, and whose size is a logit's.
 
     To the mixture's log-probabilities is added sum_k w_k lse_k, with lse_k the log-sum-exp of head k's logits: a
@@ -103,15 +107,17 @@ def mix_logits(log_weights: Tensor, logits: Tensor) -> Tensor:
     Args:
         log_weights: (K, ...).
         logits: (K, ..., V); a head with a NaN or a positive infinity at a position has broken and has no say there.
+        sizes: (K, ...), their log-sum-exps where they are known already.
     """
-    sizes = torch.logsumexp(logits.float(), dim=-1)
+    logits = logits.float()
+    sizes = torch.logsumexp(logits, dim=-1) if sizes is None else sizes
     sound = sizes.isfinite()
     log_weights = torch.where(sound, log_weights, -torch.inf)
     log_weights = torch.where(sound, log_weights - torch.logsumexp(log_weights, dim=0), -torch.inf)
-    sizes = torch.where(sound, sizes.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
-    size = (log_weights.exp() * sizes).sum(dim=0)
-    mixed = mix_log_probs(log_weights.unsqueeze(-1).float(), head_log_probs(logits))
-    return mixed + size.unsqueeze(-1).float()
+    bounded = torch.where(sound, sizes.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
+    size = (log_weights.exp() * bounded).sum(dim=0)
+    weighted = logits - sizes.unsqueeze(-1) + (log_weights + size).float().unsqueeze(-1)
+    return functools.reduce(torch.logaddexp, torch.where(sound.unsqueeze(-1), weighted, -torch.inf).unbind())
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "mixed_precision": "no",
             "bootstrap_resamples": 2000,
         },
-        "export": {"format": ["llama", "transformers"], "dtype": "float32"},
+        "export": {"format": "llama", "dtype": "float32"},
     }
 
 
@@ -179,15 +179,17 @@ def test_the_later_override_wins(seeds: list[int]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "formats"),
     [
-        ([], ["llama", "transformers"]),
-        (["method.variant=route", "export.dtype=bfloat16"], ["llama", "transformers"]),
+        ([], ["llama"]),
+        (["method.variant=route", "export.dtype=bfloat16"], ["llama"]),
+        (["method.collaboration.layers=top:1"], ["llama", "transformers"]),
+        (["method.variant=route", "method.router.rule=cosine"], ["llama", "transformers"]),
         (["method.variant=adapt"], ["llama"]),
         (["method.variant=lora"], ["llama"]),
         (["export.format=llama"], ["llama"]),
         (["export.format=[adapter, llama]"], ["adapter", "llama"]),
     ],
 )
-def test_a_routed_model_is_exported_with_its_router_too_unless_the_config_says_otherwise(
+def test_a_routed_model_is_exported_in_two_folders_where_the_plain_one_cannot_be_routed_unless_the_config_says_so(
     overrides: list[str], formats: list[str]
 ) -> None:
     assert load_text(SMALLEST, *overrides).export.formats == formats

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import CollaborationConfig, ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.evaluation.run import evaluate
 from scale_cli.export.card import model_card
@@ -57,7 +57,7 @@ def test_every_export_has_a_card_with_the_data_the_budget_and_the_parity(
     assert f"| {ledger['corpus']['num_tokens']:,} | {ledger['num_trained']:,} |" in card.text
     assert f"{summary.parity.max_logit_difference:.1e}" in card.text
     assert "Not measured" in card.text
-    assert ("trust_remote_code=True" in card.text) is (export_format == "transformers")
+    assert ("trust_remote_code=True" in card.text) is (export_format != "adapter")
 
 
 def test_a_card_tells_where_the_base_is_by_no_more_than_its_last_two_names(trained_run: TrainedRun) -> None:
@@ -77,7 +77,8 @@ def test_the_forgetting_table_is_of_the_head_that_the_folder_answers_with(traine
     for corpus in report.corpora:
         assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['adapted'].bits_per_byte:.3f} |" in dense
         assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['posterior'].bits_per_byte:.3f} |" in served
-    assert "the router" in dense
+        assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['posterior'].bits_per_byte:.3f} |" in dense
+    assert dense.index("With its router:") < dense.index("Loaded plainly:")
 
 
 def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
@@ -90,7 +91,10 @@ def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_
     figures = f"from {tiny['base'].bits_per_byte:.3f} to {tiny['adapted'].bits_per_byte:.3f} bits/byte"
     first = lines_of(card_of(config, report))[1]
     assert f"English (tiny) {figures}" in first
-    assert "`transformers`" in first and "`scale generate`" in first
+    assert "`scale generate`" in first and "`trust_remote_code=True`" in first and "`scale serve`" in first
+    collaborating = config.method.model_copy(update={"collaboration": CollaborationConfig(layers="top:1")})
+    first = lines_of(card_of(config.model_copy(update={"method": collaborating}), report))[1]
+    assert "`transformers`" in first and "`scale generate`" in first and "trust_remote_code" not in first
     assert "variant `route`" in lines_of(card_of(preserve, report))[1]
     for served in (with_export(config, "transformers"), trained_run({"variant": "full"})):
         assert "without a router" not in card_of(served, report)
@@ -104,7 +108,9 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_what_that_doe
     assert "does not cover" in card_of(config, None)
     leaning = with_router(config, prior=0.9)
     assert "0.105 nats over the base head, nor than 2.303 over the trained one" in card_of(leaning, None)
-    unbound = [with_router(config, switch_rate=0.1), with_router(config, rule="cosine"), with_export(config, "llama")]
+    assert "no document costs" in card_of(with_export(config, "llama"), None)
+    cosine = with_router(config, rule="cosine")
+    unbound = [with_router(config, switch_rate=0.1), cosine, with_export(cosine, "llama")]
     unbound.append(with_export(trained_run({"variant": "preserve"}), "transformers"))
     for served in unbound:
         assert "no document costs" not in card_of(served, None)

@@ -1,0 +1,377 @@
+"""A plain export served with its router: the family's own model, every head read off its one vocabulary head.
+
+The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...], and the columns of its vocabulary head
+one group for each, [H | H'_1 | ...]. So the one product gives every head's logits, z_0 = H x and z_k = z_parent + H'_k
+u_k, and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
+
+Layers, attention, cache, quantisation and devices are transformers' own. What the router remembers between two calls
+lies in the cache as one more layer, so that what is done to a cache is done to it too.
+
+Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from .routing import log_prior, mix_logits, posterior_log_weights
+
+_LOGITS_AT_ONCE = 2**22  # of each head: 16 MB in float32
+
+
+class RouterMemory(NamedTuple):
+    """What the router knows after a token.
+
+    Args:
+        log_weights_KB: weight of each head before the next token.
+        logits_KBV: what each head says the next token is; it is judged when that token comes.
+        sizes_KB: their log-sum-exps.
+    """
+
+    log_weights_KB: Tensor
+    logits_KBV: Tensor
+    sizes_KB: Tensor
+
+
+class RouterLayer:
+    """The router's memory as one more layer of a cache: it is reordered, cropped, repeated and reset with the others.
+
+    Args:
+        layers: the others.
+    """
+
+    supports_early_init, is_initialized, is_sliding, is_croppable = False, True, False, True
+    keys = values = None
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.is_compileable = all(layer.is_compileable for layer in layers)
+        self._first = layers[0]
+        self.is_empty = True
+        self.last: RouterMemory | None = None
+        self._forget_how_it_came()
+
+    def _forget_how_it_came(self) -> None:
+        """Drop what tokens can be taken back with: what was known before the last call, and its rows and weights."""
+        self.before: RouterMemory | None = None
+        self.call: tuple[Tensor, Tensor] | None = None
+
+    def reset(self) -> None:
+        """Forget everything; tensors that a compiled step writes into stay where they are."""
+        self.is_empty = True
+        self._forget_how_it_came()
+
+    def keep(self, memory: RouterMemory, rows_BTD: Tensor, log_weights_KBT: Tensor) -> None:
+        """Remember what is known after a call."""
+        if not self.is_compileable:
+            self.before, self.call = None if self.is_empty else self.last, (rows_BTD, log_weights_KBT)
+            self.last = memory
+        elif self.last is None or self.last.logits_KBV.shape != memory.logits_KBV.shape:
+            self.last = RouterMemory(*(tensor.clone() for tensor in memory))
+            if not torch.compiler.is_compiling():
+                for tensor in self.last:
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            for tensor, now in zip(self.last, memory, strict=True):
+                tensor.copy_(now)
+        self.is_empty = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens of the last call, as assisted decoding does with those that were not accepted.
+
+        Raises:
+            NotImplementedError: they are more, or the batch has been changed since.
+        """
+        num_removed = abs(tokens_to_remove)
+        if num_removed == 0 or self.is_empty:
+            return
+        if self.call is None or num_removed > self.call[0].shape[1]:
+            raise NotImplementedError("a routed model's cache gives back the tokens of the last call, and none before")
+        rows_BTD, log_weights_KBT = self.call[0][:, :-num_removed], self.call[1][..., :-num_removed]
+        if rows_BTD.shape[1]:
+            self.call = rows_BTD, log_weights_KBT
+            self.last = None
+        else:
+            self.last, self.is_empty = self.before, self.before is None
+            self._forget_how_it_came()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the memory of the chosen beams."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the chosen sequences."""
+        if self.last is not None:
+            self.last = RouterMemory(*(tensor.index_select(1, indices.to(tensor.device)) for tensor in self.last))
+        self._forget_how_it_came()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
+        if self.last is not None:
+            self.last = RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self.last))
+        self._forget_how_it_came()
+
+    def offload(self) -> None:
+        """Stay where it is."""
+
+    def prefetch(self) -> None:
+        """Fetch the layer that comes next, which is the first."""
+        self._first.prefetch()
+
+    def get_max_length(self) -> int:
+        """Return that it has no end."""
+        return -1
+
+
+class Routed(nn.Module):
+    """What is the same in every family: the forward, and what generation has to know of the router.
+
+    Raises:
+        ValueError: the folder's config.json tells of no router.
+    """
+
+    config: Any
+    model: Any
+    lm_head: Any
+    loss_function: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        router = getattr(config, "scale_router", None)
+        if router is None:
+            raise ValueError("config.json has no scale_router: this is a plain model, and has no router")
+        sizes, parents = router["stream_sizes"], router["parents"]
+        if sum(sizes) != config.hidden_size or len(parents) != len(sizes) - 1:
+            raise ValueError("config.json: scale_router does not fit hidden_size: it is another model's")
+        self._columns = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self._read: list[list[slice]] = []  # of every head the columns of its streams
+        for own, parent in zip(self._columns, [None, *parents], strict=True):
+            self._read.append([own] if parent is None else [*self._read[parent], own])
+        self._parents, self._prior, self._switch_rate = parents, router["prior"], router["switch_rate"]
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads it routes among."""
+        return len(self._columns)
+
+    def log_weights(self, input_ids: Tensor) -> Tensor:
+        """Return (K, B, T): the weight of each head after every one of `input_ids` (B, T), as logarithms."""
+        cache: Any = DynamicCache()
+        self(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        weights_KBT: Tensor = cache.layers[-1].call[1]
+        return weights_KBT
+
+    @can_return_tuple  # type: ignore[untyped-decorator] (transformers')
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        evidence_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return scores whose softmax is the mixture of the heads; arguments as of the family's own class.
+
+        `evidence_mask` (B, T) says whether neither a token nor the one before it is padding; it is read off
+        `attention_mask` where that has two dimensions.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")
+        num_positions = input_ids.shape[1]
+        if evidence_mask is None and attention_mask is not None:
+            evidence_mask = _evidence_mask(attention_mask, num_positions)
+        layer = None if past_key_values is None else _router_layer(past_key_values)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        cache = outputs.past_key_values if past_key_values is None else past_key_values
+        if cache is not None and layer is None:
+            layer = RouterLayer(cache.layers)
+            cache.layers.append(layer)
+        index = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        first = 0 if index is not None or not logits_to_keep else max(0, num_positions - int(logits_to_keep))
+        logits = self._mixture(outputs.last_hidden_state, input_ids, evidence_mask, layer, first)
+        if index is not None:
+            logits = logits[:, index]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _mixture(
+        self,
+        rows_BTD: Tensor,
+        ids_BT: Tensor,
+        evidence_mask: Tensor | None,
+        layer: RouterLayer | None,
+        first: int,
+    ) -> Tensor:
+        """Return the mixture's scores from a position on, and leave the router's memory in the cache."""
+        last = self._last(layer)
+        prior_K = log_prior(self._prior, self.num_heads, rows_BTD.device)
+        weights, scores = [], []
+        for at, logits_KBTV in self._logits_in_parts(rows_BTD):
+            device = logits_KBTV.device
+            sizes_KBT = logits_KBTV.logsumexp(dim=-1)
+            evidence_KBT = _evidence(last, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
+            if evidence_mask is not None:
+                evidence_KBT = torch.where(evidence_mask[:, at].to(device), evidence_KBT, 0.0)
+            prior_K = prior_K.to(device)
+            start_KB = prior_K[:, None].expand(-1, len(ids_BT)) if last is None else last.log_weights_KB
+            log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self._switch_rate)
+            weights.append(log_weights_KBS[..., 1:])
+            if at.stop > first:
+                kept = slice(max(0, first - at.start), None)
+                scores.append(mix_logits(weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]))
+            last = RouterMemory(log_weights_KBS[..., -1], logits_KBTV[:, :, -1], sizes_KBT[..., -1])
+        if layer is not None and last is not None:
+            layer.keep(
+                RouterMemory(*(tensor.detach() for tensor in last)), rows_BTD.detach(), torch.cat(weights, -1).detach()
+            )
+        return torch.cat(scores, dim=1)
+
+    def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
+        """Return what is known after the last token; where tokens were taken back, their predecessor is read anew."""
+        if layer is None or layer.is_empty:
+            return None
+        if layer.last is None and layer.call is not None:
+            rows_BTD, log_weights_KBT = layer.call
+            logits_KBV = self._head_logits(rows_BTD[:, -1:])[:, :, 0]
+            layer.last = RouterMemory(log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1))
+        return layer.last
+
+    def _logits_in_parts(self, rows_BTD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Give (K, B, positions, V) of as many positions at a time as fit."""
+        num_rows, num_positions = rows_BTD.shape[:2]
+        at_once = max(1, _LOGITS_AT_ONCE // (num_rows * self.config.vocab_size))
+        for start in range(0, num_positions, at_once):
+            at = slice(start, min(start + at_once, num_positions))
+            yield at, self._head_logits(rows_BTD[:, at])
+
+    def _head_logits(self, rows_BTD: Tensor) -> Tensor:
+        """Return (K, B, T, V) float32: one product, and one read of the matrix.
+
+        Of many rows by columns. Of one row the matrix is waited for, not the arithmetic: there the head is asked as a
+        whole, with a row for every head in which the streams that it does not read are zero. So is every head that is
+        no plain matrix: quantised, offloaded, split over devices.
+        """
+        head = self.lm_head
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
+        if plain and rows_BTD.shape[0] * rows_BTD.shape[1] > 1:
+            base, *added = (F.linear(rows_BTD[..., at], head.weight[:, at]).float() for at in self._columns)
+            heads = [base]
+            for own, parent in zip(added, self._parents, strict=True):
+                heads.append(heads[parent] + own)
+            return torch.stack(heads)
+        read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
+        for row_BTD, columns in zip(read_KBTD, self._read, strict=True):
+            for at in columns:
+                row_BTD[..., at] = rows_BTD[..., at]
+        logits: Tensor = head(read_KBTD)
+        return logits.float()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Add what is evidence: for a static cache the mask is given four dimensions, and hides what is padding."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
+        mask, ids = kwargs.get("attention_mask"), inputs.get("input_ids")
+        if isinstance(ids, Tensor) and mask is None:
+            inputs["evidence_mask"] = torch.ones_like(ids, dtype=torch.bool)
+        elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:
+            inputs["evidence_mask"] = _evidence_mask(mask, ids.shape[1])
+        return inputs
+
+    def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: its paged cache does not hold the router's memory.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "a routed model has no continuous batching in transformers: serve without it, or in vLLM with our plug-in"
+        )
+
+
+class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+    """A Llama with its router."""
+
+
+class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+    """A Mistral with its router."""
+
+
+class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+    """A Qwen2 with its router."""
+
+
+class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+    """A Qwen3 with its router."""
+
+
+def _router_layer(cache: Any) -> RouterLayer | None:
+    """Return the router's layer of a cache; None where the cache is new.
+
+    Raises:
+        ValueError: another model has filled it.
+    """
+    if cache.layers and isinstance(cache.layers[-1], RouterLayer):
+        return cache.layers[-1]
+    if cache.get_seq_length() > 0:
+        raise ValueError("past_key_values: another model filled this cache; the router has to read its tokens itself")
+    return None
+
+
+def _evidence_mask(attention_mask: Any, num_positions: int) -> Tensor:
+    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding.
+
+    Raises:
+        ValueError: the mask is not one of padding.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
+    seen = attention_mask[:, -num_positions - 1 :].bool()
+    if seen.shape[1] == num_positions:
+        seen = F.pad(seen, (1, 0))
+    return seen[:, 1:] & seen[:, :-1]
+
+
+def _evidence(last: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return (K, B, T): what each head had said of every token; 0 of one before which nothing was said."""
+    num_heads = len(logits_KBTV)
+    if last is None:
+        of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
+    else:
+        ids_KB1 = ids_BT[:, :1].expand(num_heads, -1, -1)
+        of_first_KB1 = last.logits_KBV.gather(-1, ids_KB1) - last.sizes_KB.unsqueeze(-1)
+    if ids_BT.shape[1] == 1:
+        return of_first_KB1
+    ids_KBT1 = ids_BT[:, 1:].expand(num_heads, -1, -1).unsqueeze(-1)
+    said_KBT = logits_KBTV[:, :, :-1].gather(-1, ids_KBT1).squeeze(-1) - sizes_KBT[..., :-1]
+    return torch.cat([of_first_KB1, said_KBT], dim=-1)

@@ -1,0 +1,296 @@
+"""The plain export served routed: it says what the two streams do, however transformers calls it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from scale_cli.export.dense import dense_model
+from scale_cli.export.router_keys import router_keys
+from scale_cli.model import routed_scale
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routed_scale import Routed, RouterLayer
+from tests.model.test_families import FAMILIES, tiny
+from tests.widening import as_if_trained, tiny_llama, widen
+
+IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(IDS)
+PADDED[0, :5] = 0
+Pair = tuple[Any, Any]
+
+
+def routed(model: ScaleForCausalLM) -> Any:
+    """The dense export as its folder is loaded with its router."""
+    plain = dense_model(model, "float32")
+    plain.config.scale_router = router_keys(model)
+    loaded: Any = getattr(routed_scale, f"ScaleRouted{type(plain).__name__}")(plain.config)
+    loaded.load_state_dict(plain.state_dict())
+    loaded.generation_config.pad_token_id = 0
+    return loaded.eval()
+
+
+def stack() -> ScaleForCausalLM:
+    below = as_if_trained(widen(tiny_llama(), "adapt"))
+    return as_if_trained(widen(below.requires_grad_(False), "route", prior=0.8), seed=2)
+
+
+@pytest.fixture(scope="module", params=["one expansion", "a switching router", "a stack"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    if request.param == "a stack":
+        model = stack()
+    else:
+        switch_rate = 0.05 if "switching" in request.param else 0.0
+        model = as_if_trained(widen(tiny_llama(), "route", switch_rate=switch_rate))
+    return model, routed(model)
+
+
+@pytest.fixture(scope="module")
+def two() -> Pair:
+    model = as_if_trained(widen(tiny_llama(), "route"))
+    return model, routed(model)
+
+
+@torch.no_grad()
+def answered(model: Any, ids: Tensor = IDS, **kwargs: Any) -> Tensor:
+    logits: Tensor = model(input_ids=ids, **{"use_cache": False, **kwargs}).logits
+    return logits
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0.0, atol=1e-4)
+
+
+def test_it_answers_as_the_two_streams_do_with_padding_and_without(pair: Pair) -> None:
+    two_streams, one_row = pair
+    close(answered(one_row), answered(two_streams))
+    with_padding = {"attention_mask": PADDED}
+    seen = PADDED.bool()
+    close(answered(one_row, **with_padding)[seen], answered(two_streams, **with_padding)[seen])
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral, window 8", "qwen2, upper layers windowed", "qwen3", "llama, tied, biases"]
+)
+def test_of_every_family_it_does_and_generates_the_same(tmp_path: Any, family: str) -> None:
+    assert family in FAMILIES
+    model: Any = as_if_trained(widen(tiny(family, tmp_path), "route"))
+    one_row = routed(model)
+    close(answered(one_row), answered(model))
+    options: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": PADDED}
+    for cache in ("dynamic", "static"):
+        generated = one_row.generate(IDS, **options, cache_implementation=cache)
+        assert torch.equal(generated, model.generate(IDS, **options))
+
+
+def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_row = pair[1]
+    whole, head_logits = answered(one_row, attention_mask=PADDED), Routed._head_logits
+    read: list[int] = []
+
+    def reading(self: Routed, rows_BTD: Tensor) -> Tensor:
+        read.append(rows_BTD.shape[1])
+        return head_logits(self, rows_BTD)
+
+    monkeypatch.setattr(routed_scale, "_LOGITS_AT_ONCE", 3 * 2 * 61)
+    monkeypatch.setattr(Routed, "_head_logits", reading)
+    index = torch.tensor([13, 2, 19])
+    for keep, expected in ((0, whole), (1, whole[:, -1:]), (8, whole[:, -8:]), (99, whole), (index, whole[:, index])):
+        close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), expected)
+    assert max(read) == 3
+
+
+GENERATING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "without a cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_it_generates_what_the_two_streams_generate(pair: Pair, name: str) -> None:
+    generated = []
+    for model in pair:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 16, "pad_token_id": 0, "attention_mask": PADDED, **GENERATING[name]}
+        generated.append(model.generate(IDS, **options))
+    assert torch.equal(*generated)
+
+
+class _Told(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "way", ["a static cache", "twice in one", "in chunks", "prompt lookup", "an assistant", "a stream"]
+)
+def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> None:
+    one_row, ids = pair[1], IDS[1:].repeat(1, 2)  # a prompt in which something can be looked up
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    expected = one_row.generate(ids, **options)
+    told = _Told()
+    ways: dict[str, dict[str, Any]] = {
+        "a static cache": {"cache_implementation": "static"},
+        "twice in one": {"past_key_values": StaticCache(one_row.config, max_cache_len=80)},
+        "in chunks": {"prefill_chunk_size": 7},
+        "prompt lookup": {"prompt_lookup_num_tokens": 4},
+        "an assistant": {"assistant_model": copy.deepcopy(pair[0].root)},
+        "a stream": {"streamer": told},
+    }
+    assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)
+    if way == "twice in one":
+        ways[way]["past_key_values"].reset()
+        assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)
+    assert way != "a stream" or told.tokens == expected.flatten().tolist()
+
+
+def test_a_step_with_a_static_cache_is_one_graph(two: Pair) -> None:
+    one_row = two[1]
+    expected = one_row.generate(IDS, attention_mask=PADDED, max_new_tokens=8)
+    inputs: Any = one_row.prepare_inputs_for_generation
+    cache: Any = StaticCache(one_row.config, max_cache_len=40)
+    mask, ids = PADDED, IDS
+    step = torch.compile(one_row.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        logits = one_row(**inputs(IDS, past_key_values=cache, attention_mask=mask)).logits
+        for _ in range(8):
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            asked = inputs(ids, next_sequence_length=1, past_key_values=cache, attention_mask=mask)
+            state = cache.layers[-1].last.logits_KBV.data_ptr()
+            logits = step(**asked).logits
+            assert cache.layers[-1].last.logits_KBV.data_ptr() == state, "graphs replay on fixed addresses"
+    assert torch.equal(ids, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+@torch.no_grad()
+def test_whatever_calls_and_takings_back_a_text_came_by_its_scores_are_the_same(two: Pair, data: st.DataObject) -> None:
+    one_row = two[1]
+    whole, cache, position = answered(one_row), DynamicCache(config=one_row.config), 0
+    while position < IDS.shape[1]:
+        length = data.draw(st.integers(1, IDS.shape[1] - position))
+        logits = one_row(IDS[:, position : position + length], past_key_values=cache).logits
+        close(logits, whole[:, position : position + length])
+        position += length
+        taken_back = data.draw(st.integers(0, length - 1 if position == IDS.shape[1] else length))
+        if position < IDS.shape[1]:
+            cache.crop(-taken_back)
+            position -= taken_back
+        elif taken_back:
+            break
+    assert isinstance(cache.layers[-1], RouterLayer)
+
+
+@torch.no_grad()
+def test_the_memory_follows_the_sequences_of_its_cache(two: Pair) -> None:
+    one_row = two[1]
+    whole = answered(one_row)
+    operations: list[tuple[Callable[[Any], None], list[int]]] = [
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ]
+    for operate, order in operations:
+        cache = one_row(IDS[:, :12], use_cache=True).past_key_values
+        operate(cache)
+        close(one_row(IDS[order, 12:], past_key_values=cache).logits, whole[order, 12:])
+        copied = copy.deepcopy(cache)
+        assert torch.equal(*(one_row(IDS[order, :3], past_key_values=c).logits for c in (cache, copied)))
+
+
+def test_eager_attention_and_sdpa_say_the_same(two: Pair) -> None:
+    eager = copy.deepcopy(two[1])
+    eager.set_attn_implementation("eager")
+    close(answered(eager, attention_mask=PADDED)[1], answered(two[1], attention_mask=PADDED)[1])
+
+
+@torch.no_grad()
+def test_one_token_asks_the_head_once_and_a_head_that_is_no_plain_matrix_is_asked_as_a_whole(two: Pair) -> None:
+    asked: list[tuple[int, ...]] = []
+    hooked = copy.deepcopy(two[1])
+    hooked.lm_head.register_forward_hook(lambda _module, rows, _logits: asked.append(tuple(rows[0].shape)))
+    cache = hooked(IDS[:1], use_cache=True).past_key_values
+    hooked(IDS[:1, :1], past_key_values=cache)
+    assert asked == [(2, 1, 1, hooked.config.hidden_size)]
+    add_hook_to_module(hooked.lm_head, ModelHook())  # as accelerate puts one where it moves a module about
+    close(answered(hooked), answered(two[1]))
+    quantised = copy.deepcopy(two[1])
+    quantised.lm_head = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(quantised.lm_head))[0]
+    assert type(quantised.lm_head) is not torch.nn.Linear
+    wanted = answered(two[1]).log_softmax(-1)
+    assert (answered(quantised).log_softmax(-1) - wanted).abs().mean() < 0.05
+
+
+def test_labels_give_the_loss_of_the_mixture(two: Pair) -> None:
+    labels = IDS.masked_fill(PADDED == 0, -100)
+    losses = [model(IDS, attention_mask=PADDED, labels=labels).loss for model in two]
+    close(*losses)
+    losses[1].backward()
+
+
+def test_a_broken_head_has_no_say(two: Pair) -> None:
+    broken = copy.deepcopy(two[0])
+    with torch.no_grad():
+        broken.expansion.lm_head.weight.fill_(float("nan"))
+        expected = broken.root(IDS, use_cache=False).logits
+    torch.testing.assert_close(answered(routed(broken)).log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+def _filled_by_another(model: Any) -> Any:
+    return model(IDS, past_key_values=two_streams_cache(model))
+
+
+def two_streams_cache(model: Any) -> Any:
+    return super(Routed, model).forward(IDS, use_cache=True).past_key_values
+
+
+@torch.no_grad()
+def _cropped_too_far(model: Any) -> None:
+    cache = model(IDS, use_cache=True).past_key_values
+    model(IDS[:, :2], past_key_values=cache)
+    cache.crop(-3)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "embeddings": (lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS)), "pass input_ids"),
+    "continuous batching": (lambda m: m.generate_batch(IDS.tolist()), "no continuous batching"),
+    "a manager of it": (lambda m: m.init_continuous_batching(), "no continuous batching"),
+    "another model's cache": (_filled_by_another, "another model filled this cache"),
+    "a mask of four dimensions": (lambda m: m(IDS, attention_mask=torch.ones(2, 1, 20, 20)), "mask of two dimensions"),
+    "too many tokens taken back": (_cropped_too_far, "tokens of the last call"),
+    "a plain model": (lambda m: type(m)(tiny_llama().config), "this is a plain model"),
+    "another model's keys": (
+        lambda m: type(m)(type(m.config)(**m.config.to_dict() | {"hidden_size": 60})),
+        "does not fit hidden_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_in_one_line(two: Pair, name: str) -> None:
+    call, told = REFUSED[name]
+    with pytest.raises((ValueError, NotImplementedError), match=told) as refused:
+        call(two[1])
+    assert "\n" not in str(refused.value)
