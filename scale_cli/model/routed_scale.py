@@ -169,7 +169,7 @@ class Routed(nn.Module):
         weights_KBT: Tensor = cache.layers[-1].call[1]
         return weights_KBT
 
-    @can_return_tuple  # type: ignore[untyped-decorator] (transformers')
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
