@@ -22,6 +22,7 @@ from scale_cli.options import (
     Config,
     Documents,
     DryRun,
+    EngineOptions,
     Flops,
     Generating,
     JoinedFolder,
@@ -32,6 +33,7 @@ from scale_cli.options import (
     Output,
     Overrides,
     Paired,
+    Plainly,
     PlanFile,
     Prior,
     Processes,
@@ -43,6 +45,8 @@ from scale_cli.options import (
     SamplesFile,
     SchemaOf,
     Seed,
+    Served,
+    ServingEngine,
     ShowHeads,
     Swept,
     SwitchRate,
@@ -314,6 +318,21 @@ def generate(
                 typer.echo(line, err=True)
 
     on_main(continue_and_print)
+
+
+@app.command()
+def serve(path: Served, options: EngineOptions = None, engine: ServingEngine = None, plain: Plainly = False) -> None:
+    """Serve an export as an OpenAI endpoint, with its router.
+
+    By the server of vLLM or of transformers.
+    """
+    refuse_several("serve")
+    from scale_cli.serve import serving
+
+    server = serving(_run_folder(path), engine, options or [], plainly=plain)
+    _say(f"serving        {server.promise}")
+    sys.stdout.flush()
+    os.execv(server.command[0], server.command)
 
 
 @app.command()

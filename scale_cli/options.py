@@ -35,6 +35,12 @@ Checked = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one folder
 Generating = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run, its final/, a checkpoint, an export, or a joined folder.")
 ]
+Served = Annotated[Path, typer.Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")]
+ServingEngine = Annotated[
+    Literal["vllm", "transformers"] | None, typer.Option("--engine", help="vLLM where it is installed, if not given.")
+]
+Plainly = Annotated[bool, typer.Option("--plain", help="Without the router.")]
+EngineOptions = Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="The engine's own.")]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
 MaxNewTokens = Annotated[
     int | None,

@@ -26,6 +26,7 @@ from scale_cli.upscale.folder import MethodModel
 KEY = "scale_router"
 # The second is for `transformers serve`, which asks for a class of that kind first, and else takes the plain one.
 _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
+_CODE = (Path(str(routed_scale.__file__)), Path(str(routing.__file__)))
 
 
 def router_keys(model: MethodModel | JoinedForCausalLM) -> dict[str, Any] | None:
@@ -65,18 +66,29 @@ def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[
         architecture: the plain class.
         router: from `router_keys`.
     """
-    for module in (routed_scale, routing):
-        source = Path(str(module.__file__))
+    for source in _CODE:
         shutil.copyfile(source, folder / source.name)
-    routed = f"{routed_scale.__name__.rpartition('.')[2]}.{_routed_name(architecture)}"
-    return {KEY: router, "auto_map": dict.fromkeys(_ASKED_FOR, routed)}
+    return {KEY: router, "auto_map": _auto_map(architecture)}
+
+
+def carries_our_code(folder: Path) -> bool:
+    """Return whether what a folder's config.json says to run is this package's own, byte for byte."""
+    config = read_json(folder / "config.json")
+    (architecture,) = config.get("architectures") or [""]
+    beside = {source: folder / source.name for source in _CODE}
+    same = all(file.is_file() and file.read_bytes() == source.read_bytes() for source, file in beside.items())
+    return same and config.get("auto_map") == _auto_map(architecture)
+
+
+def _auto_map(architecture: str) -> dict[str, str]:
+    return dict.fromkeys(_ASKED_FOR, f"{_CODE[0].stem}.{routed_name(architecture)}")
 
 
 def routed_class(folder: Path) -> Any:
     """Return the class that serves a plain export routed; None where the folder is not one that can be."""
     config = read_json(folder / "config.json")
     (architecture,) = config.get("architectures") or [""]
-    return getattr(routed_scale, _routed_name(architecture), None) if KEY in config else None
+    return getattr(routed_scale, routed_name(architecture), None) if KEY in config else None
 
 
 def head_names(num_heads: int) -> list[str]:
@@ -84,5 +96,6 @@ def head_names(num_heads: int) -> list[str]:
     return ["base", "trained"] if num_heads == 2 else ["base", *(f"head {head}" for head in range(1, num_heads))]
 
 
-def _routed_name(architecture: str) -> str:
+def routed_name(architecture: str) -> str:
+    """Return what the routed class of a plain one is called, in transformers and in vLLM."""
     return f"ScaleRouted{architecture}"

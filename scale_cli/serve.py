@@ -1,0 +1,112 @@
+"""The verb `scale serve`: which engine serves a plain export, with which flags, and what it keeps of the promise."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scale_cli.errors import MissingExtraError, RunFolderError, UsageError
+from scale_cli.export.router_keys import KEY, carries_our_code, routed_name
+from scale_cli.extras import is_installed, require
+from scale_cli.storage.atomic import read_json
+
+Engine = Literal["vllm", "transformers"]
+_MODULES = {"vllm": "vllm.entrypoints.cli.main", "transformers": "transformers.cli.transformers"}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is to be run, and what it promises.
+
+    Args:
+        command: an engine's own server.
+        promise: one line.
+    """
+
+    command: list[str]
+    promise: str
+
+
+def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainly: bool) -> Serving:
+    """Return how a folder is served.
+
+    Args:
+        path: a plain export, or a run that has one.
+        engine: None takes vLLM where it is installed, and transformers else.
+        options: handed to the engine as they are.
+        plainly: without the router.
+
+    Raises:
+        RunFolderError: there is no model at `path`.
+        UsageError: it cannot be served routed, or the engine is not installed.
+    """
+    folder = _plain_export(path)
+    config = read_json(folder / "config.json")
+    chosen: Engine = engine or ("vllm" if is_installed("vllm") else "transformers")
+    _check_engine(chosen)
+    if plainly:
+        of = "the trained head alone, without what a router keeps" if KEY in config else "it has no router"
+        return Serving(_command(chosen, folder, options), f"{folder}, plainly, in {chosen}: {of}")
+    if KEY not in config:
+        raise UsageError(
+            f"{folder}: its config.json has no {KEY}: it cannot be served routed; --plain serves what it holds"
+        )
+    if chosen == "vllm":
+        architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
+        flags = ["--hf-overrides", architectures]
+    else:
+        _check_for_transformers(folder, options)
+        flags = ["--trust-remote-code"]
+    told = f"{folder}, with its router, in {chosen}: what the trained model says, to rounding"
+    return Serving(_command(chosen, folder, [*flags, *options]), f"{told}{_bound(config[KEY])}")
+
+
+def _plain_export(path: Path) -> Path:
+    """Return the folder of a plain export: the one that was given, or the only one of a run."""
+    if (path / "config.json").is_file():
+        return path
+    found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
+    if len(found) > 1:
+        raise UsageError(f"{path}: has several exports; say which: {', '.join(map(str, found))}")
+    if not found:
+        raise RunFolderError(f"{path}: holds no plain export: write one with `scale export`, export.format=llama")
+    return found[0]
+
+
+def _check_engine(engine: Engine) -> None:
+    if engine == "vllm" and not is_installed("vllm"):
+        raise MissingExtraError(
+            "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
+        )
+    if engine == "transformers":
+        for module in ("openai", "fastapi", "uvicorn"):
+            require(module, "--engine transformers")
+
+
+def _check_for_transformers(folder: Path, options: Sequence[str]) -> None:
+    if any(option.startswith("--continuous-batching") for option in options):
+        raise UsageError(
+            "--continuous-batching: its cache does not hold the router's memory; leave it out, or take --engine vllm"
+        )
+    if not carries_our_code(folder):
+        raise UsageError(
+            f"{folder}: the code beside its weights is not this version's: export it again, or, if you have read it, "
+            f"`transformers serve {folder} --trust-remote-code`"
+        )
+
+
+def _command(engine: Engine, folder: Path, options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", _MODULES[engine], "serve", str(folder), *options]
+
+
+def _bound(router: dict[str, Any]) -> str:
+    """Return by how much routing may cost a whole document more than its best head, in words."""
+    if router["switch_rate"]:
+        return ""
+    smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
+    return f"; no document costs more than {-math.log(smallest):.3f} nats over its best head"
