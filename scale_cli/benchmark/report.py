@@ -12,37 +12,46 @@ import torch
 from scale_cli.benchmark.bars import Bar, Results
 from scale_cli.benchmark.clock import PHASES
 from scale_cli.benchmark.shapes import Shape
+from scale_cli.report.tables import Table
 
 
 def table(shape: Shape, results: Results) -> str:
     """Return one line for every contestant."""
-    head = f"{'method':27}{'tokens/s':>10} {'[quartiles]':>17}{'data':>8}{'fwd':>7}{'bwd':>7}{'opt':>7}"
-    head += f"{'GFLOP/token':>13}{'/ ideal':>9}{'saved MB':>10}{'peak MB':>9}"
-    lines = [
-        f"{shape.name}: {shape.num_tokens:,} tokens a step, {torch.get_num_threads()} thread(s), {_device(shape)}",
-        head,
-    ]
+    titles = ["method", "tokens/s", "[quartiles]", "data", "fwd", "bwd", "opt"]
+    titles += ["GFLOP/token", "/ ideal", "saved MB", "peak MB"]
+    rows = []
     for name, result in results.items():
         low, middle, high = result.quartiles()
         shares = result.shares()
-        split = f"{shares['data']:>8.2%}" + "".join(f"{shares[phase]:>7.1%}" for phase in PHASES[1:])
-        ideal = f"{result.flops / result.ideal_flops:>9.4f}" if result.ideal_flops else f"{'':>9}"
-        lines.append(
-            f"{name:27}{middle:>10,.0f} {f'[{low:,.0f}, {high:,.0f}]':>17}{split}"
-            f"{result.flops / shape.num_tokens / 1e9:>13.4f}{ideal}"
-            f"{result.saved_bytes / 1e6:>10.1f}{result.peak_bytes / 1e6:>9.1f}"
+        rows.append(
+            [
+                name,
+                f"{middle:,.0f}",
+                f"[{low:,.0f}, {high:,.0f}]",
+                f"{shares['data']:.2%}",
+                *(f"{shares[phase]:.1%}" for phase in PHASES[1:]),
+                f"{result.flops / shape.num_tokens / 1e9:.4f}",
+                f"{result.flops / result.ideal_flops:.4f}" if result.ideal_flops else "",
+                *(f"{size / 1e6:.1f}" for size in (result.saved_bytes, result.peak_bytes)),
+            ]
         )
-    return "\n".join(lines)
+    heading = f"{shape.name}: {shape.num_tokens:,} tokens a step, {torch.get_num_threads()} thread(s), {_device(shape)}"
+    return "\n".join([heading, *Table(titles, rows, "lrrrrrrrrrr").lines()])
 
 
 def bar_table(bars: list[Bar]) -> str:
     """Return one line for every bar."""
-    lines = [f"{'bar':52}{'figure':>8} {'[quartiles]':>16}{'asked':>9}"]
-    for bar in bars:
-        spread = "" if bar.quartiles is None else "[{:.3f}, {:.3f}]".format(*bar.quartiles)
-        asked = f"{'>=' if bar.at_least else '<='} {bar.bar:g}"
-        lines.append(f"{bar.what:52}{bar.figure:>8.4f} {spread:>16}{asked:>9}  {'met' if bar.met else 'MISSED'}")
-    return "\n".join(lines)
+    rows = [
+        [
+            bar.what,
+            f"{bar.figure:.4f}",
+            "" if bar.quartiles is None else "[{:.3f}, {:.3f}]".format(*bar.quartiles),
+            f"{'>=' if bar.at_least else '<='} {bar.bar:g}",
+            "met" if bar.met else "MISSED",
+        ]
+        for bar in bars
+    ]
+    return "\n".join(Table(["bar", "figure", "[quartiles]", "asked", ""], rows, "lrrrl").lines())
 
 
 def to_json(shape: Shape, results: Results, bars: list[Bar]) -> dict[str, Any]:

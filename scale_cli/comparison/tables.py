@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scale_cli.comparison.options import Option, corpora_in_words, languages_of
+from scale_cli.comparison.options import Option, languages_of
 from scale_cli.comparison.runs import benchmarks_of
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
@@ -89,27 +89,6 @@ def _times_base(option: Option) -> str:
 
 def _difference(interval: Interval, digits: int, bold: bool = False) -> Cell:
     return Cell(number(interval.value, digits, "+"), bounds(interval, digits), bold)
-
-
-def methods_caption(options: Sequence[Option]) -> str:
-    """Return how to read the table of the methods."""
-    report = options[0].run.report
-    means = [
-        f"{side.lower()} is {corpora_in_words(report.with_role(role))}"
-        for side, role in zip(("lost", "gained"), ("retention", "acquisition"), strict=True)
-        if len(report.with_role(role)) > 1
-    ]
-    several = f" {'; '.join(means).capitalize()}, intervals added in quadrature." if means else ""
-    return (
-        "Bits per UTF-8 byte against the untouched base, with 95 % intervals (paired bootstrap over documents); lost "
-        f"is better small, gained is better large.{several} In bold: an option that no other here, or no other of one "
-        "model, beats on both. Weights held and passes are counted, not timed: “beside the base, mixed” keeps two "
-        "whole models in memory and runs both for every token; the posterior rule averages their predictions. (LoRA "
-        "kept unmerged could share the base’s weights, still at two passes.) A widened model holds its base inside, so "
-        "SCALE-Route gives the same kind of answer from one model: in one pass, and a second one only of the k of L "
-        "layers from the first that collaborates upwards (1 + k/L). Training tokens/s counts optimiser steps alone; "
-        "peak memory is of the whole training process, periodic evaluation included."
-    )
 
 
 def corpus_tables(options: Sequence[Option]) -> list[Table]:

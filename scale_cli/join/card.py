@@ -12,10 +12,34 @@ from scale_cli.evaluation.guarantee import NOT_COVERED
 from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, table
 from scale_cli.export.licence import Licence
 from scale_cli.join.members import Joint, Member
-from scale_cli.join.render import figures_table
 from scale_cli.join.scoring import JoinedCorpus
+from scale_cli.report.numbers import number, percent
+from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.checkpoint import TOKEN_LEDGER
+
+
+def figures_table(corpora: Sequence[JoinedCorpus]) -> Table:
+    """Return all heads and the router on every corpus, in both units."""
+    titles = ["corpus", "", *corpora[0].heads, "routed", "worst document"]
+    rows = []
+    for corpus in corpora:
+        heads = [*corpus.heads.values(), corpus.routed]
+        name = f"{corpus.name} ({corpus.language})"
+        worst = f"{number(corpus.worst_document_nats, 3, '+')} nats"
+        rows += [
+            [name, "nats/token", *(number(head.nats_per_token, 4) for head in heads), worst],
+            ["", "bits/byte", *(number(head.bits_per_byte, 4) for head in heads), ""],
+            ["", "served", *("" if head.share is None else percent(head.share) for head in heads), ""],
+        ]
+    return Table(titles, rows, "ll" + "r" * (len(titles) - 2))
+
+
+def bound_in_words(max_cost_nats: float | None) -> str:
+    """Return what routing costs at most over the best head."""
+    if max_cost_nats is None:
+        return "worst document: routed - best head; no bound holds with a switch rate"
+    return f"worst document: routed - best head, in nats; {max_cost_nats:.3f} at most, whatever was trained"
 
 
 def joined_card(
@@ -56,7 +80,9 @@ def joined_card(
                 ],
             ),
             "Expansions": table(["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"], rows),
-            "What it costs, and what it learned": figures_table(corpora, max_cost_nats)
+            "What it costs, and what it learned": "\n\n".join(
+                [figures_table(corpora).markdown(), bound_in_words(max_cost_nats)]
+            )
             + ("" if max_cost_nats is None else f". {NOT_COVERED}"),
         },
     )

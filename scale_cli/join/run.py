@@ -14,9 +14,8 @@ from scale_cli.errors import ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.licence import base_licence
 from scale_cli.export.self_contained import write_self_contained
-from scale_cli.join.card import joined_card
+from scale_cli.join.card import bound_in_words, figures_table, joined_card
 from scale_cli.join.members import Joint, join_runs
-from scale_cli.join.render import table_lines
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
@@ -74,7 +73,8 @@ class JoinSummary:
             *members,
             f"proved         base logits, and every head's against its run alone, bitwise equal on "
             f"{len(SAMPLE_TEXTS)} prompts",
-            *table_lines(self.report.corpora, self.report.max_cost_nats),
+            *figures_table(self.report.corpora).lines(),
+            bound_in_words(self.report.max_cost_nats),
             f"written        {self.folder}, its model card is README.md",
         ]
 

@@ -6,6 +6,8 @@ from textwrap import wrap
 
 from scale_cli.planning.device import Device
 from scale_cli.planning.run import MethodPlan, Plan
+from scale_cli.report.numbers import quantity
+from scale_cli.report.tables import Table
 
 _WIDTH, _LABEL = 100, 15
 
@@ -33,11 +35,11 @@ def _heading(plan: Plan) -> list[str]:
         ),
     ]
     for source, corpus in zip(plan.config.corpus.sources, plan.corpora, strict=True):
-        told = "not tokenised yet, so its epochs are not known"
+        size = "not tokenised yet, so its epochs are not known"
         if corpus is not None:
-            told = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
+            size = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
         role = " (replay)" if source.role == "replay" else ""
-        lines.append(("corpus", f"{source.name}{role}: {told}"))
+        lines.append(("corpus", f"{source.name}{role}: {size}"))
     lines.append(("device", _device_line(plan.device)))
     if processes > 1:
         lines.append(("processes", f"{processes:,}, each on a device of its own"))
@@ -48,35 +50,29 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _device_line(device: Device) -> str:
-    rate = f"{_quantity(device.flops_per_s)}FLOP/s {device.origin}"
+    rate = f"{quantity(device.flops_per_s, 'FLOP/s')} {device.origin}"
     return rate if device.utilisation == 1.0 else f"{rate}; {device.utilisation:.0%} of it assumed"
 
 
 def _work_table(plan: Plan) -> list[str]:
-    head = ("frozen", "trainable", "FLOPs/token", "counted", "run's FLOPs", "time")
-    lines = [f"{'':{_LABEL}}{head[0]:>10}{head[1]:>11}{head[2]:>13}{head[3]:>11}{head[4]:>13}{head[5]:>11}"]
+    titles = ["", "frozen", "trainable", "FLOPs/token", "counted", "run's FLOPs", "time"]
+    rows = []
     for method in plan.methods:
-        ideal = method.ideal_flops.total
-        lines.append(
-            f"{_name(method):{_LABEL}}{_quantity(method.parameters.num_frozen):>10}"
-            f"{_quantity(method.parameters.num_trainable):>11}{_quantity(ideal):>13}"
-            f"{_quantity(method.counted_flops_per_token):>11}{_quantity(ideal * plan.num_tokens):>13}"
-            f"{_duration(method.time_s):>11}"
-        )
-    return lines
+        ideal, sizes = method.ideal_flops.total, method.parameters
+        counts = (sizes.num_frozen, sizes.num_trainable, ideal, method.counted_flops_per_token, ideal * plan.num_tokens)
+        rows.append([_name(method), *map(quantity, counts), _duration(method.time_s)])
+    return Table(titles, rows, "lrrrrrr").lines()
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    head = ("frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint")
-    widths = (9, 10, 11, 9, 10, 10, 10, 12)
-    lines = [f"{'memory':{_LABEL}}" + "".join(f"{name:>{width}}" for name, width in zip(head, widths, strict=True))]
+    titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
+    rows = []
     for method in plan.methods:
         held = method.memory
         kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head, held.total)
         sizes = (*kinds, method.parameters.checkpoint_bytes)
-        cells = "".join(f"{_quantity(size)}B".rjust(width) for size, width in zip(sizes, widths, strict=True))
-        lines.append(f"{_name(method):{_LABEL}}{cells}")
-    return lines
+        rows.append([_name(method), *(quantity(size, "B") for size in sizes)])
+    return Table(titles, rows, "lrrrrrrrr").lines()
 
 
 def _footnotes(plan: Plan) -> list[str]:
@@ -97,19 +93,7 @@ def _footnotes(plan: Plan) -> list[str]:
 
 
 def _name(method: MethodPlan) -> str:
-    return f"{'>' if method.chosen else ' '} {method.variant}"
-
-
-def _quantity(number: float) -> str:
-    """Return a number to four digits with its SI prefix: 9.025 G."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
-        if abs(number) < 999.95 or prefix == "Z":
-            break
-        number /= 1000
-    digits = (
-        0 if number == 0 or (not prefix and number == int(number)) else 2 if number < 10 else 1 if number < 100 else 0
-    )
-    return f"{number:.{digits}f} {prefix}"
+    return f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
 
 
 def _duration(seconds: float) -> str:

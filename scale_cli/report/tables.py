@@ -19,8 +19,13 @@ class Cell:
     below: str = ""  # stands small beneath it, or after it
     bold: bool = False
 
+    @property
+    def after(self) -> str:
+        """What stands after it on one line: an interval as it is, anything else behind a comma."""
+        return f"{' ' if self.below.startswith('[') else ', '}{self.below}" if self.below else ""
+
     def __str__(self) -> str:
-        return f"{self.text} {self.below}".strip()
+        return self.text + self.after
 
 
 Row = Sequence[str | Cell]
@@ -73,4 +78,4 @@ def num_columns(text: str) -> int:
 
 def _in_markdown(cell: Cell) -> str:
     text = plain(cell.text)
-    return f"{f'**{text}**' if cell.bold else text} {plain(cell.below)}".strip()
+    return (f"**{text}**" if cell.bold else text) + plain(cell.after)

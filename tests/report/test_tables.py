@@ -23,7 +23,7 @@ def test_columns_of_lines_stand_beneath_each_other_in_any_script(rows: list[list
 @given(st.lists(st.lists(TEXT, min_size=2, max_size=2), min_size=1, max_size=6))
 def test_a_table_in_markdown_has_as_many_cells_in_every_row_whatever_is_in_them(rows: list[list[str]]) -> None:
     lines = Table(["a", Cell("b", "c", bold=True)], rows, "lr").markdown().splitlines()
-    assert lines[:2] == ["| a | **b** c |", "| --- | ---: |"]
+    assert lines[:2] == ["| a | **b**, c |", "| --- | ---: |"]
     assert len(lines) == 2 + len(rows)
     assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines} == {3}
 
