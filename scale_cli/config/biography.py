@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.config.values import BatchSize, Folder, LearningRate, Name, Section, Steps
+from scale_cli.config.values import BatchSize, Folder, LearningRate, MixedPrecision, Name, Section, Steps
 
 
 class PeopleConfig(Section):
@@ -54,7 +54,7 @@ class StageConfig(Section):
     lr: LearningRate = 2.0e-3
     warmup_steps: int = Field(default=10, ge=0, le=10_000_000)
 
-    def schedule(self, mixed_precision: Literal["no", "bf16"], lr: float | None = None) -> TrainConfig:
+    def schedule(self, mixed_precision: MixedPrecision, lr: float | None = None) -> TrainConfig:
         """Return the training settings of this stage, at another learning rate where one is given."""
         return TrainConfig(
             max_steps=self.max_steps,
@@ -105,7 +105,7 @@ class BiographyConfig(Section):
     output_dir: Folder
     seed: int = Field(default=0, ge=0, lt=2**32)
     language: Literal["en", "ko"] = "en"
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: MixedPrecision = "bf16"
     people: PeopleConfig = PeopleConfig()
     model: ModelSizes = ModelSizes()
     pretraining: StageConfig = StageConfig(max_steps=600, batch_size=32, lr=3.0e-3)
@@ -113,11 +113,6 @@ class BiographyConfig(Section):
     task_1: StageConfig = StageConfig(max_steps=400, batch_size=48)
     measure_every_steps: Steps = 25
     methods: list[ComparedMethod] = Field(default=_DEFAULT_METHODS, min_length=1)
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _yaml_no_is_no(cls, value: object) -> object:
-        return "no" if value is False else value
 
     @field_validator("methods")
     @classmethod

@@ -16,6 +16,7 @@ from scale_cli.config.values import (
     Fraction,
     Language,
     Length,
+    MixedPrecision,
     Name,
     PathText,
     Section,
@@ -357,13 +358,8 @@ class EvaluationConfig(Section):
     )
     sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
     batch_size: BatchSize = Field(default=8, description="windows at once")
-    mixed_precision: Literal["no", "bf16"] = Field(default="no", description="autocast")
+    mixed_precision: MixedPrecision = Field(default="no", description="autocast")
     bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="behind every interval")
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _yaml_no_is_no(cls, value: object) -> object:
-        return "no" if value is False else value
 
     @field_validator("perplexity", "benchmarks")
     @classmethod

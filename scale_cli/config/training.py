@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from scale_cli.config.values import BatchSize, Documents, Fraction, LearningRate, PathText, Section, Steps
+from scale_cli.config.values import (
+    BatchSize,
+    Documents,
+    Fraction,
+    LearningRate,
+    MixedPrecision,
+    PathText,
+    Section,
+    Steps,
+)
 
 # Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
 _MICRO_BATCH_SIZE = 8
@@ -94,7 +103,7 @@ class TrainConfig(Section):
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
     adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
-    mixed_precision: Literal["no", "bf16"] = Field(default="no", description="autocast")
+    mixed_precision: MixedPrecision = Field(default="no", description="autocast")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="a loss or gradient that is not finite, which never reaches the weights: stop, or leave it out",
@@ -121,12 +130,6 @@ class TrainConfig(Section):
         default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
     )
     eval_max_documents: Documents = Field(default=32, description="per corpus, at each periodic evaluation")
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _yaml_no_is_no(cls, value: object) -> object:
-        # YAML 1.1 reads a bare `no` as false.
-        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -18,6 +18,8 @@ class Section(BaseModel):
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# YAML 1.1 reads a bare `no` as false.
+MixedPrecision = Annotated[Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)]
 # Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]
 Length = Annotated[int, Field(ge=2, le=2**24)]
