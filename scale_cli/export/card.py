@@ -5,12 +5,13 @@ Source: the hub's metadata, https://huggingface.co/docs/hub/model-cards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from markupsafe import Markup
 
 from scale_cli.config.load import load_config
 from scale_cli.config.names import language_name, method_in_words, method_name
@@ -20,71 +21,24 @@ from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.export.parity import Parity
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report.numbers import number, with_interval, worst_document
+from scale_cli.report.numbers import number, percent, with_interval, worst_document
+from scale_cli.report.pages import code, markdown
+from scale_cli.report.tables import Row, Table
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import BaseRecord, looks_local, stage_folder
 from scale_cli.upscale.folder import read_record
 
-LOADING_WITH_CODE = f"""\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)
-
-It needs transformers {".".join(map(str, LEAST_TRANSFORMERS))} or newer. The code is in the `.py` files beside this \
-card: read it before you trust it. Without it: `scale generate FOLDER`. The tokenizer needs none of it, but \
-transformers asks about it unless it is told so, as above."""
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
-_LOADING = {
-    "llama": """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-
-It is a plain {architecture}: vLLM, llama.cpp's converter and everything else that loads the base loads it.""",
-    "routed": """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-
-So loaded it routes: for every token it weighs the head of the base and the trained one by how well each predicted the
-text so far. The code is in `routed_scale.py` and `routing.py` beside this card: read it before you trust it. Without
-it: `scale generate FOLDER`; as a server: `scale serve FOLDER`, in vLLM or transformers.
-
-**Loaded plainly**, without `trust_remote_code`, by llama.cpp's converter, or by a vLLM that does not have our plug-in,
-it is a plain {architecture}: the trained head alone, which has forgotten what the table below says.""",
-    "transformers": LOADING_WITH_CODE,
-    "adapter": """\
-    scale generate FOLDER --prompt TEXT
-
-It is what was trained, alone; it loads onto the base below, checked tensor by tensor, and onto no other.""",
-}
-_LOADING_BY_PEFT = """\
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE, dtype="{dtype}"), FOLDER)
-
-It is a LoRA adapter as PEFT and servers of adapters load it. That the base is the one below, `scale generate FOLDER`
-checks, and they do not."""
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """One training, of the model itself or of a widened base that it stands on.
+    """One training, of the model itself or of a widened base that it stands on."""
 
-    Args:
-        name: of its run.
-        config: of its run.
-        folder: `final/`, or an adapter export, which says neither how long it was trained nor on how much.
-    """
-
-    name: str
-    config: RunConfig
-    folder: Path
+    name: str  # of its run
+    config: RunConfig  # of its run
+    folder: Path  # final/, or an adapter export, which says neither how long it was trained nor on how much
 
 
 def _stages(config: RunConfig) -> list[_Stage]:
@@ -109,86 +63,54 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     stages = _stages(config)
     record = read_record(stages[0].folder)
     (export_format,) = config.export.formats
-    source = " ([arXiv 2511.03270](https://arxiv.org/abs/2511.03270))" if config.method.widens else ""
-    upon = f", upon {' and '.join(stage.name for stage in stages[:-1])}" if len(stages) > 1 else ""
-    summary = f"Made by `scale`, by {method_name(config.method.variant)}{source}{upon}."
-    if config.method.widens and export_format == "llama":
-        summary = f"{_what_it_lacks(config, report)}\n\n{summary}"
-    return card_page(
-        record,
-        [stage.config for stage in stages],
-        licence,
-        config.method.variant,
-        summary,
-        {
-            "Loading": _loading(config).format(architecture=architecture, dtype=config.model.dtype),
-            "How it was made": _making(stages, record, export_format, parity),
-            "Data": _data(stages),
-            "What it forgot, and what it learned": _forgetting(config, report),
-        },
-        "peft" if _is_peft(config) else "transformers",
+    routed = export_format == "llama" and config.method.routes_plainly
+    is_peft = config.method.variant == "lora" and export_format == "adapter"
+    kind = "peft" if is_peft else "routed" if routed else export_format
+    runs, library = [stage.config for stage in stages], "peft" if is_peft else "transformers"
+    bounded = config.method.variant == "route" and (routed or export_format != "llama")
+    return markdown(
+        "export_card.md.j2",
+        **shared_values(record, runs, licence, config.method.variant, library),
+        loading=loading(kind, architecture, config.model.dtype),
+        config=config,
+        report=report,
+        stages=stages,
+        export_format=export_format,
+        routed=routed,
+        method=method_name(config.method.variant),
+        making=_making(stages, record, export_format, parity).markdown(),
+        sources=_sources_table(stages).markdown(),
+        trained_by_language=_trained_by_language(stages),
+        served=None if report is None else _figures(report, report.served).markdown(),
+        plainly=None if report is None else _figures(report, "adapted").markdown(),
+        guarantee=guarantee(config.method.router) if bounded else "",
+        language_name=language_name,
+        number=number,
+        percent=percent,
     )
 
 
-def _is_peft(config: RunConfig) -> bool:
-    return config.method.variant == "lora" and config.export.formats == ["adapter"]
+def loading(kind: str, architecture: str = "", dtype: str = "") -> Markup:
+    """Return how a folder is loaded: of a format, of a plain one that can route too (routed), or by PEFT (peft)."""
+    least = ".".join(map(str, LEAST_TRANSFORMERS))
+    values = {"kind": kind, "architecture": architecture, "dtype": dtype, "least_transformers": least}
+    return Markup(markdown("card_loading.md.j2", **values).strip("\n"))
 
 
-def _routes_plainly(config: RunConfig) -> bool:
-    """Return whether an export is a plain folder that can be served routed."""
-    return config.export.formats == ["llama"] and config.method.routes_plainly
-
-
-def _loading(config: RunConfig) -> str:
-    if _is_peft(config):
-        return _LOADING_BY_PEFT
-    (export_format,) = config.export.formats
-    return _LOADING["routed" if _routes_plainly(config) else export_format]
-
-
-def _what_it_lacks(config: RunConfig, report: Report | None) -> str:
-    """Return the first line of the card of a plain folder: what the head in it lost, and what keeps that."""
-    lost = "what it lost has not been measured"
-    if report is not None and report.with_role("retention"):
-        changes = [
-            f"{language_name(corpus.language)} ({corpus.name}) from {number(corpus.heads['base'].bits_per_byte)} to "
-            f"{number(corpus.heads['adapted'].bits_per_byte)} bits/byte"
-            for corpus in report.with_role("retention")
-        ]
-        lost = f"against the base it took {', '.join(changes)}"
-    if _routes_plainly(config):
-        keeping = (
-            "with its router (`trust_remote_code=True`, `scale generate`, `scale serve`) it keeps what the base knew"
-        )
-        return f"**Loaded plainly, this is the trained head alone, without a router: {lost}; {keeping}.**"
-    keeping = "a run of the variant `route` keeps what the base knew"
-    if config.method.variant == "route":
-        keeping = "the folder of the format `transformers`, and `scale generate`, route and keep what the base knew"
-    return f"**This is the trained head alone, without a router: {lost}; {keeping}.**"
-
-
-def card_page(
-    record: BaseRecord,
-    runs: Sequence[RunConfig],
-    licence: Licence,
-    kind: str,
-    summary: str,
-    sections: Mapping[str, str],
-    library: str = "transformers",
-) -> str:
-    """Return a card: the hub's metadata, title and summary, sections by their titles, the licence.
+def shared_values(
+    record: BaseRecord, runs: Sequence[RunConfig], licence: Licence, kind: str, library: str = "transformers"
+) -> dict[str, Any]:
+    """Return what every card holds: the hub's metadata, what the base is called, what was taught, the licence.
 
     Args:
         record: of the plain base.
         runs: the trainings that made the model, the first of them on that base.
         licence: of the base.
         kind: of model, for the hub's tags.
-        summary: one sentence.
-        sections: in Markdown.
         library: that loads it, by the hub's name.
     """
     base = runs[0].model.base
-    taught = _distinct(code for run in runs for code in _taught(run))
+    taught = [source.language for run in runs for source in run.corpus.sources if source.role == "new"]
     metadata = ModelCardData(
         language=_distinct(code for run in runs for code in _languages(run)),
         license=licence.identifier,
@@ -199,23 +121,16 @@ def card_page(
         base_model=None if looks_local(base) else base,
         tags=["scale", "continual-pretraining", kind],
     )
-    told = f"{licence.told()} The texts it was trained on have licences of their own."
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {base_title(record)}, taught {' and '.join(map(language_name, taught))}",
-        summary,
-        *(f"## {title}\n\n{text}" for title, text in {**sections, "Licence": told}.items()),
-    ]
-    return "\n\n".join(parts) + "\n"
+    return {
+        "metadata": Markup(metadata.to_yaml()),
+        "base": base_title(record),
+        "taught": [language_name(code) for code in _distinct(taught)],
+        "licence": Markup(licence.told()),
+    }
 
 
 def _distinct(codes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(codes))
-
-
-def _taught(config: RunConfig) -> list[str]:
-    """Return the codes of the languages that a run trains on to acquire them."""
-    return [source.language for source in config.corpus.sources if source.role == "new"]
 
 
 def _languages(config: RunConfig) -> list[str]:
@@ -229,21 +144,20 @@ def base_title(record: BaseRecord) -> str:
     return "/".join(Path(record.name).parts[-2:]) if looks_local(record.name) else record.name
 
 
-def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity: Parity) -> str:
-    revision = f" at `{record.revision}`" if record.revision else ""
-    rows = [
+def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity: Parity) -> Table:
+    revision = f" at {record.revision}" if record.revision else ""
+    rows: list[Row] = [
         ["base", f"{base_title(record)}{revision}, {record.dtype}"],
-        ["base, SHA-256", f"`{record.content_sha256}`"],
+        ["base, SHA-256", code(record.content_sha256)],
     ]
     for stage in stages:
         named = f"{stage.name}: " if len(stages) > 1 else ""
         if stage is not stages[0]:
-            rows.append([f"{named}stands on, SHA-256", f"`{read_record(stage.folder).content_sha256}`"])
-        rows += [[f"{named}{what}", told] for what, told in _training(stage).items()]
-    told = f"format {export_format}; {_difference(parity)}"
-    if parity.routed is not None:
-        told += f"; served routed: {_difference(parity.routed)}"
-    return table(["", ""], [*rows, ["this folder", told]])
+            rows.append([f"{named}stands on, SHA-256", code(read_record(stage.folder).content_sha256)])
+        rows += [[f"{named}{what}", value] for what, value in _training(stage).items()]
+    routed = "" if parity.routed is None else f"; served routed: {_difference(parity.routed)}"
+    rows.append(["this folder", f"format {export_format}; {_difference(parity)}{routed}"])
+    return Table(["", ""], rows, "ll")
 
 
 def _difference(parity: Parity) -> str:
@@ -289,37 +203,33 @@ def _training(stage: _Stage) -> dict[str, str]:
 
 def _method(config: RunConfig) -> str:
     method, router = config.method, config.method.router
-    told = method_in_words(method)
     if method.variant != "route":
-        return told
+        return method_in_words(method)
     settings = f"threshold {router.threshold:g}"
     if router.rule == "posterior":
         settings = f"prior of the base {router.prior:g}, switch rate {router.switch_rate:g}"
-    return f"{told}, {router.rule} rule ({settings})"
+    return f"{method_in_words(method)}, {router.rule} rule ({settings})"
 
 
-def _data(stages: list[_Stage]) -> str:
-    head = ["source", "language", "use", "documents read", "dropped", "tokens", "tokens trained on"]
+def _sources_table(stages: list[_Stage]) -> Table:
+    titles = ["source", "language", "use", "documents read", "dropped", "tokens", "tokens trained on"]
     rows = [[stage.name, *row] for stage in stages for row in _sources(stage)]
-    listed = table(["run", *head], rows) if len(stages) > 1 else table(head, [row[1:] for row in rows])
-    return f"{listed}\n\n{_by_language(stages)}"
+    if len(stages) > 1:
+        return Table(["run", *titles], rows, "l" * 8)
+    return Table(titles, [row[1:] for row in rows], "l" * 7)
 
 
-def _by_language(stages: list[_Stage]) -> str:
-    """Return how many tokens of each language were trained on."""
+def _trained_by_language(stages: list[_Stage]) -> dict[str, int] | None:
+    """Return how many tokens of each language were trained on; None where a run does not say."""
     counts: dict[str, int] = {}
     for stage in stages:
         trained = _token_ledger(stage)
         for source in stage.config.corpus.sources:
             if source.name not in trained:
-                return "How many tokens of each language were trained on is not known of every run."
+                return None
             name = language_name(source.language) + (" (replay)" if source.role == "replay" else "")
             counts[name] = counts.get(name, 0) + trained[source.name]["num_trained"]
-    told = ", ".join(f"{name} {count:,} ({count / max(1, sum(counts.values())):.1%})" for name, count in counts.items())
-    note = (
-        " Replay is text of what the base knows, and is to keep." if any("(replay)" in name for name in counts) else ""
-    )
-    return f"Tokens trained on, by language: {told}.{note}"
+    return counts
 
 
 def _token_ledger(stage: _Stage) -> dict[str, Any]:
@@ -344,33 +254,7 @@ def _sources(stage: _Stage) -> list[list[str]]:
     return rows
 
 
-def _forgetting(config: RunConfig, report: Report | None) -> str:
-    told = _measured(config, report)
-    if config.method.variant == "route" and (_routes_plainly(config) or config.export.formats != ["llama"]):
-        told = f"{told}\n\n{guarantee(config.method.router)}".strip()
-    return told
-
-
-def _measured(config: RunConfig, report: Report | None) -> str:
-    if report is None:
-        return "Not measured: `scale evaluate`, then `scale export` again, puts the table here."
-    if not report.corpora:
-        return "Not measured: `evaluation.perplexity` names no text to measure it on."
-    told = "Bits per byte; less is better. Differences with paired bootstrap intervals over documents."
-    if config.export.formats != ["llama"]:
-        return f"{_figures(report, report.served)}\n\n{told}"
-    plainly = _figures(report, "adapted")
-    if _routes_plainly(config):
-        return f"With its router:\n\n{_figures(report, report.served)}\n\nLoaded plainly:\n\n{plainly}\n\n{told}"
-    if report.served != "adapted":
-        told += (
-            " This folder holds the adaptation head alone; the router, which keeps what the base knew, is in the format"
-            " `transformers`."
-        )
-    return f"{plainly}\n\n{told}"
-
-
-def _figures(report: Report, answers: str) -> str:
+def _figures(report: Report, answers: str) -> Table:
     """Return what the head (or the router) that answers made of every held-out corpus, beside the base."""
     rows = []
     for corpus in report.corpora:
@@ -379,11 +263,5 @@ def _figures(report: Report, answers: str) -> str:
         named = [corpus.name, f"{language_name(corpus.language)}, {corpus.role}", f"{corpus.num_documents:,}"]
         difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
-    head_row = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
-    return table(head_row, rows)
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    titles = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
+    return Table(titles, rows, "l" * 7)

@@ -9,12 +9,13 @@ from scale_cli.config.load import load_config
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED
-from scale_cli.export.card import LOADING_WITH_CODE, base_title, card_page, table
+from scale_cli.export.card import base_title, loading, shared_values
 from scale_cli.export.licence import Licence
 from scale_cli.join.members import Joint, Member
 from scale_cli.join.scoring import JoinedCorpus
 from scale_cli.report.numbers import number, percent
-from scale_cli.report.tables import Table
+from scale_cli.report.pages import code, markdown
+from scale_cli.report.tables import Row, Table
 from scale_cli.storage.atomic import read_json
 from scale_cli.training.checkpoint import TOKEN_LEDGER
 
@@ -62,29 +63,22 @@ def joined_card(
         for member, run in zip(joint.members, runs, strict=True)
         for row in _sources(member, heads[member.parent], run)
     ]
-    return card_page(
-        joint.record,
-        runs,
-        licence,
-        "joined",
-        f"{len(joint.members)} expansions of [SCALE](https://arxiv.org/abs/2511.03270) on one frozen base, joined by "
-        "`scale join`. The base's logits, and every expansion's, are bit for bit what they are alone.",
-        {
-            "Loading": LOADING_WITH_CODE,
-            "How it was made": table(
-                ["", ""],
-                [
-                    ["base", f"{base_title(joint.record)}, {joint.record.dtype}"],
-                    ["base, SHA-256", f"`{joint.record.content_sha256}`"],
-                    ["router", router],
-                ],
-            ),
-            "Expansions": table(["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"], rows),
-            "What it costs, and what it learned": "\n\n".join(
-                [figures_table(corpora).markdown(), bound_in_words(max_cost_nats)]
-            )
-            + ("" if max_cost_nats is None else f". {NOT_COVERED}"),
-        },
+    making: list[Row] = [
+        ["base", f"{base_title(joint.record)}, {joint.record.dtype}"],
+        ["base, SHA-256", code(joint.record.content_sha256)],
+        ["router", router],
+    ]
+    titles = ["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"]
+    return markdown(
+        "joined_card.md.j2",
+        **shared_values(joint.record, runs, licence, "joined"),
+        loading=loading("transformers"),
+        num_expansions=len(joint.members),
+        making=Table(["", ""], making, "ll").markdown(),
+        expansions=Table(titles, rows, "l" * 7).markdown(),
+        figures=figures_table(corpora).markdown(),
+        bound=bound_in_words(max_cost_nats),
+        not_covered="" if max_cost_nats is None else NOT_COVERED,
     )
 
 
@@ -100,7 +94,7 @@ def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
             source.name,
             language_name(source.language),
             f"{trained_on[source.name]:,}" if source.name in trained_on else "not known",
-            f"`{member.sha256[:12]}`",
+            code(member.sha256[:12]),
         ]
         for source in config.corpus.sources
     ]

@@ -29,6 +29,11 @@ def plain(value: Any) -> Markup:
     return value if isinstance(value, Markup) else Markup(_SPECIAL.sub(r"\\\1", str(value)))
 
 
+def code(text: str) -> Markup:
+    """Return a text as code in Markdown."""
+    return Markup(f"`{re.sub('[`|]', '', text)}`")
+
+
 @cache
 def _environment(html: bool) -> Environment:
     return Environment(

@@ -135,7 +135,7 @@ def test_tokens_are_counted_by_language_and_replay_is_called_so_and_not_taught(t
     path = config.output_dir / "final" / "token_ledger.json"
     entry = read_json(path)["petitions"]
     trained = f"{entry['num_trained']:,}"
-    assert f"by language: Korean {trained} (100.0%)." in card_of(config, None)
+    assert f"by language: Korean {trained} (100.0 %)." in card_of(config, None)
     assert "| petitions | Korean | new text |" in card_of(config, None)
     tree = config.model_dump()
     tree["corpus"]["sources"].append(
@@ -143,7 +143,7 @@ def test_tokens_are_counted_by_language_and_replay_is_called_so_and_not_taught(t
     )
     path.write_text(json.dumps({"petitions": entry, "stories": entry}), encoding="utf-8")
     card = card_of(RunConfig.model_validate(tree), None)
-    assert f"Korean {trained} (50.0%), English (replay) {trained} (50.0%)" in card
+    assert f"Korean {trained} (50.0 %), English (replay) {trained} (50.0 %)" in card
     assert "| stories | English | replay |" in card
     assert lines_of(card)[0].endswith("taught Korean")
     tree["corpus"]["sources"][1]["role"] = "new"

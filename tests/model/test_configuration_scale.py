@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scale_cli.export.card import LOADING_WITH_CODE
+from scale_cli.export.card import loading
 from scale_cli.model import configuration_scale
 
 
@@ -27,4 +27,4 @@ def test_the_card_and_this_package_name_the_same_least_version() -> None:
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert f"transformers>={least}" in project["project"]["dependencies"]
-    assert f"transformers {least} or newer" in LOADING_WITH_CODE
+    assert f"transformers {least} or newer" in loading("transformers")
