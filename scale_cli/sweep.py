@@ -31,23 +31,15 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Trial:
-    """One run, and what the head that it serves pays over all corpora of a role; a figure that is not finite is None.
+    """One run, and what the head that it serves pays over all corpora of a role; None: not finite."""
 
-    Args:
-        values: of the keys that are swept over.
-        folder: of the run.
-        nats_per_token: on what it was to learn.
-        bits_per_byte: likewise.
-        retention_bits_per_byte_lost: against the base on what it was to keep; None too where no corpus has that role.
-        failure: what stopped its training, if anything.
-    """
-
-    values: Values
-    folder: str
-    nats_per_token: float | None = None
-    bits_per_byte: float | None = None
+    values: Values  # of the keys that are swept over
+    folder: str  # of the run
+    nats_per_token: float | None = None  # on what it was to learn
+    bits_per_byte: float | None = None  # likewise
+    # against the base on what it was to keep; None too where no corpus has that role
     retention_bits_per_byte_lost: float | None = None
-    failure: str | None = None
+    failure: str | None = None  # what stopped its training, if anything
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of a table."""

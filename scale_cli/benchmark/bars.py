@@ -15,21 +15,13 @@ Results = dict[str, Measured]
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure and its bar.
+    """One figure and its bar."""
 
-    Args:
-        what: is measured.
-        figure: median over rounds where there are rounds.
-        quartiles: lower and upper; None of a figure that is counted.
-        bar: the figure asked for.
-        at_least: whether more is better.
-    """
-
-    what: str
-    figure: float
-    quartiles: tuple[float, float] | None
-    bar: float
-    at_least: bool
+    what: str  # is measured
+    figure: float  # median over rounds where there are rounds
+    quartiles: tuple[float, float] | None  # lower and upper; None of a figure that is counted
+    bar: float  # the figure asked for
+    at_least: bool  # whether more is better
 
     @property
     def met(self) -> bool:

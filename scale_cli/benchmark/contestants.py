@@ -37,21 +37,13 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Contestant:
-    """A method on a shape.
+    """A method on a shape."""
 
-    Args:
-        name: in tables.
-        method: the config's method section; None for what is not ours.
-        model: what trains.
-        step: takes one optimiser step on the batch of an index and returns its loss.
-        clock: marked by `step`.
-    """
-
-    name: str
-    method: MethodConfig | None
-    model: Any
-    step: Callable[[int], float]
-    clock: Clock
+    name: str  # in tables
+    method: MethodConfig | None  # the config's method section; None for what is not ours
+    model: Any  # what trains
+    step: Callable[[int], float]  # takes one optimiser step on the batch of an index and returns its loss
+    clock: Clock  # marked by `step`
 
 
 def contestants(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], Contestant]]:

@@ -26,29 +26,19 @@ from scale_cli.planning.flops import ideal_flops_per_token
 
 @dataclass
 class Measured:
-    """What one contestant did.
+    """What one contestant did."""
 
-    Args:
-        name: the contestant's.
-        trainable_parameters: how many an optimiser moves.
-        flops: counted in one step.
-        ideal_flops: what the mathematics asks for; None of what is not ours.
-        saved_bytes: activations the decoder keeps for backward.
-        peak_bytes: most bytes that a step held at once beyond weights and optimiser state.
-        tokens_per_s: of each round; on a CPU per second of this process's CPU time.
-        phases_s: seconds of each phase, of each round, by the wall clock.
-        loss: of the last step.
-    """
-
-    name: str
-    trainable_parameters: int
-    flops: int
-    ideal_flops: int | None
-    saved_bytes: int
-    peak_bytes: int
+    name: str  # the contestant's
+    trainable_parameters: int  # how many an optimiser moves
+    flops: int  # counted in one step
+    ideal_flops: int | None  # what the mathematics asks for; None of what is not ours
+    saved_bytes: int  # activations the decoder keeps for backward
+    peak_bytes: int  # most bytes that a step held at once beyond weights and optimiser state
+    # of each round; on a CPU per second of this process's CPU time
     tokens_per_s: list[float] = field(default_factory=list)
+    # seconds of each phase, of each round, by the wall clock
     phases_s: list[dict[str, float]] = field(default_factory=list)
-    loss: float = float("nan")
+    loss: float = float("nan")  # of the last step
 
     def quartiles(self) -> tuple[float, float, float]:
         """Return lower quartile, median and upper quartile of tokens/s."""

@@ -20,25 +20,15 @@ _NUM_STEPS = 10_000
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, a batch and a precision.
+    """A model, a batch and a precision."""
 
-    Args:
-        name: what it is asked for by.
-        sizes: of the Llama, transformers' names.
-        batch_size: sequences a step, all at once.
-        sequence_length: tokens a sequence.
-        dtype: of the frozen base.
-        mixed_precision: autocast of the step.
-        device: cpu or cuda.
-    """
-
-    name: str
-    sizes: dict[str, Any]
-    batch_size: int
-    sequence_length: int
-    dtype: Dtype = "float32"
-    mixed_precision: Literal["no", "bf16"] = "no"
-    device: str = "cpu"
+    name: str  # what it is asked for by
+    sizes: dict[str, Any]  # of the Llama, transformers' names
+    batch_size: int  # sequences a step, all at once
+    sequence_length: int  # tokens a sequence
+    dtype: Dtype = "float32"  # of the frozen base
+    mixed_precision: Literal["no", "bf16"] = "no"  # autocast of the step
+    device: str = "cpu"  # cpu or cuda
 
     @property
     def num_tokens(self) -> int:

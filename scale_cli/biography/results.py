@@ -11,27 +11,16 @@ KEPT_BAR, LEARNED_BAR = 0.95, 0.90
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One method's run of Task 1.
+    """One method's run of Task 1."""
 
-    Args:
-        name: of the method in the config.
-        variant: `method.variant`.
-        settings: the method's own settings, and what else decides the result.
-        trainable_parameters: that Task 1 moved.
-        training_s: of the steps, measurements excluded.
-        steps: at which accuracy was measured, 0 first.
-        task_0: accuracy on Task 0 at each of them, by what is served (`accuracy.SERVED`).
-        task_1: the same on Task 1.
-    """
-
-    name: str
-    variant: str
-    settings: dict[str, Any]
-    trainable_parameters: int
-    training_s: float
-    steps: list[int]
-    task_0: dict[str, list[float]]
-    task_1: dict[str, list[float]]
+    name: str  # of the method in the config
+    variant: str  # `method.variant`
+    settings: dict[str, Any]  # the method's own settings, and what else decides the result
+    trainable_parameters: int  # that Task 1 moved
+    training_s: float  # of the steps, measurements excluded
+    steps: list[int]  # at which accuracy was measured, 0 first
+    task_0: dict[str, list[float]]  # accuracy on Task 0 at each of them, by what is served (`accuracy.SERVED`)
+    task_1: dict[str, list[float]]  # the same on Task 1
 
     def to_json(self) -> dict[str, Any]:
         """Return what the method's file holds."""
@@ -40,19 +29,12 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Line:
-    """What one served model did: a line of the figure and a row of the table.
+    """What one served model did: a line of the figure and a row of the table."""
 
-    Args:
-        label: of the figure.
-        variant: decides colour and marker.
-        result: whose it is.
-        served: one of `accuracy.SERVED`.
-    """
-
-    label: str
-    variant: str
-    result: MethodResult
-    served: str
+    label: str  # of the figure
+    variant: str  # decides colour and marker
+    result: MethodResult  # whose it is
+    served: str  # one of `accuracy.SERVED`
 
     @property
     def task_0(self) -> list[float]:

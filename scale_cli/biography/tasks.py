@@ -14,15 +14,10 @@ from scale_cli.training.from_scratch import train_tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """One question with its answer, as token ids.
+    """One question with its answer, as token ids."""
 
-    Args:
-        prompt: the boundary of documents and the question.
-        answer: what follows it.
-    """
-
-    prompt: list[int]
-    answer: list[int]
+    prompt: list[int]  # the boundary of documents and the question
+    answer: list[int]  # what follows it
 
     @property
     def first_answer_id(self) -> int:
@@ -32,19 +27,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Everything that is told and asked, in the order in which it is learned.
+    """Everything that is told and asked, in the order in which it is learned."""
 
-    Args:
-        tokenizer: learned on all of it.
-        biographies: pre-training sequences.
-        task_0: questions on people whose biographies were told.
-        task_1: questions on people never seen before.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    biographies: list[list[int]]
-    task_0: list[Question]
-    task_1: list[Question]
+    tokenizer: PreTrainedTokenizerBase  # learned on all of it
+    biographies: list[list[int]]  # pre-training sequences
+    task_0: list[Question]  # questions on people whose biographies were told
+    task_1: list[Question]  # questions on people never seen before
 
     def sequences(self, questions: list[Question]) -> list[list[int]]:
         """Return questions as what is trained on: boundary, question, answer, boundary."""

@@ -50,33 +50,19 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One finished run.
+    """One finished run."""
 
-    Args:
-        name: short, distinct in this comparison.
-        folder: where it lies, as the user gave it.
-        config: what it was trained with.
-        report: its forgetting report.
-        raw_report: the same as it stands in the file.
-        base: name and content hash of the base model.
-        layers_run_twice: layers that routing has to run on the untouched stream as well (0 where none collaborates).
-        num_layers: of the base, where the run widened it.
-        tokens_per_s: of training.
-        cost: None where the run is older than the record.
-        curves: periodic evaluations, by corpus; empty where there were none.
-    """
-
-    name: str
-    folder: Path
-    config: RunConfig
-    report: Report
-    raw_report: dict[str, Any]
-    base: tuple[str, str]
-    layers_run_twice: int
-    num_layers: int | None
-    tokens_per_s: float
-    cost: Cost | None
-    curves: dict[str, list[CurvePoint]]
+    name: str  # short, distinct in this comparison
+    folder: Path  # where it lies, as the user gave it
+    config: RunConfig  # what it was trained with
+    report: Report  # its forgetting report
+    raw_report: dict[str, Any]  # the same as it stands in the file
+    base: tuple[str, str]  # name and content hash of the base model
+    layers_run_twice: int  # layers that routing has to run on the untouched stream as well (0 where none collaborates)
+    num_layers: int | None  # of the base, where the run widened it
+    tokens_per_s: float  # of training
+    cost: Cost | None  # None where the run is older than the record
+    curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
 
     @property
     def method(self) -> MethodConfig:

@@ -113,19 +113,13 @@ class IsolatedWindows(PackedWindows):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes.
+    """What one forward pass takes."""
 
-    Args:
-        input_ids: (micro_batch_size, T).
-        targets: (micro_batch_size, T), IGNORED where there is none.
-        position_ids: (micro_batch_size, T), where documents are isolated.
-        distillation: weight of every sequence's divergence from the base, where any has one. It stays with the process,
-            which so knows what to compute without asking a device.
-    """
-
-    input_ids: Tensor
-    targets: Tensor
-    position_ids: Tensor | None = None
+    input_ids: Tensor  # (micro_batch_size, T)
+    targets: Tensor  # (micro_batch_size, T), IGNORED where there is none
+    position_ids: Tensor | None = None  # (micro_batch_size, T), where documents are isolated
+    # weight of every sequence's divergence from the base, where any has one. It stays with the process, which so knows
+    # what to compute without asking a device
     distillation: tuple[float, ...] | None = None
 
     def pinned(self) -> MicroBatch:
@@ -143,17 +137,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one process takes in one step.
+    """What one process takes in one step."""
 
-    Args:
-        step: counted from 0.
-        micro_batches: of this process.
-        num_target_tokens: of the global batch, over all processes.
-    """
-
-    step: int
-    micro_batches: list[MicroBatch]
-    num_target_tokens: int
+    step: int  # counted from 0
+    micro_batches: list[MicroBatch]  # of this process
+    num_target_tokens: int  # of the global batch, over all processes
 
 
 @dataclass(frozen=True)
@@ -162,16 +150,11 @@ class TrainedTokens:
 
     Every token of the stream but the first is a target once an epoch, so
     num_trained + num_held_over = num_epochs x (tokens - 1).
-
-    Args:
-        num_trained: targets trained, each as often as it was.
-        num_epochs: epochs begun.
-        num_held_over: targets of the last of them that were not reached.
     """
 
-    num_trained: int
-    num_epochs: int
-    num_held_over: int
+    num_trained: int  # targets trained, each as often as it was
+    num_epochs: int  # epochs begun
+    num_held_over: int  # targets of the last of them that were not reached
 
 
 class BatchSource(Protocol):

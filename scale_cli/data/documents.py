@@ -55,30 +55,19 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Document:
-    """A document that can be tokenised.
+    """A document that can be tokenised."""
 
-    Args:
-        text: with something but white space in it.
-        num_bytes: of its UTF-8 form.
-    """
-
-    text: str
-    num_bytes: int
+    text: str  # with something but white space in it
+    num_bytes: int  # of its UTF-8 form
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Something that is no document.
+    """Something that is no document."""
 
-    Args:
-        reason: why.
-        place: file:line, or the row.
-        num_bytes: of its text, or where there is none, as it lies in its file.
-    """
-
-    reason: Reason
-    place: str
-    num_bytes: int
+    reason: Reason  # why
+    place: str  # file:line, or the row
+    num_bytes: int  # of its text, or where there is none, as it lies in its file
 
 
 Record = Document | Dropped

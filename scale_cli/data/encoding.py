@@ -34,40 +34,24 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the ids of a text.
+    """All that decides the ids of a text."""
 
-    Args:
-        tokenizer_json: the tokenizer, as tokenizers writes it.
-        before: ids that stand before every document.
-        after: ids that stand after it.
-        dtype: of the ids.
-        unknown: the id that stands for what the tokenizer has no id for; None where it has none.
-    """
-
-    tokenizer_json: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    dtype: str
-    unknown: int | None = None
+    tokenizer_json: str  # the tokenizer, as tokenizers writes it
+    before: tuple[int, ...]  # ids that stand before every document
+    after: tuple[int, ...]  # ids that stand after it
+    dtype: str  # of the ids
+    unknown: int | None = None  # the id that stands for what the tokenizer has no id for; None where it has none
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Some consecutive documents as ids.
+    """Some consecutive documents as ids."""
 
-    Args:
-        ids: (tokens,) one document after another, boundaries included.
-        lengths: (documents,) of each.
-        num_bytes: (documents,) of each text.
-        hashes: (documents,) of each text, whatever its white space.
-        num_unknown: ids among them that stand for text without one.
-    """
-
-    ids: Ids
-    lengths: npt.NDArray[np.int64]
-    num_bytes: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.uint64]
-    num_unknown: int
+    ids: Ids  # (tokens,) one document after another, boundaries included
+    lengths: npt.NDArray[np.int64]  # (documents,) of each
+    num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
+    hashes: npt.NDArray[np.uint64]  # (documents,) of each text, whatever its white space
+    num_unknown: int  # ids among them that stand for text without one
 
 
 class Encoder:

@@ -14,15 +14,10 @@ _PLACES = 3
 
 @dataclass(frozen=True)
 class Count:
-    """A number of documents, and their bytes.
+    """A number of documents, and their bytes."""
 
-    Args:
-        documents: how many.
-        num_bytes: UTF-8 bytes of their text; of a record without one, its bytes in its file.
-    """
-
-    documents: int = 0
-    num_bytes: int = 0
+    documents: int = 0  # how many
+    num_bytes: int = 0  # UTF-8 bytes of their text; of a record without one, its bytes in its file
 
     def with_one(self, num_bytes: int) -> Count:
         """Return the count with one document more."""
@@ -31,38 +26,24 @@ class Count:
 
 @dataclass(frozen=True)
 class DropCount(Count):
-    """What was dropped for one reason.
+    """What was dropped for one reason."""
 
-    Args:
-        places: the first few.
-    """
-
-    places: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()  # the first few
 
 
 @dataclass
 class Ledger:
-    """The account of one source.
+    """The account of one source."""
 
-    Args:
-        read: every record, good or bad.
-        kept: what was tokenised.
-        dropped: the rest, by reason.
-        files: how many were opened; 0 for a dataset.
-        damaged_files: those that could not be read to their end, the first few by name.
-        num_damaged_files: all of those.
-        num_tokens: ids kept, boundaries included.
-        num_unknown_tokens: of them, those that stand for text without an id of its own; None: made by an earlier
-            version, which did not count them.
-    """
-
-    read: Count = Count()
-    kept: Count = Count()
-    dropped: dict[str, DropCount] = field(default_factory=dict)
-    files: int = 0
-    damaged_files: tuple[str, ...] = ()
-    num_damaged_files: int = 0
-    num_tokens: int = 0
+    read: Count = Count()  # every record, good or bad
+    kept: Count = Count()  # what was tokenised
+    dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
+    files: int = 0  # how many were opened; 0 for a dataset
+    damaged_files: tuple[str, ...] = ()  # those that could not be read to their end, the first few by name
+    num_damaged_files: int = 0  # all of those
+    num_tokens: int = 0  # ids kept, boundaries included
+    # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
+    # them
     num_unknown_tokens: int | None = None
 
     @classmethod

@@ -37,15 +37,11 @@ _FORMAT_VERSION, _EARLIER_VERSION = 4, 3
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The tokenizer's own marks around a document; None where it has none.
+    """The tokenizer's own marks around a document; None where it has none."""
 
-    Args:
-        bos: stands before every document; None too where it is the EOS, which then stands between two documents once.
-        eos: stands after every document.
-    """
-
+    # stands before every document; None too where it is the EOS, which then stands between two documents once
     bos: int | None
-    eos: int | None
+    eos: int | None  # stands after every document
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Boundaries:
@@ -61,27 +57,16 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class TokenisedCorpus:
-    """A tokenised source, read from its memory map.
+    """A tokenised source, read from its memory map."""
 
-    Args:
-        folder: where it lies.
-        ids: (tokens,) all documents, framed by their boundaries.
-        offsets: (documents + 1,).
-        num_bytes: (documents,).
-        hashes: (documents,) of the texts; None where an earlier version made the folder.
-        ledger: what was read.
-        boundaries: the tokenizer's marks.
-        earlier_name: of the folder in which an earlier version had the same ids, if it made them so.
-    """
-
-    folder: Path
-    ids: Ids
-    offsets: npt.NDArray[np.int64]
-    num_bytes: npt.NDArray[np.int64]
-    hashes: npt.NDArray[np.uint64] | None
-    ledger: Ledger
-    boundaries: Boundaries
-    earlier_name: str | None = None
+    folder: Path  # where it lies
+    ids: Ids  # (tokens,) all documents, framed by their boundaries
+    offsets: npt.NDArray[np.int64]  # (documents + 1,)
+    num_bytes: npt.NDArray[np.int64]  # (documents,)
+    hashes: npt.NDArray[np.uint64] | None  # (documents,) of the texts; None where an earlier version made the folder
+    ledger: Ledger  # what was read
+    boundaries: Boundaries  # the tokenizer's marks
+    earlier_name: str | None = None  # of the folder in which an earlier version had the same ids, if it made them so
 
     def __len__(self) -> int:
         return len(self.num_bytes)

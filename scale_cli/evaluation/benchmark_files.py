@@ -35,17 +35,11 @@ _MAX_MEMBER_BYTES = 1 << 28  # of a file in a .zip, read whole
 
 @dataclass(frozen=True)
 class LocalItems:
-    """The items of a benchmark's files.
+    """The items of a benchmark's files."""
 
-    Args:
-        task: what they are: `minimal_pairs`, `multiple_choice`, or lm-eval's name of a KoBEST task.
-        rows: items, with the fields that the task's prompt reads.
-        files: of each item, the stem of the file that it came from.
-    """
-
-    task: str
-    rows: list[Row]
-    files: list[str]
+    task: str  # what they are: `minimal_pairs`, `multiple_choice`, or lm-eval's name of a KoBEST task
+    rows: list[Row]  # items, with the fields that the task's prompt reads
+    files: list[str]  # of each item, the stem of the file that it came from
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,11 @@ from scale_cli.report.numbers import Interval
 
 @dataclass(frozen=True)
 class ItemOutcome:
-    """What one head made of one item.
+    """What one head made of one item."""
 
-    Args:
-        log_likelihoods: of every choice, nats.
-        prediction: the most likely choice.
-        metrics: lm-eval's own, of this item: `acc`, and `acc_norm` where the task reports it.
-    """
-
-    log_likelihoods: list[float]
-    prediction: int
-    metrics: dict[str, float]
+    log_likelihoods: list[float]  # of every choice, nats
+    prediction: int  # the most likely choice
+    metrics: dict[str, float]  # lm-eval's own, of this item: `acc`, and `acc_norm` where the task reports it
 
 
 @dataclass(frozen=True)
@@ -67,19 +61,12 @@ class Item:
 
 @dataclass(frozen=True)
 class BenchmarkItems:
-    """All items of one benchmark.
+    """All items of one benchmark."""
 
-    Args:
-        name: of the benchmark.
-        source: the config's item that it comes from.
-        items: under every head.
-        reports_macro_f1: whether lm-eval reports macro-F1 of it.
-    """
-
-    name: str
-    source: BenchmarkSource
-    items: list[Item]
-    reports_macro_f1: bool
+    name: str  # of the benchmark
+    source: BenchmarkSource  # the config's item that it comes from
+    items: list[Item]  # under every head
+    reports_macro_f1: bool  # whether lm-eval reports macro-F1 of it
 
     def scores(self, metric: str) -> Values:
         """Return (N, H) per-item scores."""
@@ -88,19 +75,12 @@ class BenchmarkItems:
 
 @dataclass(frozen=True)
 class MeasuredBenchmarks:
-    """What the benchmarks of a report came to.
+    """What the benchmarks of a report came to."""
 
-    Args:
-        results: figures, in the config's order.
-        averages: per language.
-        skipped: what could not be measured, and why.
-        items: by benchmark.
-    """
-
-    results: list[BenchmarkResult]
-    averages: list[LanguageAverage]
-    skipped: list[SkippedBenchmark]
-    items: dict[str, list[Item]]
+    results: list[BenchmarkResult]  # figures, in the config's order
+    averages: list[LanguageAverage]  # per language
+    skipped: list[SkippedBenchmark]  # what could not be measured, and why
+    items: dict[str, list[Item]]  # by benchmark
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,12 @@ _FEWSHOT_SEED = 1234
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark that is ready to be measured.
+    """A benchmark that is ready to be measured."""
 
-    Args:
-        name: in the report.
-        source: the config's item that it comes from.
-        tasks: lm-eval's tasks by name; several where the name is that of a group.
-        files: of each item of a local benchmark, the file that it came from; None for lm-eval's own.
-    """
-
-    name: str
-    source: BenchmarkSource
-    tasks: dict[str, Any]
-    files: list[str] | None
+    name: str  # in the report
+    source: BenchmarkSource  # the config's item that it comes from
+    tasks: dict[str, Any]  # lm-eval's tasks by name; several where the name is that of a group
+    files: list[str] | None  # of each item of a local benchmark, the file that it came from; None for lm-eval's own
 
     @property
     def limit(self) -> int | None:

@@ -28,15 +28,10 @@ from scale_cli.upscale.base import load_base_config, load_tokenizer
 
 @dataclass(frozen=True)
 class OpenedBenchmarks:
-    """The benchmarks of a config, opened.
+    """The benchmarks of a config, opened."""
 
-    Args:
-        ready: what can be measured.
-        skipped: what cannot, and why.
-    """
-
-    ready: list[Benchmark]
-    skipped: list[SkippedBenchmark]
+    ready: list[Benchmark]  # what can be measured
+    skipped: list[SkippedBenchmark]  # what cannot, and why
 
     @classmethod
     def open(cls, sources: list[BenchmarkSource]) -> OpenedBenchmarks:

@@ -28,17 +28,11 @@ _NUM_THRESHOLDS = 21
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of one role's corpora, as both heads saw them.
+    """The tokens of one role's corpora, as both heads saw them."""
 
-    Args:
-        base: (tokens,) nats of the base head.
-        adapted: (tokens,) nats of the adaptation head; infinite where it has broken.
-        cosine: (tokens,) of the two heads' logits; NaN where there is none.
-    """
-
-    base: Values
-    adapted: Values
-    cosine: Values
+    base: Values  # (tokens,) nats of the base head
+    adapted: Values  # (tokens,) nats of the adaptation head; infinite where it has broken
+    cosine: Values  # (tokens,) of the two heads' logits; NaN where there is none
 
     def loss(self, threshold: float) -> float:
         """Return nats per token under the cosine rule."""

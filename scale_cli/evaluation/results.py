@@ -22,25 +22,16 @@ HEADS = ("base", "adapted", "posterior", "cosine")
 
 @dataclass(frozen=True)
 class HeadResult:
-    """One head, or one routing rule, on one corpus; a figure that is not finite is None.
+    """One head, or one routing rule, on one corpus; a figure that is not finite is None."""
 
-    Args:
-        nats_per_token: cross-entropy.
-        perplexity: its exponential.
-        bits_per_byte: the same loss per UTF-8 byte of text, comparable between tokenizers.
-        nats_per_token_difference: from the base head.
-        bits_per_byte_difference: from the base head.
-        worst_document_nats: the most that any one document lost against the base head, over the whole document.
-        base_share: share of tokens that the base head served; None where nothing is routed.
-    """
-
-    nats_per_token: float | None
-    perplexity: float | None
-    bits_per_byte: float | None
-    nats_per_token_difference: Interval
-    bits_per_byte_difference: Interval
+    nats_per_token: float | None  # cross-entropy
+    perplexity: float | None  # its exponential
+    bits_per_byte: float | None  # the same loss per UTF-8 byte of text, comparable between tokenizers
+    nats_per_token_difference: Interval  # from the base head
+    bits_per_byte_difference: Interval  # from the base head
+    # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
-    base_share: float | None
+    base_share: float | None  # share of tokens that the base head served; None where nothing is routed
 
 
 @dataclass(frozen=True)
@@ -58,23 +49,17 @@ class CorpusResult:
 
 @dataclass(frozen=True)
 class BenchmarkHead:
-    """One head, or one routing rule, on one benchmark.
+    """One head, or one routing rule, on one benchmark."""
 
-    Args:
-        metrics: `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval.
-        differences: of the same metrics from the base head; empty for the base head itself.
-        gained: items that this head has right and the base head wrong; None where items are not right or wrong.
-        lost: the other way round.
-        p_value: of the difference in `acc`: McNemar's exact test (random sign flips where items score in between).
-        p_holm: the same, adjusted over all benchmarks of the report.
-    """
-
+    # `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval
     metrics: dict[str, Interval]
-    differences: dict[str, Interval]
+    differences: dict[str, Interval]  # of the same metrics from the base head; empty for the base head itself
+    # items that this head has right and the base head wrong; None where items are not right or wrong
     gained: int | None = None
-    lost: int | None = None
+    lost: int | None = None  # the other way round
+    # of the difference in `acc`: McNemar's exact test (random sign flips where items score in between)
     p_value: float | None = None
-    p_holm: float | None = None
+    p_holm: float | None = None  # the same, adjusted over all benchmarks of the report
 
 
 @dataclass(frozen=True)
@@ -118,29 +103,17 @@ class LanguageAverage:
 
 @dataclass(frozen=True)
 class Report:
-    """A forgetting report.
+    """A forgetting report."""
 
-    Args:
-        variant: of the method.
-        served: which of the heads is what the model answers with.
-        step: optimiser steps trained.
-        num_tokens_trained: target tokens trained on.
-        trained_sha256: of the expansion that was measured.
-        corpora: results, in the config's order.
-        benchmarks: likewise.
-        benchmark_averages: per language.
-        skipped_benchmarks: what could not be measured, and why.
-    """
-
-    variant: str
-    served: str
-    step: int
-    num_tokens_trained: int
-    trained_sha256: str
-    corpora: list[CorpusResult]
-    benchmarks: list[BenchmarkResult] = field(default_factory=list)
-    benchmark_averages: list[LanguageAverage] = field(default_factory=list)
-    skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)
+    variant: str  # of the method
+    served: str  # which of the heads is what the model answers with
+    step: int  # optimiser steps trained
+    num_tokens_trained: int  # target tokens trained on
+    trained_sha256: str  # of the expansion that was measured
+    corpora: list[CorpusResult]  # results, in the config's order
+    benchmarks: list[BenchmarkResult] = field(default_factory=list)  # likewise
+    benchmark_averages: list[LanguageAverage] = field(default_factory=list)  # per language
+    skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)  # what could not be measured, and why
 
     def with_role(self, role: str) -> list[CorpusResult]:
         """Return the corpora of one role."""

@@ -32,42 +32,25 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Per document, all arrays (documents,).
+    """Per document, all arrays (documents,)."""
 
-    Args:
-        num_tokens: scored tokens: the document's and its closing boundary.
-        num_bytes: UTF-8 bytes of the text.
-        base: nats, base head.
-        adapted: nats, adaptation head.
-        posterior: nats, routed by the posterior rule.
-        cosine: nats, routed by the cosine rule.
-        posterior_base_share: tokens served by the base head under the posterior rule (its weight, summed).
-        cosine_base_share: tokens served by the base head under the cosine rule.
-    """
-
-    num_tokens: Values
-    num_bytes: Values
-    base: Values
-    adapted: Values
-    posterior: Values
-    cosine: Values
-    posterior_base_share: Values
-    cosine_base_share: Values
+    num_tokens: Values  # scored tokens: the document's and its closing boundary
+    num_bytes: Values  # UTF-8 bytes of the text
+    base: Values  # nats, base head
+    adapted: Values  # nats, adaptation head
+    posterior: Values  # nats, routed by the posterior rule
+    cosine: Values  # nats, routed by the cosine rule
+    posterior_base_share: Values  # tokens served by the base head under the posterior rule (its weight, summed)
+    cosine_base_share: Values  # tokens served by the base head under the cosine rule
 
 
 @dataclass(frozen=True)
 class ObservedDocument:
-    """What the heads said of one document's tokens.
+    """What the heads said of one document's tokens."""
 
-    Args:
-        index: of the document in its corpus.
-        log_probs_KT: (heads, tokens) of the base head, ..., the trained one, nats.
-        cosine_T: (tokens,) of the logits of the first and the last.
-    """
-
-    index: int
-    log_probs_KT: Tensor
-    cosine_T: Tensor
+    index: int  # of the document in its corpus
+    log_probs_KT: Tensor  # (heads, tokens) of the base head, ..., the trained one, nats
+    cosine_T: Tensor  # (tokens,) of the logits of the first and the last
 
 
 @dataclass(frozen=True)

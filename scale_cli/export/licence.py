@@ -18,19 +18,13 @@ _FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 @dataclass(frozen=True)
 class Licence:
-    """What a base model may be used for, as far as it says.
+    """What a base model may be used for, as far as it says."""
 
-    Args:
-        identifier: as its card's metadata has it (`apache-2.0`, `llama3.2`); None where it says nothing.
-        name: of a licence that the hub does not know, where `identifier` is `other`.
-        link: to its text.
-        files: its licence files.
-    """
-
+    # as its card's metadata has it (`apache-2.0`, `llama3.2`); None where it says nothing
     identifier: str | None = None
-    name: str | None = None
-    link: str | None = None
-    files: tuple[Path, ...] = ()
+    name: str | None = None  # of a licence that the hub does not know, where `identifier` is `other`
+    link: str | None = None  # to its text
+    files: tuple[Path, ...] = ()  # its licence files
 
     def copy_files(self, folder: Path) -> None:
         """Copy the licence files into a folder."""

@@ -27,22 +27,14 @@ Logits = Callable[[MethodModel, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Parity:
-    """How far an export is from the trained model.
+    """How far an export is from the trained model."""
 
-    Args:
-        max_logit_difference: the largest, over all positions of all prompts.
-        mean_logit_difference: the mean.
-        own_mean_difference: how far the trained model itself moves when it is held in the export's dtype.
-        num_positions: compared.
-        own_max_difference: as own_mean_difference, the largest.
-        routed: the same figures of a plain export that is served routed, against the trained model's router.
-    """
-
-    max_logit_difference: float
-    mean_logit_difference: float
-    own_mean_difference: float
-    num_positions: int
-    own_max_difference: float = 0.0
+    max_logit_difference: float  # the largest, over all positions of all prompts
+    mean_logit_difference: float  # the mean
+    own_mean_difference: float  # how far the trained model itself moves when it is held in the export's dtype
+    num_positions: int  # compared
+    own_max_difference: float = 0.0  # as own_mean_difference, the largest
+    # the same figures of a plain export that is served routed, against the trained model's router
     routed: Parity | None = None
 
     @classmethod

@@ -19,19 +19,12 @@ _STAYS_HERE = ("manifest.json", "parity.json", "scale.yaml")
 
 @dataclass(frozen=True)
 class Publication:
-    """What was sent, or would be.
+    """What was sent, or would be."""
 
-    Args:
-        repository: on the hub.
-        files: names and bytes.
-        url: of the commit; None where nothing was sent.
-        names_folders: whether what is sent tells of folders of this machine.
-    """
-
-    repository: str
-    files: dict[str, int]
-    url: str | None
-    names_folders: bool = False
+    repository: str  # on the hub
+    files: dict[str, int]  # names and bytes
+    url: str | None  # of the commit; None where nothing was sent
+    names_folders: bool = False  # whether what is sent tells of folders of this machine
 
     def lines(self) -> list[str]:
         """Return one line for each file, and what became of them."""

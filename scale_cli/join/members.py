@@ -47,46 +47,27 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Member:
-    """One expansion.
+    """One expansion."""
 
-    Args:
-        name: of its head.
-        parent: the head whose streams it reads: 0 for the base, k for the k-th member.
-        expansion: its blocks.
-        config: of the run's model; its sizes are read.
-        folder: where it was read.
-        sha256: of its tensors, and of those of its parents.
-        logits: its head's on the sample texts, from the run alone.
-    """
-
-    name: str
-    parent: int
-    expansion: Expansion
-    config: PreTrainedConfig
-    folder: Path
-    sha256: str
-    logits: list[Tensor]
+    name: str  # of its head
+    parent: int  # the head whose streams it reads: 0 for the base, k for the k-th member
+    expansion: Expansion  # its blocks
+    config: PreTrainedConfig  # of the run's model; its sizes are read
+    folder: Path  # where it was read
+    sha256: str  # of its tensors, and of those of its parents
+    logits: list[Tensor]  # its head's on the sample texts, from the run alone
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Several runs put together.
+    """Several runs put together."""
 
-    Args:
-        model: in evaluation mode.
-        members: its expansions.
-        configs: of the runs, as they were given.
-        record: of the plain base.
-        tokenizer: the base's.
-        base_logits: the base's own on the sample texts.
-    """
-
-    model: JoinedForCausalLM
-    members: list[Member]
-    configs: list[RunConfig]
-    record: BaseRecord
-    tokenizer: PreTrainedTokenizerBase
-    base_logits: list[Tensor]
+    model: JoinedForCausalLM  # in evaluation mode
+    members: list[Member]  # its expansions
+    configs: list[RunConfig]  # of the runs, as they were given
+    record: BaseRecord  # of the plain base
+    tokenizer: PreTrainedTokenizerBase  # the base's
+    base_logits: list[Tensor]  # the base's own on the sample texts
 
 
 def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> Joint:

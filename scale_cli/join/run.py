@@ -29,25 +29,16 @@ KIND = "scale join"
 
 @dataclass(frozen=True)
 class JoinReport:
-    """What was joined, and what it costs.
+    """What was joined, and what it costs."""
 
-    Args:
-        base: name of the plain base.
-        base_sha256: of its tensors.
-        members: of every expansion name, parent (0 for the base), where it was read, and SHA-256.
-        router_prior: weight of the base head at the first token.
-        router_switch_rate: of the posterior rule.
-        max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
-        corpora: what was measured.
-    """
-
-    base: str
-    base_sha256: str
-    members: list[dict[str, Any]]
-    router_prior: float
-    router_switch_rate: float
+    base: str  # name of the plain base
+    base_sha256: str  # of its tensors
+    members: list[dict[str, Any]]  # of every expansion name, parent (0 for the base), where it was read, and SHA-256
+    router_prior: float  # weight of the base head at the first token
+    router_switch_rate: float  # of the posterior rule
+    # the most that routing may cost over the best head on a document; None where it may switch
     max_cost_nats: float | None
-    corpora: list[JoinedCorpus]
+    corpora: list[JoinedCorpus]  # what was measured
 
     def to_json(self) -> dict[str, Any]:
         """Return what report.json holds."""

@@ -35,40 +35,24 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class HeadFigures:
-    """One head, or the router, on one corpus; a figure that is not finite is None.
+    """One head, or the router, on one corpus; a figure that is not finite is None."""
 
-    Args:
-        nats_per_token: cross-entropy.
-        bits_per_byte: the same loss per UTF-8 byte of text.
-        share: of the tokens, how much this head served; None of the router.
-    """
-
-    nats_per_token: float | None
-    bits_per_byte: float | None
-    share: float | None
+    nats_per_token: float | None  # cross-entropy
+    bits_per_byte: float | None  # the same loss per UTF-8 byte of text
+    share: float | None  # of the tokens, how much this head served; None of the router
 
 
 @dataclass(frozen=True)
 class JoinedCorpus:
-    """A corpus under every head and the router.
+    """A corpus under every head and the router."""
 
-    Args:
-        name: of the corpus; of two with the same name and other texts the second has its run's name behind it.
-        language: of its text.
-        num_documents: scored.
-        num_tokens: scored.
-        heads: by name, the base's first.
-        routed: the mixture.
-        worst_document_nats: the most that routing cost over the best head on any one document.
-    """
-
-    name: str
-    language: str
-    num_documents: int
-    num_tokens: int
-    heads: dict[str, HeadFigures]
-    routed: HeadFigures
-    worst_document_nats: float | None
+    name: str  # of the corpus; of two with the same name and other texts the second has its run's name behind it
+    language: str  # of its text
+    num_documents: int  # scored
+    num_tokens: int  # scored
+    heads: dict[str, HeadFigures]  # by name, the base's first
+    routed: HeadFigures  # the mixture
+    worst_document_nats: float | None  # the most that routing cost over the best head on any one document
 
 
 def open_corpora(configs: list[RunConfig], tokenizer: PreTrainedTokenizerBase) -> dict[str, HeldOut]:

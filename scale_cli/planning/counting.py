@@ -69,17 +69,11 @@ def count_flops_per_token(model: MethodModel, sequence_length: int) -> float:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What autograd keeps from the forward pass for the backward pass, parameters themselves left out.
+    """What autograd keeps from the forward pass for the backward pass, parameters themselves left out."""
 
-    Args:
-        copies_bytes: what does not grow with the batch: weights in the precision of autocast, mostly.
-        bytes_per_token: of the decoder.
-        head_bytes_per_token: of the vocabulary's width.
-    """
-
-    copies_bytes: int
-    bytes_per_token: int
-    head_bytes_per_token: int
+    copies_bytes: int  # what does not grow with the batch: weights in the precision of autocast, mostly
+    bytes_per_token: int  # of the decoder
+    head_bytes_per_token: int  # of the vocabulary's width
 
 
 def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensors:

@@ -15,19 +15,12 @@ _PROBE_SIZE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Device:
-    """What a time is computed with.
+    """What a time is computed with."""
 
-    Args:
-        type: `cpu` or `cuda`; `cuda` for a device that is stated.
-        flops_per_s: of one process.
-        utilisation: the share of it that training is taken to sustain.
-        origin: where flops_per_s comes from, for the terminal.
-    """
-
-    type: str
-    flops_per_s: float
-    utilisation: float
-    origin: str
+    type: str  # `cpu` or `cuda`; `cuda` for a device that is stated
+    flops_per_s: float  # of one process
+    utilisation: float  # the share of it that training is taken to sustain
+    origin: str  # where flops_per_s comes from, for the terminal
 
     @property
     def sustained_flops_per_s(self) -> float:

@@ -49,18 +49,12 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs of training on one token, forward and backward.
+    """FLOPs of training on one token, forward and backward."""
 
-    Args:
-        linear: the decoder's linear maps.
-        attention: products of queries, keys and values.
-        head: the vocabulary head.
-        fused_attention: attention as kernels that fuse it are counted: over every key, and Q K^T once more in backward.
-    """
-
-    linear: float
-    attention: float
-    head: float
+    linear: float  # the decoder's linear maps
+    attention: float  # products of queries, keys and values
+    head: float  # the vocabulary head
+    # attention as kernels that fuse it are counted: over every key, and Q K^T once more in backward
     fused_attention: float
 
     @property

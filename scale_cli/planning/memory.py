@@ -15,21 +15,14 @@ from scale_cli.upscale.kinds import kinds_of_parameters, moments_of
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters there are (a tied one counts once), and their bytes.
+    """How many parameters there are (a tied one counts once), and their bytes."""
 
-    Args:
-        num_frozen: that no optimiser moves.
-        num_trainable: that one does.
-        frozen_bytes: in the dtype they are held in.
-        trainable_bytes: of the float32 master copy.
-        moments_bytes: what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix, and the
-            average where one is asked for.
-    """
-
-    num_frozen: int
-    num_trainable: int
-    frozen_bytes: int
-    trainable_bytes: int
+    num_frozen: int  # that no optimiser moves
+    num_trainable: int  # that one does
+    frozen_bytes: int  # in the dtype they are held in
+    trainable_bytes: int  # of the float32 master copy
+    # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix, and the average where one is
+    # asked for
     moments_bytes: int
 
     @classmethod
@@ -58,23 +51,14 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process holds at its fullest: between the last forward and the first backward product of a step.
+    """Bytes that one process holds at its fullest: from the last forward to the first backward product of a step."""
 
-    Args:
-        frozen: weights that do not train.
-        trainable: float32 master weights.
-        gradients: float32; with several processes DistributedDataParallel's buckets, as large again, beside them.
-        moments: the optimiser's, and the average.
-        saved: what a micro-batch keeps for the backward pass, weights in autocast's precision included.
-        head: logits at once, and what becomes of them.
-    """
-
-    frozen: int
-    trainable: int
-    gradients: int
-    moments: int
-    saved: int
-    head: int
+    frozen: int  # weights that do not train
+    trainable: int  # float32 master weights
+    gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
+    moments: int  # the optimiser's, and the average
+    saved: int  # what a micro-batch keeps for the backward pass, weights in autocast's precision included
+    head: int  # logits at once, and what becomes of them
 
     @property
     def total(self) -> int:

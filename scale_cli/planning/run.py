@@ -25,25 +25,15 @@ from scale_cli.upscale.sizes import check_context, check_processes, context_warn
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """What one method costs.
+    """What one method costs."""
 
-    Args:
-        variant: its name.
-        chosen: whether it is the config's.
-        parameters: frozen and trainable.
-        ideal_flops: per token, every needed product once.
-        counted_flops_per_token: of the real model's products; attention over every key.
-        memory: of one process.
-        time_s: the run's ideal FLOPs at what the devices sustain.
-    """
-
-    variant: str
-    chosen: bool
-    parameters: Parameters
-    ideal_flops: TokenFlops
-    counted_flops_per_token: float
-    memory: Memory
-    time_s: float
+    variant: str  # its name
+    chosen: bool  # whether it is the config's
+    parameters: Parameters  # frozen and trainable
+    ideal_flops: TokenFlops  # per token, every needed product once
+    counted_flops_per_token: float  # of the real model's products; attention over every key
+    memory: Memory  # of one process
+    time_s: float  # the run's ideal FLOPs at what the devices sustain
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--output` holds of it."""
@@ -57,42 +47,25 @@ class MethodPlan:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A training source, where the cache holds it tokenised already.
+    """A training source, where the cache holds it tokenised already."""
 
-    Args:
-        name: of the source.
-        num_tokens: in it.
-        num_epochs: how often the run reads each of them.
-    """
-
-    name: str
-    num_tokens: int
-    num_epochs: float
+    name: str  # of the source
+    num_tokens: int  # in it
+    num_epochs: float  # how often the run reads each of them
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole of it.
+    """The whole of it."""
 
-    Args:
-        config: the resolved config.
-        base_config: the base's, transformers' class.
-        num_processes: that share a step.
-        device: what the times are computed with.
-        methods: the config's first.
-        refused: methods that cannot be had with this base, and why.
-        corpora: one for every source; None where it is not tokenised yet.
-        warnings: what is rarely meant.
-    """
-
-    config: RunConfig
-    base_config: Any
-    num_processes: int
-    device: Device
-    methods: list[MethodPlan]
-    refused: dict[str, str]
-    corpora: list[Corpus | None]
-    warnings: list[str]
+    config: RunConfig  # the resolved config
+    base_config: Any  # the base's, transformers' class
+    num_processes: int  # that share a step
+    device: Device  # what the times are computed with
+    methods: list[MethodPlan]  # the config's first
+    refused: dict[str, str]  # methods that cannot be had with this base, and why
+    corpora: list[Corpus | None]  # one for every source; None where it is not tokenised yet
+    warnings: list[str]  # what is rarely meant
 
     @property
     def num_tokens(self) -> int:

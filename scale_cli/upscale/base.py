@@ -58,23 +58,14 @@ _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """Which base model an expansion belongs to.
+    """Which base model an expansion belongs to."""
 
-    Args:
-        name: hub id or folder, as the config gave it.
-        revision: the commit the hub served, where it came from one.
-        dtype: what the hashed tensors are held in.
-        tensors: SHA-256 of every tensor, by name.
-        config_sha256: of what the configuration says about computing: sizes, norms, RoPE.
-        tokenizer_sha256: of the files the tokenizer saves.
-    """
-
-    name: str
-    revision: str | None
-    dtype: str
-    tensors: dict[str, str]
-    config_sha256: str = ""
-    tokenizer_sha256: str = ""
+    name: str  # hub id or folder, as the config gave it
+    revision: str | None  # the commit the hub served, where it came from one
+    dtype: str  # what the hashed tensors are held in
+    tensors: dict[str, str]  # SHA-256 of every tensor, by name
+    config_sha256: str = ""  # of what the configuration says about computing: sizes, norms, RoPE
+    tokenizer_sha256: str = ""  # of the files the tokenizer saves
 
     @property
     def content_sha256(self) -> str:

@@ -15,17 +15,11 @@ _OTHERS = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
 
 @dataclass(frozen=True)
 class TokenizerPlace:
-    """Where a tokenizer lies.
+    """Where a tokenizer lies."""
 
-    Args:
-        key: of the config, that says so.
-        name: hub id or folder.
-        revision: on the hub.
-    """
-
-    key: str
-    name: str
-    revision: str | None
+    key: str  # of the config, that says so
+    name: str  # hub id or folder
+    revision: str | None  # on the hub
 
     def problem(self) -> str | None:
         """Return what keeps any tokenizer from being loaded from there; None where it is nothing that is known."""
