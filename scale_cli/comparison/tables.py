@@ -56,7 +56,7 @@ def methods_table(options: Sequence[Option], best: Sequence[Option]) -> Table:
             ),
             _shares(option, languages),
             Cell(_times_base(option), "two models" if option.num_models == 2 else ""),
-            option.passes,
+            _unbroken(option.passes),
             *(_training(option) if first else [""] * 3),
         ]
         for option, first in zip(options, firsts, strict=True)
@@ -78,7 +78,11 @@ def _training(option: Option) -> list[str]:
 
 def _shares(option: Option, languages: Sequence[str]) -> str:
     shares = option.base_share
-    return " / ".join(f"{100 * shares[code]:.1f}" for code in languages) if shares else DASH
+    return _unbroken(" / ".join(f"{100 * shares[code]:.1f}" for code in languages)) if shares else DASH
+
+
+def _unbroken(text: str) -> str:
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _times_base(option: Option) -> str:
