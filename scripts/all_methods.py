@@ -29,8 +29,8 @@ SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
 # The share of the steps that methods are tuned with: at full fine-tuning's, as many as Preserve's work pays for.
 TUNED_SHARE = 0.56
-# Of each method three settings are tried: rates about the best of earlier studies on the same base, and Muon.
-MUON_OR_ADAMW = "train.optimiser=muon,muon,adamw"
+# Of each method four settings are tried: rates about the best of earlier studies on the same base, and Muon.
+MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,27 @@ class Method:
 METHODS = {
     "full": Method(
         ("method.variant=full",),
-        (MUON_OR_ADAMW, "train.lr=2e-2,1e-2,2e-3", "train.lr_multipliers.embedding=1,2,10"),
+        (MUON_OR_ADAMW, "train.lr=2e-2,2e-2,1e-2,2e-3", "train.lr_multipliers.embedding=1,2,2,10"),
     ),
-    "lora-r16": Method(("method.variant=lora",), (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,2e-2")),
+    "lora-r16": Method(
+        ("method.variant=lora",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,2e-2,5e-3")
+    ),
     "lora-r128-embeddings": Method(
         ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true}"),
-        (MUON_OR_ADAMW, "train.lr=2e-2,1e-2,5e-3", "train.lr_multipliers.embedding=1,2,4"),
+        (MUON_OR_ADAMW, "train.lr=2e-2,2e-2,1e-2,5e-3", "train.lr_multipliers.embedding=1,2,2,4"),
     ),
-    "llama-pro": Method(("method.variant=llama-pro",), (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,8e-3")),
+    "llama-pro": Method(
+        ("method.variant=llama-pro",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3")
+    ),
     "preserve": Method(
         ("method.variant=preserve", "method.collaboration.layers=null"),
         (
-            "train.optimiser=muon,adamw,adamw",
-            "train.lr=2e-2,5e-3,1e-2",
-            # Beside Muon, the rates that AdamW has at 5e-3.
-            "train.lr_multipliers.embedding=200,null,null",
-            "train.lr_multipliers.head=0.5,null,null",
-            "train.lr_multipliers.gains=0.025,null,null",
+            "train.optimiser=muon,muon,adamw,adamw",
+            "train.lr=2e-2,2e-2,5e-3,1e-2",
+            # Beside Muon, what AdamW has at 5e-3 and at 1e-2.
+            "train.lr_multipliers.embedding=200,400,null,null",
+            "train.lr_multipliers.head=0.5,1,null,null",
+            "train.lr_multipliers.gains=0.025,0.05,null,null",
         ),
     ),
 }
