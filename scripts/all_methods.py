@@ -13,15 +13,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.evaluation.results import HeadResult, Report
+from scale_cli.evaluation.results import Report
 from scale_cli.planning.flops import ideal_flops_per_token
+from scale_cli.report.numbers import NOT_FINITE, number
+from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import read_json, write_text
 from scale_cli.upscale.base import load_base_config
 
@@ -91,7 +92,7 @@ def main() -> None:
                 last = [f"seed={seed}", f"train.max_steps={steps}", f"output_dir={folder}"]
                 scale("run", path, *overrides, *best, *last)
                 runs.setdefault((name, budget), []).append(folder)
-    write_text(root / "table.md", table(runs, configs))
+    write_text(root / "table.md", f"{table(runs, configs).markdown()}\n")
     folders = [str(folder) for of_one in runs.values() for folder in of_one]
     scale("compare", *folders, "--output", str(root / "comparison"))
 
@@ -127,54 +128,37 @@ def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
     return {"tokens": steps} | ({} if name == "preserve" else {"work": round(steps / relative)})
 
 
-def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]) -> str:
-    """Return one row for a method at a budget: means over its runs that are there, and their range.
+def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]) -> Table:
+    """Return a row for every method and budget of which runs are there: their means, and their range.
 
     The corpora are the first of each role; routed is the model beside its base, by the posterior rule.
     """
-    titles = ["method", "budget", "seeds", "steps", "work"]
-    titles += [
-        "learned, nats/token",
-        "bits/byte",
-        "kept text, plain model",
-        "worst document",
-        "routed",
-        "worst document",
-    ]
-    lines = [titles, ["---"] * 2 + ["---:"] * (len(titles) - 2)]
-    unit = flops_per_token(configs["preserve"]) * configs["preserve"].train.max_steps
+    rows, unit = [], flops_per_token(configs["preserve"]) * configs["preserve"].train.max_steps
     for (name, budget), folders in runs.items():
         files = [file for folder in folders if (file := folder / "evaluation" / "report.json").is_file()]
         if not (reports := [Report.from_json(read_json(file)) for file in files]):
             continue
-        work = reports[0].step * flops_per_token(configs[name]) / unit
         learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
-        plain, routed = (
-            [report.with_role("retention")[0].heads[head] for report in reports] for head in ("adapted", "posterior")
-        )
-        lines.append(
-            [name, budget, str(len(reports)), str(reports[0].step), f"{work:.2f}"]
-            + [spread(learned, lambda head: head.nats_per_token), spread(learned, lambda head: head.bits_per_byte)]
-            + [cell for heads in (plain, routed) for cell in (spread(heads, _lost), spread(heads, _worst, ".1f"))]
-        )
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        row = [name, budget, str(len(reports)), str(reports[0].step)]
+        row += [number(reports[0].step * flops_per_token(configs[name]) / unit, 2)]
+        row += [spread([head.nats_per_token for head in learned]), spread([head.bits_per_byte for head in learned])]
+        for served in ("adapted", "posterior"):
+            kept = [report.with_role("retention")[0].heads[served] for report in reports]
+            row += [spread([head.bits_per_byte_difference.value for head in kept])]
+            row += [spread([head.worst_document_nats for head in kept], 1)]
+        rows.append(row)
+    titles = ["method", "equal", "seeds", "steps", "work", "learned, nats/token", "bits/byte"]
+    kept_titles = ["lost, plain, bits/byte", "worst document, nats", "lost, routed, bits/byte", "worst document, nats"]
+    return Table([*titles, *kept_titles], rows, "ll" + "r" * (len(titles) + len(kept_titles) - 2))
 
 
-def _lost(head: HeadResult) -> float | None:
-    return head.bits_per_byte_difference.value
-
-
-def _worst(head: HeadResult) -> float | None:
-    return head.worst_document_nats
-
-
-def spread(heads: list[HeadResult], figure: Callable[[HeadResult], float | None], digits: str = ".3f") -> str:
-    """Return the mean of a figure, and of several its range."""
-    values = [value for head in heads if (value := figure(head)) is not None]
-    if len(values) < len(heads):
-        return "not finite"
-    told = f"{mean(values):{digits}}"
-    return told if len(values) == 1 else f"{told} [{min(values):{digits}}, {max(values):{digits}}]"
+def spread(values: list[float | None], digits: int = 3) -> str:
+    """Return the mean of some figures, and of several their range."""
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return NOT_FINITE
+    told = number(mean(finite), digits)
+    return told if len(finite) == 1 else f"{told} [{number(min(finite), digits)}, {number(max(finite), digits)}]"
 
 
 if __name__ == "__main__":
