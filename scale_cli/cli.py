@@ -18,17 +18,23 @@ from scale_cli.errors import ConfigError, EndedElsewhere, Interrupted, RunError,
 from scale_cli.options import (
     Accepted,
     AsJson,
+    Base,
     Checked,
     Config,
+    Corpus,
+    CorpusLanguage,
     Documents,
     DryRun,
     EngineOptions,
     Flops,
     Generating,
+    HeldOut,
     JoinedFolder,
     MaxForgetting,
     MaxNewTokens,
     MaxRuns,
+    Minutes,
+    NewConfig,
     Options,
     Output,
     Overrides,
@@ -40,6 +46,8 @@ from scale_cli.options import (
     Prompts,
     Repository,
     Resume,
+    Retention,
+    RetentionLanguage,
     Runs,
     Samples,
     SamplesFile,
@@ -121,6 +129,30 @@ def plan(
             _say(line)
 
     on_main(plan_and_write)
+
+
+@app.command()
+def init(
+    file: NewConfig = Path("scale.yaml"),
+    base: Base = None,
+    corpus: Corpus = None,
+    language: CorpusLanguage = None,
+    retention: Retention = None,
+    retention_language: RetentionLanguage = "en",
+    held_out: HeldOut = None,
+    minutes: Minutes = 5.0,
+) -> None:
+    """Write a first config for a base and text of your own.
+
+    In sizes for the device at hand. It asks for what no flag says, where there is a terminal.
+    """
+    refuse_several("init")
+    flags = {"--base": base, "--corpus": corpus, "--language": language, "--retention": retention}
+    model, learned, spoken, kept = _asked(flags)
+    _quieten_libraries()
+    from scale_cli import starter
+
+    _show(starter.init(starter.Answers(model, learned, spoken, kept, retention_language, held_out, minutes), file))
 
 
 @app.command()
@@ -385,6 +417,14 @@ def run_all(
     report = run_pipeline(checked, _say, accept or ())
     if max_forgetting is not None and report is not None:
         check_forgetting(report, max_forgetting)
+
+
+def _asked(given: dict[str, str | None]) -> list[str]:
+    """Return what flags say; where one says nothing, ask for it, or where nobody could answer refuse."""
+    missing = [flag for flag, value in given.items() if value is None]
+    if missing and not (sys.stdin is not None and sys.stdin.isatty()):
+        raise UsageError(f"{', '.join(missing)}: not given, and no terminal to ask at; `scale init --help` says what")
+    return [typer.prompt(flag) if value is None else value for flag, value in given.items()]
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

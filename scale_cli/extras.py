@@ -17,15 +17,15 @@ def is_installed(module: str) -> bool:
 
 
 def how_to_install(module: str) -> str:
-    """Return the command that installs what brings a library."""
-    return f"pip install 'scale-cli[{EXTRA_OF[module]}]'"
+    """Return the command that installs what brings a library; one of no extra is asked for by its own name."""
+    return f"pip install 'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else f"pip install {module}"
 
 
 def require(module: str, needed_by: str) -> None:
     """Refuse to begin what cannot be ended without a library.
 
     Args:
-        module: by its import name, one of `EXTRA_OF`.
+        module: by its import name.
         needed_by: the key of the config, or the verb.
 
     Raises:

@@ -10,6 +10,22 @@ import typer
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]
+NewConfig = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file to write; never one that is there.")]
+Base = Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base: a hub id or a folder.")]
+Corpus = Annotated[
+    str | None,
+    typer.Option("--corpus", metavar="TEXT", help="What it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]."),
+]
+CorpusLanguage = Annotated[str | None, typer.Option("--language", metavar="CODE", help="Of that text: ko, de, ...")]
+Retention = Annotated[
+    str | None, typer.Option("--retention", metavar="TEXT", help="Text of what the base knows, to see that it stays.")
+]
+RetentionLanguage = Annotated[str, typer.Option("--retention-language", metavar="CODE", help="Of that text.")]
+HeldOut = Annotated[
+    str | None,
+    typer.Option("--held-out", metavar="TEXT", help="More of the corpus to measure on; else its first documents."),
+]
+Minutes = Annotated[float, typer.Option(metavar="N", min=0.1, max=1e6, help="To train for, by `scale plan`'s speed.")]
 SchemaOf = Annotated[Literal["run", "biography"], typer.Argument(help="Of `scale run`, or of `scale biography`.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Swept = Annotated[

@@ -17,6 +17,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.training.branching import check_init_from
 from scale_cli.training.run import train
+from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.run import upscale, upscale_is_finished
@@ -89,6 +90,7 @@ def _check(config: RunConfig) -> None:
     sources = config.evaluation.perplexity if trained else every_source(config)
     check_before_writing(config, sources, share().num_processes)
     check_init_from(config)
+    check_trackers(config)
     if not RunFolder(config.output_dir).evaluation.is_dir():
         open_benchmarks_of(config)
 

@@ -25,6 +25,9 @@ _FREE = {
     "train.log_every_steps",
     "train.save_every_steps",
     "train.keep_checkpoints",
+    "train.trackers",
+    "train.project",
+    "train.run_name",
     "train.eval_every_steps",
     "train.eval_max_documents",
 }
@@ -128,7 +131,7 @@ class _Change:
 
 
 def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[_Change]:
-    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
+    old, new = (dict(leaves(config.model_dump(mode="json"))) for config in (before, now))
     keys = [key for key in {**old, **new} if _section(key) in sections and key not in _FREE]
     return [_Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -153,9 +156,10 @@ def _section(key: str) -> str:
     return "router" if key.startswith(_ROUTER) else key.partition(".")[0]
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a tree with its key, `train.lr`, `corpus.sources.0.name`."""
     if isinstance(value, dict | list) and value:  # an empty one is a value too: layers [] is not layers null
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value

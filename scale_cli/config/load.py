@@ -44,25 +44,40 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
         raise ConfigError(f"{path}: a config is a mapping of keys to values, this is {_kind(tree)}")
     for override in overrides or []:
         _apply_override(tree, override)
+    return checked(schema, tree, str(path), overrides or [])
+
+
+def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Check what a config file, or a section of one, holds.
+
+    Args:
+        schema: of what it holds.
+        tree: plain data.
+        where: what an error calls it.
+        overrides: of it, applied already.
+
+    Raises:
+        ConfigError: as `load_checked`.
+    """
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         described = (_describe(schema, detail) for detail in details)
-        lines = list(dict.fromkeys(f"{_origin(line, path, overrides or [])}: {line}" for line in described))
+        lines = list(dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described))
         if len(lines) > _MAX_ERRORS:
-            lines[_MAX_ERRORS:] = [f"{path}: and {len(lines) - _MAX_ERRORS:,} errors more"]
+            lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} errors more"]
         raise ConfigError("\n".join(lines)) from None
 
 
-def _origin(line: str, path: Path, overrides: Sequence[str]) -> str:
+def _origin(line: str, where: str, overrides: Sequence[str]) -> str:
     """Return where the value was given that a line, which begins with its key, speaks of."""
     place = line.partition(":")[0]
     for override in reversed(overrides):
         key = override.partition("=")[0]
         if place == key or place.startswith(f"{key}."):
             return f"override {_quoted(override)}"
-    return str(path)
+    return where
 
 
 def _quoted(text: str) -> str:

@@ -116,6 +116,19 @@ def _check_keys(node: yaml.MappingNode, where: str) -> None:
         seen.add((key.tag, key.value))
 
 
+def dump_line(tree: dict[str, Any]) -> str:
+    """Return a mapping of plain values in one line."""
+    dumped: str = yaml.dump(
+        tree,
+        Dumper=_Yaml12FloatDumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=True,
+        width=float("inf"),
+    )
+    return dumped.rstrip("\n")
+
+
 def dump(tree: Any) -> str:
     """Return plain data as YAML that `parse` reads as the same."""
     dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True)

@@ -13,6 +13,7 @@ from scale_cli.config.values import (
     Fraction,
     LearningRate,
     MixedPrecision,
+    Name,
     PathText,
     Section,
     Steps,
@@ -126,6 +127,11 @@ class TrainConfig(Section):
     log_every_steps: Steps = Field(default=10, description="a record in metrics.jsonl")
     save_every_steps: Steps = Field(default=500, description="a checkpoint")
     keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default=[], description="that get what metrics.jsonl gets; none unless named, each set up as its own docs say"
+    )
+    project: Name = Field(default="scale", description="in a tracker (MLflow calls it an experiment)")
+    run_name: Name | None = Field(default=None, description="in a tracker; null: the name of output_dir")
     eval_every_steps: Steps | None = Field(
         default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
     )

@@ -41,6 +41,16 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's files, made from metrics.jsonl."""
+        return self.root / "tensorboard"
+
+    @property
+    def tracking(self) -> Path:
+        """By which id a tracker knows the run, and how far it was told of it."""
+        return self.root / "tracking.json"
+
+    @property
     def tokens(self) -> Path:
         """Tokenised corpora, unless corpus.cache_dir says otherwise."""
         return self.root / "tokens"
@@ -81,15 +91,16 @@ class RunFolder:
         for place in (*self._folders(), self.root / "export"):
             if os.path.lexists(place) and not place.is_dir():
                 raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
-        if self.metrics.is_dir():
-            raise RunFolderError(f"{self.metrics}: is a folder, and a file is to be written there; move it away")
+        for file in (self.metrics, self.tracking):
+            if file.is_dir():
+                raise RunFolderError(f"{file}: is a folder, and a file is to be written there; move it away")
 
     def _folders(self) -> tuple[Path, ...]:
-        return (self.upscaled, self.checkpoints, self.final, self.tokens, self.evaluation)
+        return (self.upscaled, self.checkpoints, self.final, self.tensorboard, self.tokens, self.evaluation)
 
     def _links(self) -> Iterator[Path]:
         """Yield the symbolic links where something of ours may be written, half-written folders included."""
-        for place in (*self._folders(), self.metrics, self.root / "export"):
+        for place in (*self._folders(), self.metrics, self.tracking, self.root / "export"):
             for path in (place, *self.root.glob(f".{place.name}.*")):
                 inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
                 yield from (found for found in (path, *inside) if found.is_symlink())

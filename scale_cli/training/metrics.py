@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _whole_lines(path: Path) -> list[str]:
     return whole.splitlines()
 
 
-def _place(record: dict[str, Any]) -> tuple[int, bool]:
+def place_of(record: dict[str, Any]) -> tuple[int, bool]:
     """Return what records are in order of: the step, and whether it is the evaluation that follows it."""
     return int(record["step"]), EVALUATION in record
 
@@ -54,9 +55,10 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
-        self._path = path
+        self.path = path
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every record that is written
         lines = zip(_whole_lines(path), read_records(path), strict=True)
-        kept = [line for line, record in lines if _place(record) <= (resumed_step, not evaluation_due)]
+        kept = [line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)]
         write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append(self, record: dict[str, Any]) -> None:
@@ -66,8 +68,10 @@ class MetricsLog:
             StorageError: it could not be written.
         """
         line = json.dumps(record, allow_nan=False) + "\n"
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
+        for listen in self.listeners:
+            listen(record)
 
     def sync(self) -> None:
         """Make what was appended durable, before a checkpoint that counts on it.
@@ -75,5 +79,5 @@ class MetricsLog:
         Raises:
             StorageError: it could not be made so.
         """
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             os.fsync(file.fileno())

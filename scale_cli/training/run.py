@@ -58,6 +58,7 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
+from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, load_trained, read_record
@@ -110,6 +111,7 @@ def train(
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     check_before_writing(config, training_sources(config), accelerator.num_processes)
+    check_trackers(config)
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
         number = main_decides(lambda: _starting_number(run_folder, config, resume, say, accepted))
@@ -117,6 +119,7 @@ def train(
         if start is None:
             on_main(lambda: _check_beginning(config, say))
         run = _open_run(config, accelerator, start, say)
+        held.enter_context(tracked(run.metrics, config, run.position.step))
         run_loop(run)
         _write_final(run)
     return TrainSummary(run_folder.final, run.position)

@@ -1,0 +1,121 @@
+"""Trackers, by Accelerate's own classes, on the main process alone: fed from the records of metrics.jsonl.
+
+That file stays the truth, and a resumed run is one run in its tracker, without gaps or repeats:
+
+- TensorBoard's files are ours: they are written anew from the records that a resumed run keeps.
+- Any other tracker has what it was sent. `tracking.json` says by which id, and how far; a killed run may have sent more
+  than its last checkpoint knows, and that is not sent again: a resumed run computes the same figures, bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from tqdm import tqdm
+
+from scale_cli.config.compare import leaves
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+from scale_cli.extras import require
+from scale_cli.storage.atomic import read_json, write_json
+from scale_cli.storage.layout import RunFolder
+from scale_cli.training.metrics import MetricsLog, place_of, read_records
+
+_TENSORBOARD = "tensorboard"
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Refuse trackers that are not installed, before anything is written."""
+    for name in config.train.trackers:
+        require(name, f"train.trackers {name}")
+
+
+@contextmanager
+def tracked(log: MetricsLog | None, config: RunConfig, step: int) -> Iterator[None]:
+    """Send what is logged to every tracker that the config names, until the body ends.
+
+    Args:
+        log: opened at the step; None except on the main process.
+        config: of the run.
+        step: that the run goes on from; 0 begins another run in every tracker.
+
+    Raises:
+        ConfigError: a tracker cannot be started.
+    """
+    if log is None or not config.train.trackers:
+        yield
+        return
+    file = RunFolder(config.output_dir).tracking
+    state = read_json(file) if step and file.is_file() else {}
+    started: dict[str, GeneralTracker] = {}
+
+    def send(record: dict[str, Any]) -> None:
+        values = figures(record)
+        for name in list(started):
+            if not values or list(place_of(record)) <= state[name]["sent"]:
+                continue
+            try:
+                started[name].log(values, step=int(record["step"]))
+            except Exception as error:  # whatever it raises, training goes on
+                tqdm.write(f"warning: train.trackers {name}: {error}; the run goes on without it", file=sys.stderr)
+                del started[name]
+                continue
+            state[name]["sent"] = list(place_of(record))
+            if name != _TENSORBOARD:
+                write_json(file, state)
+
+    try:
+        for name in config.train.trackers:
+            known = state.setdefault(name, {"id": None, "sent": [-1, False]})
+            is_new = known["id"] is None
+            started[name] = _started(name, config, known)
+            if is_new and name != _TENSORBOARD:  # which would make a run of its own of them
+                started[name].store_init_configuration(dict(leaves(config.model_dump(mode="json"))))
+        write_json(file, state)
+        for record in read_records(log.path):  # what a tracker that was added since has missed
+            send(record)
+        log.listeners.append(send)
+        yield
+    finally:
+        for tracker in started.values():
+            with suppress(Exception):
+                tracker.finish()
+
+
+def figures(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their places in it, `evaluation_nats_per_token/news/base`."""
+    flat = ((key.replace(".", "/"), value) for key, value in leaves(record) if key != "step")
+    return {key: value for key, value in flat if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def _started(name: str, config: RunConfig, known: dict[str, Any]) -> GeneralTracker:
+    """Start a tracker, and note the id by which a resumed run finds it again."""
+    folder, project = RunFolder(config.output_dir), config.train.project
+    run_name = config.train.run_name or folder.root.resolve().name
+    new_id = uuid.uuid4().hex[:12]
+    tracker: Any
+    if name == _TENSORBOARD:
+        shutil.rmtree(folder.tensorboard, ignore_errors=True)
+        known |= {"id": run_name, "sent": [-1, False]}
+        tracker = TensorBoardTracker(run_name, logging_dir=folder.tensorboard)
+    elif name == "wandb":
+        known["id"] = known["id"] or new_id
+        tracker = WandBTracker(project, id=known["id"], name=run_name, resume="allow", dir=str(folder.root))
+    elif name == "trackio":  # knows runs by their names
+        known["id"] = known["id"] or f"{run_name}-{new_id}"
+        tracker = TrackioTracker(project, name=known["id"], resume="allow")
+    else:
+        tracker = MLflowTracker(project, run_id=known["id"], run_name=run_name)
+    try:
+        tracker.start()
+    except Exception as error:
+        raise ConfigError(f"train.trackers {name}: {' '.join(str(error).split())}") from None
+    if name == "mlflow":
+        known["id"] = tracker.tracker.info.run_id
+    return tracker
