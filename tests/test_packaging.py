@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import yaml
 from setuptools import Distribution
 
 ROOT = Path(__file__).parents[1]
@@ -45,3 +46,9 @@ def test_every_dependency_has_its_reason_and_a_version_that_is_tested() -> None:
             continue
         assert re.search(rf"(^|[^\w-]){name}([^\w-]|$)", reasons.replace("types-*", "types-pyyaml, types-tqdm")), name
         assert re.search(rf"^{name}==", locked, re.MULTILINE), name
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert citation["authors"] and "arXiv:2511.03270" in str(citation["identifiers"])

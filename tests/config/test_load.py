@@ -88,6 +88,9 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "save_every_steps": 500,
             "keep_checkpoints": 2,
             "eval_every_steps": None,
+            "trackers": [],
+            "project": "scale",
+            "run_name": None,
             "eval_max_documents": 32,
         },
         "evaluation": {
