@@ -147,8 +147,10 @@ def init(
     In sizes for the device at hand. It asks for what no flag says, where there is a terminal.
     """
     refuse_several("init")
-    flags = {"--base": base, "--corpus": corpus, "--language": language, "--retention": retention}
-    model, learned, spoken, kept = _asked(flags)
+    model = base or _asked("--base", "the base: a hub id or a folder")
+    learned = corpus or _asked("--corpus", "what it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
+    spoken = language or _asked("--language", "of that text: ko, de, ...")
+    kept = retention or _asked("--retention", "text of what the base knows, to see that it stays")
     _quieten_libraries()
     from scale_cli import starter
 
@@ -419,12 +421,12 @@ def run_all(
         check_forgetting(report, max_forgetting)
 
 
-def _asked(given: dict[str, str | None]) -> list[str]:
-    """Return what flags say; where one says nothing, ask for it, or where nobody could answer refuse."""
-    missing = [flag for flag, value in given.items() if value is None]
-    if missing and not (sys.stdin is not None and sys.stdin.isatty()):
-        raise UsageError(f"{', '.join(missing)}: not given, and no terminal to ask at; `scale init --help` says what")
-    return [typer.prompt(flag) if value is None else value for flag, value in given.items()]
+def _asked(flag: str, meaning: str) -> str:
+    """Ask for what a flag would have said, or refuse where nobody can answer."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError(f"{flag}: not given ({meaning}), and there is no terminal to ask at")
+    answer: str = typer.prompt(f"{flag}, {meaning}")
+    return answer
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -119,7 +119,7 @@ def train(
         if start is None:
             on_main(lambda: _check_beginning(config, say))
         run = _open_run(config, accelerator, start, say)
-        held.enter_context(tracked(run.metrics, config, run.position.step))
+        on_main(lambda: held.enter_context(tracked(run.metrics, config, run.position.step)))
         run_loop(run)
         _write_final(run)
     return TrainSummary(run_folder.final, run.position)
