@@ -9,7 +9,8 @@ What is checked, by kind of folder:
 | upscaled, checkpoint, final       | the base's hashes; the base logits of a widened model, bit for bit             |
 | checkpoint, final                 | that of every source read = kept + dropped, and trained + held over = all      |
 | final                             | the log: no step twice, none missing, the same number of tokens                |
-| export                            | logits against the trained model, where `final/` is still beside it            |
+| export                            | logits against the trained model, where `final/` is still beside it; of a      |
+|                                   | plain one that can be routed, those of its router too                          |
 | joined                            | the base's hash, and its logits bit for bit                                    |
 | tokens                            | that documents, bytes and tokens add up to the ledger                          |
 """

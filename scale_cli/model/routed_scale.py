@@ -88,8 +88,11 @@ class RouterLayer:
         """Take back tokens of the last call, as assisted decoding does with those that were not accepted.
 
         Raises:
-            NotImplementedError: they are more, or the batch has been changed since.
+            NotImplementedError: they are more, or the batch has been changed since; or it is told, as transformers 4
+                does, how many tokens are to be left.
         """
+        if tokens_to_remove > 0:
+            raise NotImplementedError("assisted decoding of a routed model needs transformers 5")
         num_removed = abs(tokens_to_remove)
         if num_removed == 0 or self.is_empty:
             return

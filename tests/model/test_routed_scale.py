@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.export.dense import dense_model
@@ -279,6 +280,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a manager of it": (lambda m: m.init_continuous_batching(), "no continuous batching"),
     "another model's cache": (_filled_by_another, "another model filled this cache"),
     "a mask of four dimensions": (lambda m: m(IDS, attention_mask=torch.ones(2, 1, 20, 20)), "mask of two dimensions"),
+    "tokens to be left": (lambda _: RouterLayer([DynamicLayer()]).crop(3), "needs transformers 5"),
     "too many tokens taken back": (_cropped_too_far, "tokens of the last call"),
     "a plain model": (lambda m: type(m)(tiny_llama().config), "this is a plain model"),
     "another model's keys": (

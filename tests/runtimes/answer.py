@@ -3,7 +3,8 @@
     python answer.py FOLDER ...
 
 Every folder holds a model, its tokenizer and `questions.json`: token ids and texts. `answers.safetensors` is put there:
-the logits of those ids, the ids of those texts, one after another, and the ids that end a text.
+the logits of those ids, the ids of those texts, one after another, and the ids that end a text; where there is code
+beside the weights, also its logits, and what it generates.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def main() -> None:
             "ids": torch.tensor(ids),
             "ends": torch.tensor(model.generation_config.eos_token_id),
         }
+        if "auto_map" in json.loads((folder / "config.json").read_text()):
+            routed = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=True).eval()
+            ids_BT = torch.tensor(questions["ids"])
+            answers["routed"] = routed(input_ids=ids_BT, use_cache=False).logits
+            answers["generated"] = routed.generate(ids_BT[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0)
         save_file(answers, folder / "answers.safetensors")
     print(transformers.__version__)
 

@@ -7,18 +7,19 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.export.parity import trained_logits
+from scale_cli.export.parity import served_logits, trained_logits
 from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base, load_tokenizer
 from scale_cli.upscale.folder import MethodModel
@@ -43,7 +44,7 @@ BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "qwen2": ("qwen2", 1e6, None, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
     "qwen3-yarn": ("qwen3", 1e6, YARN, {"head_dim": 16}),
 }
-VARIANTS = ("preserve", "llama-pro")
+VARIANTS = ("preserve", "route", "llama-pro")
 NAMES = [f"{base}-{variant}" for base in BASES for variant in VARIANTS]
 EOS = [3, 5]
 # Far positions, where a wrong frequency shows most.
@@ -93,11 +94,16 @@ def expected(
             folder = root / f"{name}-{variant}"
             folder.mkdir()
             model = trained(base, variant)
-            write_plain(plain_model(model, "float32", [IDS]), load_tokenizer(base), base, folder)
+            plain = plain_model(model, "float32", [IDS])
+            write_plain(plain, load_tokenizer(base), base, folder, router_keys(model))
             questions = {"ids": IDS.tolist(), "texts": TEXTS}
             (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
             with torch.no_grad():
                 found[folder.name] = folder, trained_logits(model, IDS)
+                if variant == "route":
+                    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": EOS}
+                    generated = cast(Any, model).generate(IDS[:, :30], **options)
+                    save_file({"logits": served_logits(model, IDS), "ids": generated}, folder / "routed.safetensors")
     script = Path(__file__).parent / "answer.py"
     folders = [str(folder) for folder, _ in found.values()]
     ran = subprocess.run(
@@ -127,3 +133,13 @@ def test_an_export_answers_in_transformers_4_as_the_trained_model_does_here(
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-novels-en" / "hf")))
     assert answers["ids"].tolist() == [number for text in TEXTS for number in tokenizer(text).input_ids]
     assert answers["ends"].tolist() == EOS
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_with_its_code_an_export_routes_there_as_the_trained_model_does_here(
+    base: str, expected: dict[str, tuple[Path, Tensor]]
+) -> None:
+    folder, _ = expected[f"{base}-route"]
+    answers, wanted = load_file(folder / "answers.safetensors"), load_file(folder / "routed.safetensors")
+    torch.testing.assert_close(answers["routed"], wanted["logits"], rtol=0.0, atol=1e-4)
+    assert torch.equal(answers["generated"], wanted["ids"])

@@ -1,0 +1,92 @@
+"""What routing costs in transformers: one folder plainly and with its router, and the two streams, in turns.
+
+    OMP_NUM_THREADS=1 python scripts/routed_decode.py [--shape small|wide] [--rounds 8] [--tokens 16]
+
+CPU time of one thread, as `scripts/benchmark.py` takes it. A round lets every model read one prompt and go on from it;
+the order turns by one place a round, and ratios are formed within rounds. Weights are random: what is timed does not
+hang on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.export.dense import dense_model
+from scale_cli.export.router_keys import router_keys
+from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
+from scale_cli.upscale.method import start_model
+
+# Of the base: hidden, MLP, layers, heads, key/value heads, vocabulary.
+SHAPES = {"small": (320, 896, 8, 8, 8, 8192), "wide": (1024, 2816, 8, 16, 8, 32000)}
+PROMPT_TOKENS = 128
+
+
+def contestants(shape: str) -> dict[str, Any]:
+    """Return the models of one random widening."""
+    hidden, mlp, layers, heads, key_value_heads, vocabulary = SHAPES[shape]
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            vocab_size=vocabulary,
+        )
+    )
+    model: Any = start_model(base.requires_grad_(False), MethodConfig(variant="route"), seed=0).eval()
+    plain = dense_model(model, "float32")
+    plain.config.scale_router = router_keys(model)
+    routed = ScaleRoutedLlamaForCausalLM(plain.config).eval()
+    routed.load_state_dict(plain.state_dict())
+    return {"plain": plain, "routed": routed, "two streams": model}
+
+
+def timed(model: Any, ids_BT: torch.Tensor, num_tokens: int) -> tuple[float, float]:
+    """Return seconds of reading a prompt, and of a token after it."""
+    started = time.process_time()
+    out = model(ids_BT, use_cache=True, logits_to_keep=1)
+    read = time.process_time()
+    for _ in range(num_tokens):
+        token_B1 = out.logits[:, -1:].argmax(-1)
+        out = model(token_B1, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+    return read - started, (time.process_time() - read) / num_tokens
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print tokens/s of every model, and its speed beside the plain one's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    models = contestants(asked.shape)
+    for batch in asked.batches:
+        ids_BT = torch.randint(0, SHAPES[asked.shape][-1], (batch, PROMPT_TOKENS))
+        rounds: list[dict[str, tuple[float, float]]] = []
+        for turn in range(asked.rounds + 1):
+            names = [*models][turn % len(models) :] + [*models][: turn % len(models)]
+            rounds.append({name: timed(models[name], ids_BT, asked.tokens) for name in names})
+        for part, kind in enumerate(("prompt", "decode")):
+            for name in models:
+                ratios = [taken["plain"][part] / taken[name][part] for taken in rounds[1:]]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                per_s = batch * (PROMPT_TOKENS if kind == "prompt" else 1) / min(taken[name][part] for taken in rounds)
+                print(
+                    f"{asked.shape}, batch {batch}, {kind}: {name:<12} {per_s:10,.0f} tokens/s, "
+                    f"{middle:.2f} [{low:.2f}, {high:.2f}] of plain"
+                )
+
+
+if __name__ == "__main__":
+    main()
