@@ -198,7 +198,7 @@ def starter_text(answers: Answers, model: dict[str, str], sizes: Sizes, file: Pa
         "micro_batch_size": sizes.micro_batch_size,
         "memory": _gib(sizes.memory_bytes),
         "available": _gib(sizes.available_bytes),
-        "warmup_steps": max(1, sizes.max_steps // 20),
+        "warmup_steps": max(1, sizes.max_steps // 5),  # a short run leaps where its rate is raised fast
         "save_every_steps": max(1, sizes.max_steps // 4),
         "mixed_precision": sizes.mixed_precision,
     }
