@@ -82,9 +82,9 @@ class ComparedMethod(Section):
 
 
 def _widened(variant: Literal["preserve", "adapt", "route"], layers: str | None = None) -> MethodConfig:
-    # Its figures (README) are of the start that this is; at the rates below the other one has not been measured.
-    expansion, collaboration = {"ratio": 0.5, "embedding_scale": None}, {"layers": layers}
-    return MethodConfig.model_validate({"variant": variant, "expansion": expansion, "collaboration": collaboration})
+    return MethodConfig.model_validate(
+        {"variant": variant, "expansion": {"ratio": 0.5}, "collaboration": {"layers": layers}}
+    )
 
 
 # Rates at which each learns Task 1 within the default steps; they are not tuned one against another. The top layer

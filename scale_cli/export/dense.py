@@ -47,13 +47,13 @@ class StreamScales:
 # u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of the dtype for a u of up to
 # _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
 # In float16 a smaller b would push the rows that write u below its smallest normal number, 6e-5: in f16 and q8_0 that
-# costs more than u's part of the mean square does.
+# costs more than u's part of the mean square does; so a u that is large at few tokens is let count there.
 _SCALES = {
     "float32": StreamScales(2.0**4, 2.0**-12),
     "bfloat16": StreamScales(2.0**2, 2.0**-6),
     "float16": StreamScales(2.0**3, 2.0**-8),
 }
-_COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 16.0}
+_COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 256.0}
 _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 

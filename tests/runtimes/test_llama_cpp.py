@@ -34,6 +34,9 @@ FORMATS = ("f32", "f16", "q8_0")
 F32 = 0
 NUM_NEW_TOKENS = 48
 NUM_DOCUMENTS = 6  # of each language
+# The worst of some thousand positions is a draw: of two models that a format costs the same, either has the larger one.
+# So the trained model's is held to the base's worst of several times as many, and the tails are compared too.
+TIMES_AS_MANY = 5
 GgufOf = Callable[[str, str], Path]
 
 
@@ -42,6 +45,7 @@ class Cost:
     """How far a format's log-probabilities of the tokens that came are from float32's, in nats."""
 
     mean: float
+    hundredth: float  # that one position of a hundred exceeds
     largest: float
 
 
@@ -97,12 +101,16 @@ def tokenizer(folders: dict[str, Path]) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folders["base"])
 
 
-@pytest.fixture(scope="module")
-def texts(shared_data: Path) -> list[str]:
-    """The beginnings of held-out novels and petitions."""
+def beginnings(shared_data: Path, num_documents: int) -> list[str]:
+    """Return the beginnings of held-out novels and petitions, so many of each."""
     files = ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
     documents = [lzma.decompress((shared_data / file).read_bytes()).decode().split("\n\n") for file in files]
-    return [document[:600] for of_file in documents for document in of_file[:NUM_DOCUMENTS]]
+    return [document[:600] for of_file in documents for document in of_file[:num_documents]]
+
+
+@pytest.fixture(scope="module")
+def texts(shared_data: Path) -> list[str]:
+    return beginnings(shared_data, NUM_DOCUMENTS)
 
 
 @contextmanager
@@ -140,7 +148,7 @@ def cost(reference: PreTrainedModel, file: Path, documents: list[list[int]]) -> 
             )
             differences.append((wanted - got).abs().flatten())
     distance = torch.cat(differences)
-    return Cost(distance.mean().item(), distance.max().item())
+    return Cost(distance.mean().item(), distance.quantile(0.99).item(), distance.max().item())
 
 
 @pytest.mark.parametrize("gguf_format", FORMATS)
@@ -150,6 +158,7 @@ def test_a_format_costs_the_trained_model_no_more_than_it_costs_the_base(
     folders: dict[str, Path],
     tokenizer: PreTrainedTokenizerBase,
     texts: list[str],
+    shared_data: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     documents = [tokenizer(text).input_ids for text in texts]
@@ -165,8 +174,12 @@ def test_a_format_costs_the_trained_model_no_more_than_it_costs_the_base(
     if gguf_format == "f32":  # rounding alone, of two libraries: there is nothing to compare it with
         assert max(of_base.largest, of_trained.largest) <= 1e-4
         return
+    more = [tokenizer(text).input_ids for text in beginnings(shared_data, TIMES_AS_MANY * NUM_DOCUMENTS)]
+    of_more = cost(base, gguf_of("base", gguf_format), more)
+    record_property("the base, on more text", of_more)
     assert of_trained.mean <= of_base.mean
-    assert of_trained.largest <= of_base.largest
+    assert of_trained.hundredth <= of_base.hundredth
+    assert of_trained.largest <= of_more.largest
 
 
 @torch.no_grad()
