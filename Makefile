@@ -30,7 +30,7 @@ reference: $(STAMP)  ## the config's JSON Schemas and its page of keys in docs/,
 	$(BIN)/python scripts/config_reference.py
 
 bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 15 minutes on one core
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/benchmark.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.benchmark
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python scripts/routed_decode.py [--shape small|wide] [--rounds 8] [--tokens 16]
 
-CPU time of one thread, as `scripts/benchmark.py` takes it. A round lets every model read one prompt and go on from it;
+CPU time of one thread, as `scripts/benchmark/` takes it. A round lets every model read one prompt and go on from it;
 the order turns by one place a round, and ratios are formed within rounds. Weights are random: what is timed does not
 hang on them.
 """

@@ -25,6 +25,8 @@ from scale_cli.data.sequences import SequenceWindows
 from scale_cli.errors import RunFolderError
 from scale_cli.extras import require
 from scale_cli.model.observing import TwoHeaded
+from scale_cli.report.numbers import percent
+from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.training.from_scratch import training_steps, write_base
 from scale_cli.upscale.base import load_base
@@ -41,13 +43,12 @@ class BiographySummary:
     def lines(self) -> list[str]:
         """Return an aligned table, the verdicts, and where the report is."""
         lines = served_lines(self.results)
-        width = max(len(line.label) for line in lines)
-        rows = [f"{'after Task 1':<{width}}  Task 0: start    end  Task 1: start    end"]
-        for line in lines:
-            told = [f"{100 * value:.1f} %" for value in (line.task_0[0], line.task_0[-1])]
-            asked = [f"{100 * value:.1f} %" for value in (line.task_1[0], line.task_1[-1])]
-            rows.append(f"{line.label:<{width}}  {told[0]:>13}{told[1]:>9}{asked[0]:>13}{asked[1]:>9}")
-        return [*rows, *verdicts(lines), f"report: {self.folder / 'report.md'}"]
+        rows = [
+            [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))]
+            for line in lines
+        ]
+        titles = ["after Task 1", "Task 0: start", "end", "Task 1: start", "end"]
+        return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines), f"report: {self.folder / 'report.md'}"]
 
 
 def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> BiographySummary:

@@ -259,9 +259,9 @@ def _draw_task_bar(axes: Any, row: int, run: ComparedRun, head: BenchmarkHead | 
         _beside_row(axes, row, "none", LIGHT["muted"])
         return
     points, colour = in_points(head.differences["acc"]), LIGHT[run.method.variant]
-    told = f"{run.name}: {number(points.value, 1, '+')} {bounds(points, 1)}, {difference_in_words(points, head.p_holm)}"
+    text = f"{run.name}: {number(points.value, 1, '+')} {bounds(points, 1)}, {difference_in_words(points, head.p_holm)}"
     filled = shows_difference(head.p_holm)
-    _draw_bar(axes, row, points.value or 0.0, colour, colour if filled else LIGHT["paper"], told)
+    _draw_bar(axes, row, points.value or 0.0, colour, colour if filled else LIGHT["paper"], text)
     if points.low is not None and points.high is not None:
         axes.plot((points.low, points.high), (row, row), color=LIGHT["ink"], linewidth=1.2)
     _beside_row(axes, row, number(points.value, 1, "+").replace("-", "−"), LIGHT["ink"])
@@ -285,9 +285,9 @@ def draw_shares(figure: Any, width: float, options: Sequence[Option]) -> None:
         shares, colour = option.base_share or {}, LIGHT[option.run.method.variant]
         axes.plot([100 * share for share in shares.values()], [row] * len(shares), color=colour, linewidth=2.0)
         for index, code in enumerate(languages):
-            told = pointed_at(f"{option.label}: {percent(shares[code])} of {language_name(code)} tokens")
+            text = pointed_at(f"{option.label}: {percent(shares[code])} of {language_name(code)} tokens")
             fill = LIGHT["paper"] if index else colour
-            axes.plot(100 * shares[code], row, "o", color=colour, markerfacecolor=fill, markersize=9, gid=told)
+            axes.plot(100 * shares[code], row, "o", color=colour, markerfacecolor=fill, markersize=9, gid=text)
             _beside_row(axes, row, percent(shares[code]), LIGHT["ink"], column * (index + 1) + 14)
     for index, name in enumerate(names):
         right = width - column * (len(languages) - 1 - index)
@@ -361,9 +361,9 @@ def _set_rows(axes: Any, rows: Sequence[tuple[str, str]], room: float) -> None:
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _draw_bar(axes: Any, row: int, length: float, colour: str, fill: str, told: str) -> None:
+def _draw_bar(axes: Any, row: int, length: float, colour: str, fill: str, text: str) -> None:
     (bar,) = axes.barh(row, length, height=0.54, facecolor=fill, edgecolor=colour, linewidth=1.4, zorder=2)
-    bar.set_gid(pointed_at(told))
+    bar.set_gid(pointed_at(text))
 
 
 def _beside_row(axes: Any, row: int, text: str, colour: str, right: float = 46.0) -> None:

@@ -140,9 +140,9 @@ def _tree(draw: Draw, width: float, title: str) -> ElementTree.Element:
         for child in list(parent):
             if child.tag in (f"{_SVG}metadata", f"{_SVG}defs"):
                 parent.remove(child)
-        told = parent.attrib.pop("id", "")
-        if told.startswith(_POINTED_AT):
-            ElementTree.SubElement(parent, f"{_SVG}title").text = told.removeprefix(_POINTED_AT)
+        name = parent.attrib.pop("id", "")
+        if name.startswith(_POINTED_AT):
+            ElementTree.SubElement(parent, f"{_SVG}title").text = name.removeprefix(_POINTED_AT)
         parent.attrib.pop("clip-path", None)
         if "style" in parent.attrib:
             parent.set("style", re.sub(r"font-family: [^;]*;? ?", "", parent.attrib["style"]))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from scale_cli.benchmark.counting import peak_bytes, saved_activation_bytes
 from scale_cli.config.schema import MethodConfig
 from scale_cli.upscale.method import start_model
+from scripts.benchmark.counting import peak_bytes, saved_activation_bytes
 from tests.widening import tiny_llama
 
 

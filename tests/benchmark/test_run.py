@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.benchmark.bars import Bar
-from scale_cli.benchmark.contestants import contestants, ours
-from scale_cli.benchmark.counting import count_flops
-from scale_cli.benchmark.head_memory import head_peak_bytes
-from scale_cli.benchmark.measuring import ideal_flops
-from scale_cli.benchmark.run import run_benchmark
-from scale_cli.benchmark.shapes import SHAPES
 from scale_cli.config.schema import MethodConfig
+from scripts.benchmark.bars import Bar
+from scripts.benchmark.cases import cases, ours
+from scripts.benchmark.counting import count_flops
+from scripts.benchmark.head_memory import head_peak_bytes
+from scripts.benchmark.measuring import ideal_flops
+from scripts.benchmark.run import run_benchmark
+from scripts.benchmark.shapes import SHAPES
 
 TINY = SHAPES["tiny"]
 
@@ -33,7 +33,7 @@ def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_p
 
 
 def test_what_is_compiled_is_a_method_that_takes_part_uncompiled_too(tmp_path: Path) -> None:
-    names = contestants(TINY, TINY.batches(tmp_path, seed=0), tmp_path).keys()
+    names = cases(TINY, TINY.batches(tmp_path, seed=0), tmp_path).keys()
     compiled = {name.removesuffix(" compiled") for name in names if name.endswith(" compiled")}
     assert compiled
     assert compiled <= names
@@ -41,7 +41,7 @@ def test_what_is_compiled_is_a_method_that_takes_part_uncompiled_too(tmp_path: P
 
 def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -> None:
     batches = TINY.batches(tmp_path, seed=0)
-    makers = contestants(TINY, batches, tmp_path).items()
+    makers = cases(TINY, batches, tmp_path).items()
     # What is compiled begins there too (tests/upscale/test_objective.py); compiling takes long.
     losses = {name: make().step(0) for name, make in makers if not name.endswith(" compiled")}
     # Transformers' Trainer counts targets of labels that are not shifted yet: one more a sequence.
@@ -70,8 +70,8 @@ WIDENING: list[dict[str, object]] = [
 )
 def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: Path, method: dict[str, object]) -> None:
     settings = MethodConfig.model_validate(method)
-    contestant = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
-    counted = count_flops(lambda: contestant.step(0))
+    case = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
+    counted = count_flops(lambda: case.step(0))
     assert counted == ideal_flops(TINY, settings)
 
 

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from scale_cli.benchmark.counting import peak_bytes
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
@@ -19,6 +18,7 @@ from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import compiled, for_training
+from scripts.benchmark.counting import peak_bytes
 from tests.widening import as_if_trained, tiny_llama, widen
 
 pytestmark = pytest.mark.long

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from scale_cli.benchmark.counting import peak_bytes
 from scale_cli.model.head_loss import adaptation_cross_entropy
+from scripts.benchmark.counting import peak_bytes
 
 VOCABULARY, NUM_TOKENS, HIDDEN, EXPANSION = 128_256, 8192, 2048, 256
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from scale_cli.benchmark.bars import Bar, Results
-from scale_cli.benchmark.clock import PHASES
-from scale_cli.benchmark.shapes import Shape
 from scale_cli.report.tables import Table
+from scripts.benchmark.bars import Bar, Results
+from scripts.benchmark.clock import PHASES
+from scripts.benchmark.shapes import Shape
 
 
 def table(shape: Shape, results: Results) -> str:
-    """Return one line for every contestant."""
+    """Return one line for every case."""
     titles = ["method", "tokens/s", "[quartiles]", "data", "fwd", "bwd", "opt"]
     titles += ["GFLOP/token", "/ ideal", "saved MB", "peak MB"]
     rows = []

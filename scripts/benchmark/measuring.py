@@ -1,4 +1,4 @@
-"""Rounds: every contestant takes a turn in every round, so that a noisy machine is noisy for all alike.
+"""Rounds: every case takes a turn in every round, so that a noisy machine is noisy for all alike.
 
 A step is timed by the wall clock on a GPU, and by the CPU time of this process on a CPU, which other people's work on a
 shared machine does not enter. What a step waits for is in the wall clock alone: `Measured.phases_s`.
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from scale_cli.benchmark.clock import PHASES
-from scale_cli.benchmark.contestants import Contestant
-from scale_cli.benchmark.counting import count_flops, peak_bytes, saved_activation_bytes
-from scale_cli.benchmark.shapes import Shape
 from scale_cli.config.schema import MethodConfig
 from scale_cli.data.batches import Batches
 from scale_cli.planning.flops import ideal_flops_per_token
+from scripts.benchmark.cases import BenchmarkCase
+from scripts.benchmark.clock import PHASES
+from scripts.benchmark.counting import count_flops, peak_bytes, saved_activation_bytes
+from scripts.benchmark.shapes import Shape
 
 
 @dataclass
 class Measured:
-    """What one contestant did."""
+    """What one case did."""
 
-    name: str  # the contestant's
+    name: str  # the case's
     trainable_parameters: int  # how many an optimiser moves
     flops: int  # counted in one step
     ideal_flops: int | None  # what the mathematics asks for; None of what is not ours
@@ -51,23 +51,23 @@ class Measured:
         return {phase: seconds / sum(totals.values()) for phase, seconds in totals.items()}
 
 
-def measure_counts(contestant: Contestant, shape: Shape, batches: Batches) -> Measured:
-    """Take a contestant's first steps (they also warm it up) and count what no clock is needed for.
+def measure_counts(case: BenchmarkCase, shape: Shape, batches: Batches) -> Measured:
+    """Take a case's first steps (they also warm it up) and count what no clock is needed for.
 
     The counters see single operations, so a compiled decoder is counted as it is written, and timed as it is compiled.
     """
-    contestant.step(0)
+    case.step(0)
     (batch,) = batches.micro_batches(3)
-    model: Any = contestant.model
+    model: Any = case.model
     with torch.compiler.set_stance("force_eager"):
-        flops = count_flops(lambda: contestant.step(1))
-        peak = peak_bytes(lambda: contestant.step(2))
+        flops = count_flops(lambda: case.step(1))
+        peak = peak_bytes(lambda: case.step(2))
         saved = saved_activation_bytes(model, batch.input_ids.to(shape.device), shape.mixed_precision)
     return Measured(
-        name=contestant.name,
+        name=case.name,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         flops=flops,
-        ideal_flops=None if contestant.method is None else ideal_flops(shape, contestant.method),
+        ideal_flops=None if case.method is None else ideal_flops(shape, case.method),
         saved_bytes=saved,
         peak_bytes=peak,
     )
@@ -80,29 +80,29 @@ def ideal_flops(shape: Shape, method: MethodConfig) -> int:
 
 
 def take_rounds(
-    contestants: list[Contestant], results: list[Measured], shape: Shape, num_rounds: int, say: Callable[[str], None]
+    cases: list[BenchmarkCase], results: list[Measured], shape: Shape, num_rounds: int, say: Callable[[str], None]
 ) -> None:
     """Time one step of everyone in every round; the order is turned by one place each round."""
-    pairs = list(zip(contestants, results, strict=True))
+    pairs = list(zip(cases, results, strict=True))
     for index in range(num_rounds):
         gc.collect()
         gc.disable()
-        for contestant, result in pairs[index % len(pairs) :] + pairs[: index % len(pairs)]:
-            elapsed_s = _timed(contestant, result, 4 + index, shape)
+        for case, result in pairs[index % len(pairs) :] + pairs[: index % len(pairs)]:
+            elapsed_s = _timed(case, result, 4 + index, shape)
             result.tokens_per_s.append(shape.num_tokens / elapsed_s)
         gc.enable()
         say(f"round {index + 1} of {num_rounds}")
 
 
-def _timed(contestant: Contestant, result: Measured, index: int, shape: Shape) -> float:
+def _timed(case: BenchmarkCase, result: Measured, index: int, shape: Shape) -> float:
     on_gpu = shape.device == "cuda"
     now_s = time.perf_counter if on_gpu else time.process_time
     if on_gpu:
         torch.cuda.synchronize()
     started_s = now_s()
-    result.loss = contestant.step(index)
+    result.loss = case.step(index)
     if on_gpu:
         torch.cuda.synchronize()
     elapsed_s = now_s() - started_s
-    result.phases_s.append(contestant.clock.phases_s())
+    result.phases_s.append(case.clock.phases_s())
     return elapsed_s

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from scale_cli.benchmark.clock import Clock
-from scale_cli.benchmark.shapes import Shape
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
@@ -24,6 +22,8 @@ from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from scripts.benchmark.clock import Clock
+from scripts.benchmark.shapes import Shape
 
 SEED = 0
 RATIOS = (0.125, 0.25)
@@ -36,7 +36,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Contestant:
+class BenchmarkCase:
     """A method on a shape."""
 
     name: str  # in tables
@@ -46,10 +46,10 @@ class Contestant:
     clock: Clock  # marked by `step`
 
 
-def contestants(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], Contestant]]:
+def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[], BenchmarkCase]]:
     """Return every method by name, each to be built when it is wanted."""
 
-    def of_ours(name: str, **method: Any) -> Callable[[], Contestant]:
+    def of_ours(name: str, **method: Any) -> Callable[[], BenchmarkCase]:
         settings = MethodConfig.model_validate(method)
         return lambda: ours(name, settings, shape, batches)
 
@@ -81,7 +81,7 @@ def _mark_forward(model: nn.Module, clock: Clock) -> None:
 
 def ours(
     name: str, method: MethodConfig, shape: Shape, batches: Batches, train: TrainConfig | None = None
-) -> Contestant:
+) -> BenchmarkCase:
     """A method as `scale train` runs it; with the shape's own settings where no others are given."""
     model: Any = start_model(shape.base(SEED), method, SEED)
     model.to(shape.device).train()
@@ -106,10 +106,10 @@ def ours(
         clock.mark("optimiser")
         return loss
 
-    return Contestant(name, method, model, step, clock)
+    return BenchmarkCase(name, method, model, step, clock)
 
 
-def _hf_lora(shape: Shape, batches: Batches) -> Contestant:
+def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
     """Transformers and PEFT in the plainest loop, with the model's own loss: LoRA of rank 16 on every projection."""
     lora = MethodConfig(variant="lora").lora
     settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
@@ -130,11 +130,11 @@ def _hf_lora(shape: Shape, batches: Batches) -> Contestant:
         torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        told: float = loss.item()
+        value: float = loss.item()
         clock.mark("optimiser")
-        return told
+        return value
 
-    return Contestant("hf lora", None, model, step, clock)
+    return BenchmarkCase("hf lora", None, model, step, clock)
 
 
 class _Windows(Dataset[dict[str, Tensor]]):
@@ -152,7 +152,7 @@ class _Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": batch.input_ids[row], "labels": batch.targets[row], "shift_labels": batch.targets[row]}
 
 
-def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> Contestant:
+def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> BenchmarkCase:
     """Full fine-tuning by transformers' Trainer: its data loader, training step, clipping and optimiser."""
     train: TrainConfig = shape.train()
     arguments = TrainingArguments(
@@ -186,11 +186,11 @@ def _hf_trainer(shape: Shape, batches: Batches, folder: Path) -> Contestant:
         optimiser.step()
         scheduler.step()
         model.zero_grad()
-        told: float = loss.item()
+        value: float = loss.item()
         clock.mark("optimiser")
-        return told
+        return value
 
-    return Contestant("hf full", None, model, step, clock)
+    return BenchmarkCase("hf full", None, model, step, clock)
 
 
 def _endless(trainer: Trainer) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """What training costs: every method in one process, in turns, on one random Llama; figures against their bars.
 
-    python scripts/benchmark.py [--shape cpu|cpu-fp32|gpu|tiny] [--rounds N] [--methods NAME,...] [--output FOLDER]
+    python -m scripts.benchmark [--shape cpu|cpu-fp32|gpu|tiny] [--rounds N] [--methods NAME,...] [--output FOLDER]
 
 Shapes, methods and bars are explained in docs/performance.md.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scale_cli.benchmark.run import run_benchmark
-from scale_cli.benchmark.shapes import SHAPES
+from scripts.benchmark.run import run_benchmark
+from scripts.benchmark.shapes import SHAPES
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scale_cli.benchmark.contestants import COMPILED
-from scale_cli.benchmark.measuring import Measured
-from scale_cli.benchmark.shapes import Shape
+from scripts.benchmark.cases import COMPILED
+from scripts.benchmark.measuring import Measured
+from scripts.benchmark.shapes import Shape
 
 Results = dict[str, Measured]
 
@@ -30,7 +30,7 @@ class Bar:
 
 
 def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> list[Bar]:
-    """Return every bar whose contestants took part."""
+    """Return every bar whose cases took part."""
     top = f"route top:{shape.top_layers} r=0.125"
     bars = [
         _most(f"FLOPs / ideal, {name}", r.flops / r.ideal_flops, 1.02) for name, r in results.items() if r.ideal_flops

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from scale_cli.benchmark.bars import all_bars
-from scale_cli.benchmark.contestants import SEED, contestants
-from scale_cli.benchmark.head_memory import head_peak_bytes
-from scale_cli.benchmark.measuring import Measured, measure_counts, take_rounds
-from scale_cli.benchmark.report import bar_table, table, to_json
-from scale_cli.benchmark.shapes import Shape
 from scale_cli.storage.atomic import write_json
+from scripts.benchmark.bars import all_bars
+from scripts.benchmark.cases import SEED, cases
+from scripts.benchmark.head_memory import head_peak_bytes
+from scripts.benchmark.measuring import Measured, measure_counts, take_rounds
+from scripts.benchmark.report import bar_table, table, to_json
+from scripts.benchmark.shapes import Shape
 
 
 def run_benchmark(
@@ -22,14 +22,14 @@ def run_benchmark(
 
     Args:
         shape: what they are measured on.
-        names: of methods, as `contestants` has them; all where empty.
+        names: of methods, as `cases` has them; all where empty.
         num_rounds: each is one timed step of every method.
         output: folder of the JSON.
         say: prints.
     """
     with tempfile.TemporaryDirectory() as scratch:
         batches = shape.batches(Path(scratch), SEED)
-        makers = contestants(shape, batches, Path(scratch))
+        makers = cases(shape, batches, Path(scratch))
         chosen, results = [], {}
         for name in names or makers:
             say(f"preparing {name}")
