@@ -16,7 +16,7 @@ from scripts.benchmark.shapes import SHAPES
 
 def main() -> None:
     """Read the command line and measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("python -m scripts.benchmark", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--methods", default="", help="comma-separated names, all where none is given")
