@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
+VLLM := $(VENV)/vllm
 
-.PHONY: install wheel reference demo bench test torture runtimes check format lint types layers clean
+.PHONY: install wheel reference demo bench test torture runtimes serving check format lint types layers clean
 
 install: $(STAMP)
 
@@ -45,6 +46,16 @@ runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed  ## exports in llama.cpp, bui
 $(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_4)
 	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
+	touch $@
+
+serving: $(STAMP) $(VLLM)/.installed  ## plain exports routed by vLLM, on a processor, beside transformers: about 15 minutes
+	VLLM=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serving --serving
+
+# Without what vLLM needs for pictures and sound alone: builds of it for other versions of torch keep vLLM from loading.
+$(VLLM)/.installed: pyproject.toml tests/serving/vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement tests/serving/vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 # Not for the very processor: some virtual machines name instructions that they do not have. The converter is no part

@@ -13,10 +13,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/runtimes too (make runtimes)",
     )
+    parser.addoption("--serving", action="store_true", help="tests/serving/engine too (make serving)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == "runtimes" and not config.getoption("--runtimes") else None
+    option = {"runtimes": "--runtimes", "engine": "--serving"}.get(collection_path.name)
+    return True if option and not config.getoption(option) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what the long proofs counted: `record_property(what, how_many)`."""
-    if not config.getoption("--torture") and not config.getoption("--runtimes"):
+    if not any(config.getoption(option) for option in ("--torture", "--runtimes", "--serving")):
         return
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .block_router import mixed_scores
+
 _ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
 
 
@@ -36,6 +38,23 @@ class Shard:
     sum: Callable[[Tensor], Tensor]
 
 
+def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], length: int) -> Tensor:
+    """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
+    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _added_up(parts, parents)], dim=-1)
+
+
+def scores_of(parts: Sequence[Tensor], parents: Sequence[int], log_weights_TK: Tensor, sizes_TK: Tensor) -> Tensor:
+    """Return (T, V): the scores of the heads' mixture."""
+    return mixed_scores(log_weights_TK, _added_up(parts, parents), sizes_TK)
+
+
+def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
+    heads = [parts[0].float()]
+    for parent, part in zip(parents, parts[1:], strict=True):
+        heads.append(heads[parent] + part.float())
+    return heads
+
+
 @dataclass(frozen=True)
 class StreamHeads:
     """The heads of a plain export, which is what `block_router.Heads` asks for.
@@ -47,6 +66,8 @@ class StreamHeads:
         shard: of the vocabulary.
         weight: (V, D), all columns, where they can be read one by one: a token's logits are then its row times the
             hidden row. None where they are quantised.
+        sizes_of: the function of that name, or a compiled one.
+        scores_of: likewise.
     """
 
     products: Sequence[Callable[[Tensor], Tensor]]
@@ -54,54 +75,48 @@ class StreamHeads:
     parents: Sequence[int]
     shard: Shard
     weight: Tensor | None
+    sizes_of: Callable[..., Tensor] = sizes_of
+    scores_of: Callable[..., Tensor] = scores_of
 
-    def logits(self, rows_TD: Tensor) -> list[Tensor]:
-        """Return every head's logits, float32, of this device's share of the vocabulary."""
-        streams = rows_TD.split(list(self.stream_sizes), dim=-1)
-        return self._added_up([product(stream).float() for product, stream in zip(self.products, streams, strict=True)])
-
-    def sizes(self, logits: Sequence[Tensor]) -> Tensor:
-        """Return (T, K): the log-sum-exps of the heads' logits over the whole vocabulary."""
-        return self._over_all_devices(self._local_sizes(logits))
+    def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of this device's share of the vocabulary, and (T, K) the heads' log-sum-exps over all."""
+        parts = self._parts(rows_TD)
+        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, self.shard.length))
+        return self.scores_of(parts, self.parents, log_weights_TK, sizes_TK), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; the logits of few rows are held at once."""
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            logits = self.logits(rows)
-            chosen.append(self._chosen(logits, ids))
-            sizes.append(self._local_sizes(logits))
+            parts = self._parts(rows)
+            chosen.append(self._chosen(parts, ids))
+            sizes.append(self.sizes_of(parts, self.parents, self.shard.length))
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`."""
         if self.weight is None:
-            return self.shard.sum(self._chosen(self.logits(rows_TD), ids_T))
+            return self.shard.sum(self._chosen(self._parts(rows_TD), ids_T))
         local_T, ours_T = self._local(ids_T)
         products_TD = rows_TD.float() * self.weight[local_T].float()
         parts = [part.sum(dim=-1) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
         # Rounded as the head's own products are.
-        logits_TK = torch.stack(self._added_up([part.to(rows_TD.dtype).float() for part in parts]), dim=-1)
+        logits_TK = torch.stack(_added_up([part.to(rows_TD.dtype) for part in parts], self.parents), dim=-1)
         return self.shard.sum(torch.where(ours_T[:, None], logits_TK, 0.0))
 
-    def _added_up(self, parts: list[Tensor]) -> list[Tensor]:
-        heads = parts[:1]
-        for parent, part in zip(self.parents, parts[1:], strict=True):
-            heads.append(heads[parent] + part)
-        return heads
+    def _parts(self, rows_TD: Tensor) -> list[Tensor]:
+        streams = rows_TD.split(list(self.stream_sizes), dim=-1)
+        return [product(stream) for product, stream in zip(self.products, streams, strict=True)]
 
-    def _chosen(self, logits: Sequence[Tensor], ids_T: Tensor) -> Tensor:
+    def _chosen(self, parts: Sequence[Tensor], ids_T: Tensor) -> Tensor:
         local_T, ours_T = self._local(ids_T)
-        chosen_TK = torch.cat([logits_TV.gather(-1, local_T[:, None]) for logits_TV in logits], dim=-1)
-        return torch.where(ours_T[:, None], chosen_TK, 0.0)
+        chosen = _added_up([part.gather(-1, local_T[:, None]) for part in parts], self.parents)
+        return torch.where(ours_T[:, None], torch.cat(chosen, dim=-1), 0.0)
 
     def _local(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         local_T = ids_T.long() - self.shard.start
         ours_T = (local_T >= 0) & (local_T < self.shard.length)
         return torch.where(ours_T, local_T, 0), ours_T
-
-    def _local_sizes(self, logits: Sequence[Tensor]) -> Tensor:
-        return torch.stack([torch.logsumexp(of[:, : self.shard.length], dim=-1) for of in logits], dim=-1)
 
     def _over_all_devices(self, sizes_TK: Tensor) -> Tensor:
         return torch.logsumexp(self.shard.gather(sizes_TK), dim=0)

@@ -22,13 +22,16 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
 from ..model.routing import log_prior
-from .block_router import BlockRouter, Step, attach_state, detach_state, mixed_scores
-from .heads import Shard, StreamHeads
+from .block_router import BlockRouter, Step, attach_state, detach_state
+from .heads import Shard, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
+# As vLLM does with functions like them: passes over all logits are made one.
+_compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
 
 
 class Routed:
@@ -45,10 +48,19 @@ class Routed:
         routing = self.config.scale_router
         self._vllm_config = vllm_config
         self._attention = self.model.layers[0].self_attn.attn
+        self._blocks_of_cache, self._block_size = 0, 0
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
         self.router = BlockRouter(prior_K, routing["switch_rate"]).to(self.lm_head.weight.device)
         self.columns, products, weight = head_products(self.lm_head, routing["stream_sizes"])
-        self.heads = StreamHeads(products, routing["stream_sizes"], routing["parents"], shard_of(self.lm_head), weight)
+        self.heads = StreamHeads(
+            products,
+            routing["stream_sizes"],
+            routing["parents"],
+            shard_of(self.lm_head),
+            weight,
+            _compiled(sizes_of),
+            _compiled(scores_of),
+        )
 
     def forward(
         self,
@@ -80,12 +92,11 @@ class Routed:
         hidden_TD, log_weights_TK, rows_T = detach_state(
             hidden_states, self.config.hidden_size, len(self.router.log_prior_K)
         )
-        logits = self.heads.logits(hidden_TD)
-        sizes_TK = self.heads.sizes(logits)
+        scores_TV, sizes_TK = self.heads.mix(hidden_TD, log_weights_TK)
         # vLLM also asks for the logits of random rows, to see what memory they take.
         known_T = (rows_T >= 0) & (rows_T < self.router.num_blocks)
         self.router.remember(torch.where(known_T, rows_T, self.router.num_blocks), sizes_TK)
-        return mixed_scores(log_weights_TK, logits, sizes_TK)
+        return scores_TV
 
     def _step(self, input_ids: Tensor, positions: Tensor) -> Step | None:
         context = get_forward_context()
@@ -105,13 +116,15 @@ class Routed:
         )
 
     def _beside_the_cache(self) -> int:
-        """Return the size of a block as the attention sees it, with a table as long as its cache."""
-        spec = self._attention.get_kv_cache_spec(self._vllm_config)
-        size: int = select_common_block_size(spec.block_size, [self._attention.get_attn_backend()], [spec])
-        num_blocks = self._vllm_config.cache_config.num_gpu_blocks * (spec.block_size // size)
-        if self.router.num_blocks != num_blocks:
-            self.router.allocate(num_blocks, self.config.hidden_size, self._vllm_config.model_config.dtype)
-        return size
+        """Return the size of a block as the attention sees it; the router's table is as long as its cache."""
+        num_blocks = self._vllm_config.cache_config.num_gpu_blocks
+        if self._blocks_of_cache != num_blocks:  # before the first documents; vLLM may have tried a smaller cache
+            spec = self._attention.get_kv_cache_spec(self._vllm_config)
+            self._block_size = select_common_block_size(spec.block_size, [self._attention.get_attn_backend()], [spec])
+            rows = num_blocks * (spec.block_size // self._block_size)
+            self.router.allocate(rows, self.config.hidden_size, self._vllm_config.model_config.dtype)
+            self._blocks_of_cache = num_blocks
+        return self._block_size
 
 
 class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
@@ -207,10 +220,22 @@ def _product_of_one_stream(lm_head: Any, margins: tuple[int, int], rows_TD: Tens
 class _Columns(nn.Module):
     """Some columns of a head. vLLM prepares and multiplies them as it does with a whole one."""
 
+    weight: Tensor
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
-        self.quant_method = UnquantizedEmbeddingMethod()
+        self.quant_method = _ColumnsMethod()
 
     def forward(self, rows_TD: Tensor) -> Tensor:
         return self.quant_method.apply(self, rows_TD.contiguous())
+
+
+class _ColumnsMethod(UnquantizedEmbeddingMethod):
+    """vLLM's own for whole heads. On a processor it packs them, for which it wants no view of something wider."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare a layer once its weights are there."""
+        if current_platform.is_cpu():
+            layer.weight = layer.weight.contiguous()
+        super().process_weights_after_loading(layer)

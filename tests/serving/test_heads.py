@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from scale_cli.model.routing import mix_logits
 from scale_cli.serving.heads import Shard, StreamHeads
 
 STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
@@ -57,8 +58,11 @@ def expected_logits() -> Tensor:
     return torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
 
 
-def test_every_head_is_its_parents_and_its_own_columns() -> None:
-    torch.testing.assert_close(torch.stack(alone().logits(ROWS_TD), dim=1), expected_logits())
+def test_mixed_scores_are_of_every_parents_and_its_own_columns() -> None:
+    log_weights_TK = torch.randn(9, 4, generator=GENERATOR).log_softmax(dim=-1)
+    scores_TV, sizes_TK = alone().mix(ROWS_TD, log_weights_TK)
+    torch.testing.assert_close(scores_TV, mix_logits(log_weights_TK.T, expected_logits().transpose(0, 1)))
+    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(), dim=-1))
 
 
 @pytest.mark.parametrize("readable", [True, False])

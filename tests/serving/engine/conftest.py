@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ModelConfig
+from scale_cli.export.dense import plain_model
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.router_keys import router_keys
+from scale_cli.upscale.base import load_base, load_tokenizer
+from tests.widening import train_steps, widen
+
+# A processor's engine, in one process, that compiles nothing.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_PLUGINS": "scale",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+DOCUMENTS, DOCUMENT_LENGTH = 200, 160  # of each language
+PROMPTS, PROMPT_LENGTH = 200, 40
+
+Ask = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Path:
+    """The Python of an environment with vLLM: `make serving` makes one."""
+    python = Path(os.environ.get("VLLM", ""))
+    assert python.is_file(), "VLLM: no Python; run `make serving`"
+    return python
+
+
+@pytest.fixture(scope="session")
+def ask(vllm: Path) -> Ask:
+    """Put jobs to engines in the other environment (see ask.py), with files in a folder."""
+
+    def answers_to(jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
+        questions, answers, log = (folder / name for name in ("questions.json", "answers.json", "log.txt"))
+        questions.write_text(json.dumps(jobs), encoding="utf-8")
+        command = [vllm, Path(__file__).parent / "ask.py", questions, answers]
+        with log.open("w", encoding="utf-8") as told:
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": ""}
+            ran = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
+        assert ran.returncode == 0, log.read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
+        return found
+
+    return answers_to
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: Any  # a ScaleForCausalLM, whose generate() transformers does not annotate for us
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path  # its plain export
+    documents: Tensor
+    prompts: Tensor
+
+
+def ids_of(shared_data: Path, tokenizer: PreTrainedTokenizerBase, file: str, characters: int) -> Tensor:
+    with lzma.open(shared_data / file, "rt", encoding="utf-8") as text:
+        return torch.tensor(tokenizer(text.read(characters), add_special_tokens=False, verbose=False).input_ids)
+
+
+@pytest.fixture(scope="session")
+def trained(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    base = ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf"))
+    tokenizer = load_tokenizer(base)
+    torch.manual_seed(0)
+    model = widen(load_base(base), "route")
+    train_steps(model, ids_of(shared_data, tokenizer, "ko-petitions/train.txt.xz", 100_000), num_steps=80, lr=3e-3)
+    held_out = [
+        ids_of(shared_data, tokenizer, file, 400_000)[: DOCUMENTS * DOCUMENT_LENGTH].view(DOCUMENTS, -1)
+        for file in ("en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
+    ]
+    documents = torch.cat(held_out)
+    folder = tmp_path_factory.mktemp("plain")
+    plain = plain_model(model, "float32", [documents[::40, :64]])
+    write_plain(plain, tokenizer, base, folder, router_keys(model))
+    return Trained(model, tokenizer, folder, documents, documents[:: 2 * DOCUMENTS // PROMPTS, :PROMPT_LENGTH])

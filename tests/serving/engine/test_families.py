@@ -1,0 +1,111 @@
+"""Every family, several heads, a switching router: random plain models beside their own transformers classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights
+from scale_cli.serving import FAMILIES
+from tests.serving.engine.conftest import Ask
+
+STREAMS, PARENTS, PRIOR = [64, 32, 32], [0, 1], 0.6
+VOCABULARY, LENGTH = 1001, 90  # no multiple of what vLLM rounds up to
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": sum(STREAMS),
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}}
+SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
+SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "block_size": 32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def routed_log_probs(model: Any, switch_rate: float) -> Tensor:
+    """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
+    hidden = model.model(input_ids=IDS).last_hidden_state
+    parts = [
+        stream @ columns.T
+        for stream, columns in zip(hidden.split(STREAMS, -1), model.lm_head.weight.split(STREAMS, -1), strict=True)
+    ]
+    heads = [parts[0]]
+    for parent, part in zip(PARENTS, parts[1:], strict=True):
+        heads.append(heads[parent] + part)
+    logits_KBTV = torch.stack(heads)
+    next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
+    said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
+    prior_K = log_prior(PRIOR, len(STREAMS))
+    weights = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, len(IDS)), prior_K, switch_rate)
+    mixed = mix_logits(weights[..., :-1].float(), logits_KBTV[:, :, :-1]).log_softmax(-1)
+    return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
+
+
+@pytest.fixture(scope="module")
+def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Tensor]]:
+    root = tmp_path_factory.mktemp("families")
+    jobs: dict[str, Any] = {}
+    expected: dict[str, Tensor] = {}
+    for family in FAMILIES:
+        folder = root / family
+        config = AutoConfig.for_model(family.lower(), **{**SIZES, **OWN.get(family, {})})
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        model.save_pretrained(folder)
+        expected[family] = routed_log_probs(model, SWITCH_RATES[family])
+        tell_of_the_router(folder, SWITCH_RATES[family])
+        routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
+        sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        rounds = [{"prompts": IDS.tolist(), "sampling": sampling}]
+        jobs[family] = {"folder": str(folder), "engine": {**ENGINE, **routed}, "rounds": rounds}
+    shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
+    expected[SHARED] = expected["Llama"]
+    answers = ask(jobs, root)
+    return {name: (answers[name], expected[name]) for name in jobs}
+
+
+def tell_of_the_router(folder: Path, switch_rate: float) -> None:
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told["scale_router"] = {
+        "stream_sizes": STREAMS,
+        "parents": PARENTS,
+        "prior": PRIOR,
+        "switch_rate": switch_rate,
+    }
+    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, SHARED])
+def test_a_family_routes_among_its_heads_as_torch_does(
+    family: str, served_and_expected: dict[str, tuple[Any, Tensor]]
+) -> None:
+    answers, expected = served_and_expected[family]
+    served = torch.tensor([of[1:] for of in answers["rounds"][0]["prompt_log_probs"]])
+    torch.testing.assert_close(served, expected, atol=1e-3, rtol=1e-4)
