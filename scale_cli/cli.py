@@ -366,7 +366,8 @@ def serve(path: Served, options: EngineOptions = None, engine: ServingEngine = N
     server = serving(_run_folder(path), engine, options or [], plainly=plain)
     _say(f"serving        {server.promise}")
     sys.stdout.flush()
-    os.execv(server.command[0], server.command)
+    # vLLM reports how it is used, unless it is told not to.
+    os.execve(server.command[0], server.command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
 
 
 @app.command()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import AutoTokenizer
 
@@ -139,7 +140,6 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def test_an_openai_client_is_answered_by_the_router(server: str, folder: Path) -> None:
-    openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=server, api_key="none")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loader = routed_class(folder)
@@ -163,7 +163,7 @@ def test_the_verb_says_what_it_promises_and_becomes_the_server(
     folder: Path, installed: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _path, command: ran.append(command))
+    monkeypatch.setattr("os.execve", lambda _path, command, _environment: ran.append(command))
     monkeypatch.setattr("sys.argv", ["scale", "serve", str(folder), "--", "--port", "9"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from scale_cli.config.biography import BiographyConfig
 from scale_cli.config.json_schema import json_schema
@@ -21,8 +22,7 @@ from scripts.config_reference import files
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 VALIDATORS: dict[type[Section], Any] = {
-    kind: pytest.importorskip("jsonschema").Draft202012Validator(json_schema(kind))
-    for kind in (RunConfig, BiographyConfig)
+    kind: Draft202012Validator(json_schema(kind)) for kind in (RunConfig, BiographyConfig)
 }
 LEAST: dict[str, Any] = {
     "output_dir": "out",

@@ -20,8 +20,6 @@ from scale_cli.training.tracking import check_trackers, figures, tracked
 from scale_cli.upscale.run import upscale
 from tests.training.conftest import MakeConfig
 
-pytest.importorskip("tensorboard")
-
 
 def said_nothing(line: str) -> None:
     """Training speaks to nobody here."""
