@@ -21,6 +21,7 @@ from scale_cli.export.router_keys import router_keys
 from scale_cli.model import routed_scale
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed, RouterLayer
+from scale_cli.model.routing import mix_log_probs, posterior_log_weights
 from tests.model.test_families import FAMILIES, tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -110,6 +111,31 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
     for keep, expected in ((0, whole), (1, whole[:, -1:]), (8, whole[:, -8:]), (99, whole), (index, whole[:, index])):
         close(answered(one_row, attention_mask=PADDED, logits_to_keep=keep), expected)
     assert max(read) == 3
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [0, 1]], ids=["siblings", "one upon the other"])
+@torch.no_grad()
+def test_of_several_heads_the_rule_mixes_all(parents: list[int]) -> None:
+    plain = tiny_llama()
+    plain.config.scale_router = {"stream_sizes": [20, 8, 4], "parents": parents, "prior": 0.6, "switch_rate": 0.02}
+    one_row: Any = routed_scale.ScaleRoutedLlamaForCausalLM(plain.config).eval()
+    one_row.load_state_dict(plain.state_dict())
+    rows_BTD, weight = plain.model(IDS).last_hidden_state, plain.lm_head.weight
+    x, u, v = (rows_BTD[..., at] @ weight[:, at].T for at in (slice(0, 20), slice(20, 28), slice(28, 32)))
+    heads_KBTV = torch.stack([x, x + u, x + v if parents == [0, 0] else x + u + v])
+    said_KBT = (
+        heads_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, IDS[None, :, 1:, None].expand(3, -1, -1, -1)).squeeze(-1)
+    )
+    prior_K = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64).log()
+    weights_KBT = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, 2), prior_K, 0.02)
+    wanted = mix_log_probs(weights_KBT.unsqueeze(-1).float(), heads_KBTV.log_softmax(-1))
+    close(answered(one_row).log_softmax(-1), wanted)
+    cache = one_row(IDS[:, :-1], use_cache=True).past_key_values
+    one_by_one = [one_row(IDS[:1, :-1], use_cache=True), one_row(IDS[:, -1:], past_key_values=cache)]
+    close(one_by_one[0].logits.log_softmax(-1), wanted[:1, :-1])
+    close(one_by_one[1].logits.log_softmax(-1), wanted[:, -1:])
+    alone = one_row(IDS[:1, -1:], past_key_values=one_by_one[0].past_key_values)
+    close(alone.logits.log_softmax(-1), wanted[:1, -1:])
 
 
 GENERATING: dict[str, dict[str, Any]] = {
