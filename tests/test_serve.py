@@ -151,7 +151,7 @@ def test_an_openai_client_is_answered_by_the_router(server: str, folder: Path) -
             tokenizer.decode(model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :], True)
             for model in (routed, plain)
         ]
-        asked = {"model": str(folder), "prompt": prompt, "max_tokens": 16, "temperature": 0.0}
+        asked: Any = {"model": str(folder), "prompt": prompt, "max_tokens": 16, "temperature": 0.0}
         assert client.completions.create(**asked).choices[0].text == said[0]
         streamed = "".join(part.choices[0].text or "" for part in client.completions.create(**asked, stream=True))
         assert streamed == said[0]
