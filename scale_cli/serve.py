@@ -16,7 +16,11 @@ from scale_cli.extras import is_installed, require
 from scale_cli.storage.atomic import read_json
 
 Engine = Literal["vllm", "transformers"]
-_MODULES = {"vllm": "vllm.entrypoints.cli.main", "transformers": "transformers.cli.transformers"}
+# Not vLLM's command line: in the build for processors, a package of another name, it does not find itself.
+_SERVERS = {
+    "vllm": ["vllm.entrypoints.openai.api_server", "--model"],
+    "transformers": ["transformers.cli.transformers", "serve"],
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _check_for_transformers(folder: Path, options: Sequence[str]) -> None:
 
 
 def _command(engine: Engine, folder: Path, options: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", _MODULES[engine], "serve", str(folder), *options]
+    return [sys.executable, "-m", *_SERVERS[engine], str(folder), *options]
 
 
 def _bound(router: dict[str, Any]) -> str:

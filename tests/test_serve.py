@@ -54,7 +54,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_vllm_is_taken_where_it_is_and_told_the_routed_class(folder: Path, installed: set[str]) -> None:
     installed.add("vllm")
     server = serving(folder, None, ["--port", "9000"], plainly=False)
-    engine = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    engine = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
     assert server.command == [*engine, "--hf-overrides", override, "--port", "9000"]
     assert "in vllm: what the trained model says, to rounding" in server.promise
