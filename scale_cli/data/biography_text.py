@@ -1,4 +1,4 @@
-"""Words and sentence templates of the synthetic biographies (biography_text.yaml); a word is a pair (English, Korean)."""
+"""Words and sentence templates of the synthetic biographies (biography_text.yaml); a word is (English, Korean)."""
 
 from importlib.resources import files
 from itertools import product
