@@ -32,7 +32,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[None]:
     """Make a folder if need be and hold it; another process that wants it is refused.
 
-    Whoever holds it already in this process goes on holding it. One that was made and is empty in the end is removed.
+    Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end is removed.
     Where a file system knows no locks, nobody is refused.
 
     Raises:
@@ -42,7 +42,7 @@ def claimed(folder: Path) -> Iterator[None]:
     if place in _held:
         yield
         return
-    was_there = folder.is_dir()
+    new = [missing for missing in (folder, *folder.parents) if not missing.exists()]
     try:
         descriptor = _taken(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -52,17 +52,17 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         _held.discard(place)
-        if not was_there:
-            with suppress(OSError):  # nothing came of it
-                folder.rmdir()
+        with suppress(OSError):  # something came of it
+            for made in new:
+                made.rmdir()
         os.close(descriptor)
 
 
 def _taken(folder: Path, operation: int) -> int:
     """Make a folder if need be, lock it, and return its descriptor."""
-    make_folder(folder.parent)
     while True:
-        with suppress(FileExistsError):
+        make_folder(folder.parent)
+        with suppress(FileExistsError, FileNotFoundError):  # another made it, or removed what it would lie in
             folder.mkdir()
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

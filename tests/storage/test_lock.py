@@ -78,6 +78,16 @@ def test_a_claimed_folder_is_refused_to_others_and_not_to_its_holder(tmp_path: P
     assert not refused_in_another_process(folder, "claimed(folder)")
 
 
+def test_of_a_claim_that_came_to_nothing_nothing_is_left(tmp_path: Path) -> None:
+    with claimed(tmp_path / "runs" / "mine" / "first"):
+        pass
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    with claimed(tmp_path / "runs" / "mine" / "first"):
+        (tmp_path / "runs" / "mine" / "other").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "mine", "other"]
+
+
 def test_a_folder_that_is_being_written_is_refused_to_others_and_ends_whole(tmp_path: Path) -> None:
     folder = tmp_path / "evaluation"
     with new_folder(folder) as partial:
