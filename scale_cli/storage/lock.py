@@ -32,7 +32,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[None]:
     """Make a folder if need be and hold it; another process that wants it is refused.
 
-    Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end is removed.
+    Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end goes.
     Where a file system knows no locks, nobody is refused.
 
     Raises:
