@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.utils import logging
 
+from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import CorpusSource, RunConfig
 from scale_cli.config.training import TrainConfig
@@ -21,7 +22,6 @@ from scale_cli.data.biography import Language, biography, generate_people
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenised
 from scale_cli.export.router_keys import routed_class
-from scale_cli.pipeline import run_pipeline
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_base, train_tokenizer

@@ -19,6 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.biography.accuracy import first_token_accuracy
 from scale_cli.biography.tasks import Question
+from scale_cli.commands.calibrate import calibrate
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.export import export
+from scale_cli.commands.join import join
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig
 from scale_cli.config.training import TrainConfig
@@ -26,15 +33,11 @@ from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
-from scale_cli.evaluation.calibration import calibrate
-from scale_cli.evaluation.run import evaluate
 from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
-from scale_cli.export.run import export
 from scale_cli.export.self_contained import write_self_contained
-from scale_cli.generate import Continuation, Generator, Sampling
-from scale_cli.join.run import join
+from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.join.scoring import HeldOut, score
 from scale_cli.model.beside_base import BesideBase
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -42,17 +45,15 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TRAINED
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
-from scale_cli.training.run import train
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
 from scale_cli.upscale.base import BaseRecord, load_tokenizer, load_written
-from scale_cli.upscale.folder import TRAINED, write_trained
+from scale_cli.upscale.folder import write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import upscale
-from scale_cli.verify import verify
 from tests.pretended_device import pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.widening import as_if_trained, joined, tiny_llama, widen

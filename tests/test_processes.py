@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from scale_cli import processes
+from scale_cli.commands.run import run_pipeline
+from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
-from scale_cli.pipeline import run_pipeline
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.storage.layout import RunFolder
-from scale_cli.verify import verify
 from tests.training.conftest import configs_in
 
 pytestmark = pytest.mark.long

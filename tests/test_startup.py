@@ -37,7 +37,7 @@ def test_nothing_heavy_is_imported_for(step: str, imported_after: dict[str, set[
 
 
 def test_finished_runs_are_compared_without_torch(imported_after: dict[str, set[str]]) -> None:
-    assert "scale_cli.comparison.run" in imported_after["compare"]
+    assert "scale_cli.commands.compare" in imported_after["compare"]
     assert not imported_after["compare"] & {"torch", "transformers", *RARE}
 
 

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from scale_cli.config.schema import EvaluationSource
+from scale_cli.config.compare import EVALUATE_SECTIONS, differences
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import EvaluationSource, RunConfig
 from scale_cli.evaluation.statistics import finite, paired_difference
 from scale_cli.report.numbers import Interval
+from scale_cli.storage.atomic import file_sha256, is_whole, read_json
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import trained_sha256
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
@@ -174,3 +179,19 @@ def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples
         num_bytes=int(losses.num_bytes.sum()),
         heads={name: head(name) for name in HEADS},
     )
+
+
+def finished_report(config: RunConfig) -> Report | None:
+    """Return the report that is already there for this config and this training, or None."""
+    run = RunFolder(config.output_dir)
+    if not is_whole(run.evaluation):
+        return None
+    report = Report.from_json(read_json(run.evaluation / "report.json"))
+    changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
+    return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
+
+
+def report_sha256(config: RunConfig) -> str | None:
+    """Return the hash of the report that `finished_report` returns; None where there is none."""
+    report = RunFolder(config.output_dir).evaluation / "report.json"
+    return None if finished_report(config) is None else file_sha256(report)

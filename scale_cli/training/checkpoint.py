@@ -44,6 +44,7 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TRAINED
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
 from scale_cli.training.averaging import AVERAGE, first_averaged
 from scale_cli.training.optimiser import (
@@ -54,7 +55,7 @@ from scale_cli.training.optimiser import (
 )
 from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import BaseRecord, changed_tensors
-from scale_cli.upscale.folder import TRAINED, MethodModel, describe_method, load_trained
+from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
 
 _OPTIMISER = "optimiser.safetensors"
 POSITION = "position.json"

@@ -22,7 +22,8 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import BaseModelError, RunFolderError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.atomic import MANIFEST, load_tensors, read_json, save_tensors, verify_folder, write_json
+from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
+from scale_cli.storage.records import TRAINED
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import (
     BASE_RECORD,
@@ -38,7 +39,6 @@ from scale_cli.upscale.baselines import prepare_baseline
 if TYPE_CHECKING:
     from peft import PeftModel  # takes a moment to import, and only LoRA needs it
 
-TRAINED = "trained.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 _METHOD = "method.json"
 
@@ -70,15 +70,6 @@ def read_record(folder: Path) -> BaseRecord:
         return BaseRecord.from_json(read_json(folder / BASE_RECORD))
     except (KeyError, TypeError):
         raise StorageError(f"{folder / BASE_RECORD}: damaged, or written by an older version") from None
-
-
-def trained_sha256(folder: Path) -> str:
-    """Return the hash of a method folder's parameters, as its manifest has it."""
-    try:
-        sha256: str = read_json(folder / MANIFEST)["files"][TRAINED]["sha256"]
-    except (KeyError, TypeError):
-        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
-    return sha256
 
 
 def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:

@@ -12,16 +12,16 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
 
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import BenchmarkSource, RouterConfig, RunConfig
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
 from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report
-from scale_cli.evaluation.run import evaluate
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.widening import real_base, widen
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 
 TrainedRun = Callable[..., RunConfig]
 

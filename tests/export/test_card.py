@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.export import export
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import CollaborationConfig, ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
-from scale_cli.evaluation.run import evaluate
 from scale_cli.export.card import model_card
 from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Parity
-from scale_cli.export.run import export
 from scale_cli.storage.atomic import read_json
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.export.conftest import configured
 
 TrainedRun = Callable[..., RunConfig]

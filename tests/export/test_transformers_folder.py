@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from scale_cli.commands.export import check_written_export, export
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError
-from scale_cli.export.run import check_written_export, export
-from scale_cli.generate import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.generation.streaming import HeadStreamer
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
-from scale_cli.streaming import HeadStreamer
 from tests.widening import load_widened
 
 TrainedRun = Callable[..., RunConfig]

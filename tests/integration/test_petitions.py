@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scale_cli.commands.evaluate import check_forgetting
+from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ForgettingError
 from scale_cli.evaluation.results import Report
-from scale_cli.evaluation.run import check_forgetting
-from scale_cli.pipeline import run_pipeline
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import changed_tensors, load_base
 from scale_cli.upscale.folder import read_record

@@ -21,11 +21,11 @@ from llama_cpp import Llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from scale_cli.commands.export import export
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.export.run import export
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.serving_page import commands, run, write_small_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"

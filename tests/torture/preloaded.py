@@ -10,8 +10,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 # And what verbs import only when they use it.
 for module in ("matplotlib.pyplot", "peft", "scipy.stats"):
     import_module(module)
-for module in ("evaluation.run", "export.run", "training.prepare", "training.run", "verify", "upscale.run"):
-    import_module(f"scale_cli.{module}")
+for module in ("evaluate", "export", "prepare", "train", "verify", "upscale"):
+    import_module(f"scale_cli.commands.{module}")
 for module in ("faults", "signals", "tiny_run"):
     import_module(f"tests.torture.{module}")
 torch.set_num_threads(1)  # a fork of a process with a pool of threads would wait for threads that it does not have

@@ -25,8 +25,8 @@ from tests.torture.command_line import Scale
 @pytest.fixture(scope="module")
 def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the four verbs."""
+    from scale_cli.commands.run import run_pipeline
     from scale_cli.config.load import load_config
-    from scale_cli.pipeline import run_pipeline
 
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, shared_data / "ckpt-stories260K" / "hf")

@@ -14,11 +14,11 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import scale_cli.biography.run
-import scale_cli.pipeline
-import scale_cli.planning.run
-import scale_cli.training.prepare
-import scale_cli.upscale.run
+import scale_cli.commands.biography
+import scale_cli.commands.plan
+import scale_cli.commands.prepare
+import scale_cli.commands.run
+import scale_cli.commands.upscale
 from tests.torture.command_line import Outcome, Scale, command_line, model_loads
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,11 +26,11 @@ SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "co
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = {
-    "plan": (scale_cli.planning.run, "load_base_config"),
-    "upscale": (scale_cli.upscale.run, "check_before_writing"),
-    "prepare": (scale_cli.training.prepare, "check_before_writing"),
-    "run": (scale_cli.pipeline, "check_before_writing"),
-    "biography": (scale_cli.biography.run, "run_biography"),
+    "plan": (scale_cli.commands.plan, "load_base_config"),
+    "upscale": (scale_cli.commands.upscale, "check_before_writing"),
+    "prepare": (scale_cli.commands.prepare, "check_before_writing"),
+    "run": (scale_cli.commands.run, "check_before_writing"),
+    "biography": (scale_cli.commands.biography, "run_biography"),
 }
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from scale_cli.commands.verify import verify
 from scale_cli.storage.layout import RunFolder
-from scale_cli.verify import verify
 from tests.torture.faults import Fault
 from tests.torture.tiny_run import Runs, assert_same
 from tests.torture.undisturbed import assert_as_undisturbed, beginning, undisturbed, written_by

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError
@@ -19,8 +21,6 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training.averaging import averaged, has_average, update_average
 from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.training.test_muon import give_gradients, methods, model_of
 
 MakeConfig = Callable[..., RunConfig]

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
@@ -17,11 +20,8 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, spikes
 from scale_cli.training.checkpoint import read_position
 from scale_cli.training.metrics import read_records
-from scale_cli.training.run import train
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import TakenStep, train_step
-from scale_cli.upscale.run import upscale
-from scale_cli.verify import verify
 
 MakeConfig = Callable[..., RunConfig]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from scale_cli.commands.run import run_pipeline
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
-from scale_cli.pipeline import run_pipeline
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.training.conftest import configs_in
 
 MakeConfig = Callable[..., RunConfig]

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.compare import ACCEPTABLE
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256, new_folder
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TRAINED
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.training.checkpoint import CORPORA, read_position
-from scale_cli.training.run import train
 from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.folder import TRAINED
-from scale_cli.upscale.run import upscale, upscale_is_finished
 from scale_cli.upscale.sizes import check_processes
 
 YAML = """

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import Interrupted, PreservationError, RunFolderError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -19,10 +21,8 @@ from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, saving
 from scale_cli.training.checkpoint import write_checkpoint
-from scale_cli.training.run import train
 from scale_cli.training.saving import Job
 from scale_cli.training.step import TakenStep, train_step
-from scale_cli.upscale.run import upscale
 
 MakeConfig = Callable[..., RunConfig]
 _PATIENCE_S = 60

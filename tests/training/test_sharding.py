@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
@@ -26,12 +28,10 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training.metrics import EVALUATION_OF_AVERAGE
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.training.run import train
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
 from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.run import upscale
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama

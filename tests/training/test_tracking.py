@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, MissingExtraError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import tracking
 from scale_cli.training.metrics import EVALUATION, MetricsLog
-from scale_cli.training.run import train
 from scale_cli.training.tracking import check_trackers, figures, tracked
-from scale_cli.upscale.run import upscale
 from tests.training.conftest import MakeConfig
 
 

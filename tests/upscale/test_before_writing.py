@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
+from scale_cli.commands.calibrate import calibrate
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.export import export
+from scale_cli.commands.prepare import prepare
+from scale_cli.commands.run import run_pipeline
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
 from scale_cli.errors import ScaleError
-from scale_cli.evaluation.calibration import calibrate
-from scale_cli.evaluation.run import evaluate
-from scale_cli.export.run import export
-from scale_cli.pipeline import run_pipeline
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_tokenizer, write_base
-from scale_cli.training.prepare import prepare
-from scale_cli.training.run import train
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.run import upscale
 from tests.widening import tiny_llama
 
 Configured = Callable[..., RunConfig]

@@ -13,18 +13,19 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from scale_cli.cli import main
+from scale_cli.commands.plan import plan
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.export.dense import dense_model
-from scale_cli.planning.run import plan
 from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
+from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
-from scale_cli.upscale.folder import TRAINED, load_any_base, load_model
-from scale_cli.upscale.run import upscale
-from scale_cli.verify import verify
+from scale_cli.upscale.folder import load_any_base, load_model
 from tests.export.conftest import configured
 from tests.join.conftest import trained
 from tests.widening import as_if_trained, load_widened, tiny_llama, widen
@@ -121,7 +122,7 @@ def test_the_record_holds_every_tensor_below_and_an_altered_stage_is_refused(
 def test_a_run_its_final_folder_and_its_adapter_are_the_same_base(
     shared_data: Path, below: RunConfig, tmp_path: Path
 ) -> None:
-    from scale_cli.export.run import export
+    from scale_cli.commands.export import export
 
     adapter = export(below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})).folder
     config = stacked(shared_data, tmp_path / "upon", below.output_dir)

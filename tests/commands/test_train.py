@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.storage.atomic import load_tensors, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import checkpoint, loop, saving
 from scale_cli.training.checkpoint import read_position
-from scale_cli.training.run import train
 from scale_cli.training.step import TakenStep, train_step
-from scale_cli.upscale.run import upscale
 
 MakeConfig = Callable[..., RunConfig]
 # What a metrics record may differ in between two identical runs.

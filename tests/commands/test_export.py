@@ -11,15 +11,14 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.export import card_is_current, check_written_export, export, export_is_finished, renew_card
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
-from scale_cli.evaluation.run import evaluate
 from scale_cli.export.dense import plain_model
-from scale_cli.export.renewal import card_is_current, export_is_finished, renew_card
-from scale_cli.export.run import check_written_export, export
 from scale_cli.upscale.folder import load_model, load_onto_base
-from scale_cli.upscale.run import upscale
 from tests.widening import load_widened
 
 TrainedRun = Callable[..., RunConfig]
@@ -123,7 +122,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run({"variant": "preserve"})
-    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda *given: corrupted(plain_model(*given)))
+    monkeypatch.setattr("scale_cli.commands.export.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError, match="nothing was written"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
@@ -135,7 +134,7 @@ def test_a_failed_export_leaves_the_previous_one_as_it_was(
     config = trained_run({"variant": "preserve"})
     folder = export(config).folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr("scale_cli.export.run.plain_model", lambda *given: corrupted(plain_model(*given)))
+    monkeypatch.setattr("scale_cli.commands.export.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError):
         export(config)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

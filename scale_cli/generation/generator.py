@@ -1,14 +1,13 @@
-"""The verb `scale generate`: continue prompts with a folder of ours, and show which head spoke.
+"""Continue prompts with a base, a trained model or an export, and tell which head gave each token.
 
 Shapes: K heads (base, trained; of a joined model base and every member), B prompts, T positions.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,18 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import Boundaries
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.router_keys import head_names, routed_class
+from scale_cli.generation.streaming import Decoder, HeadStreamer, PrintableStreamer
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed
 from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
-from scale_cli.printable import printable
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.streaming import Decoder, HeadStreamer, PrintableStreamer, painted
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.session import open_trained
-
-_RULE = "-" * 8  # between the texts of several prompts
 
 
 # What of transformers' GenerationConfig may be set beside the options that have names of their own.
@@ -308,43 +304,3 @@ def _log_weights(cache: Any) -> Tensor:
     assert memory is not None, "the posterior rule has read the prompt"
     weights: Tensor = memory.log_weights_KB
     return weights
-
-
-def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
-    """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts.
-
-    Args:
-        continuations: of all prompts.
-        as_json: one object a line, and nothing else.
-        show_heads: colour every token by who spoke.
-    """
-    if as_json:
-        return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
-    texts = [f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}" for c in continuations]
-    return [line for text in texts for line in (_RULE, text)][1:]
-
-
-def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]:
-    """Return what is told about the continuations, beside them: which head spoke how much."""
-    shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
-    if not shares:
-        return []
-    mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-    if len(mean) == 2:
-        return [f"base head spoke {mean['base']:.1%} of {len(shares):,} tokens"]
-    each = ", ".join(
-        f"{painted(name, head) if show_heads else name} {share:.1%}" for head, (name, share) in enumerate(mean.items())
-    )
-    return [f"spoken by {each} of {len(shares):,} tokens"]
-
-
-def _coloured(continuation: Continuation) -> str:
-    """Return a continuation with every token in the colour of the head that had the largest share in it."""
-    coloured = []
-    for token in continuation.tokens:
-        if token.shares is None:
-            coloured.append(printable(token.text))
-        else:
-            most = max(token.shares.values())
-            coloured.append(painted(token.text, list(token.shares.values()).index(most)))
-    return "".join(coloured)

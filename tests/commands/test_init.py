@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from scale_cli import starter
 from scale_cli.cli import main
+from scale_cli.commands import init as starter
+from scale_cli.commands.init import SCHEMA_FILE, Answers, Sizes, fitting_sizes, starter_text
+from scale_cli.commands.plan import plan
 from scale_cli.config.load import checked, load_config
 from scale_cli.config.safe_yaml import parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
-from scale_cli.planning.run import plan
-from scale_cli.starter import SCHEMA_FILE, Answers, Sizes, fitting_sizes, starter_text
 from tests.widening import TINY
 
 Scale = Callable[..., tuple[int, str]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scale_cli.biography.accuracy import SERVED
-from scale_cli.biography.run import run_biography
+from scale_cli.commands.biography import run_biography
 from scale_cli.config.biography import BiographyConfig
 from scale_cli.errors import RunFolderError
 

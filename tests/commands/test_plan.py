@@ -10,11 +10,10 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig
 
 from scale_cli.cli import main
+from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
 from scale_cli.data.tokens import tokenised
 from scale_cli.planning.flops import ideal_flops_per_token
-from scale_cli.planning.render import plan_lines
-from scale_cli.planning.run import Plan, methods_beside, plan, tokenised_corpora
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
 from tests.planning.test_flops import LLAMA_3_2_1B
@@ -76,7 +75,7 @@ def test_the_time_is_the_runs_flops_over_what_its_processes_sustain(llama_1b: Pl
 
 
 def test_the_plan_fits_a_terminal_of_100_columns(llama_1b: Plan) -> None:
-    lines = plan_lines(llama_1b)
+    lines = llama_1b.lines()
     assert max(len(line) for line in lines) <= 100
     marked = [line for line in lines if line.startswith("> ") and "route" in line]
     assert len(marked) == 2, "one row of work, one of memory"
@@ -134,7 +133,7 @@ def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path) ->
     made = plan(config, 1e12, None, 1)
     (warning,) = made.warnings
     assert "corpus news: its " in warning and " times over" in warning
-    lines = plan_lines(made)
+    lines = made.lines()
     assert any(line.startswith("warning        corpus news: its ") for line in lines)
     assert max(len(line) for line in lines) <= 100
 
@@ -144,7 +143,7 @@ def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_pla
     config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
     made = plan(config, 1e12, None, 1)
     assert made.refused.keys() == {"freeze"}
-    assert any("freeze" in line and "2 layers" in line for line in plan_lines(made))
+    assert any("freeze" in line and "2 layers" in line for line in made.lines())
 
 
 # The command line

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scale_cli.commands.export import export
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import FolderCheck, verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokenise import NUM_BYTES
 from scale_cli.errors import RunFolderError, VerificationError
-from scale_cli.export.run import export
 from scale_cli.storage.atomic import new_folder, save_tensors
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
-from scale_cli.verify import FolderCheck, verify
 from tests.export.conftest import configured
 from tests.widening import load_widened
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scale_cli.commands.export import check_written_export
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger
@@ -39,16 +40,16 @@ from scale_cli.errors import (
     ScaleError,
     VerificationError,
 )
-from scale_cli.export.run import check_written_export
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TRAINED
 from scale_cli.training.checkpoint import CORPORA, TOKEN_LEDGER, read_position
 from scale_cli.training.metrics import read_records
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
-from scale_cli.upscale.folder import TRAINED, load_any_base
+from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import open_trained
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from scale_cli.commands.run import run_without_export
 from scale_cli.config.grid import Grid, Values, name_of
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.evaluation.results import CorpusResult, HeadResult, Report
-from scale_cli.pipeline import run_without_export
 from scale_cli.report.numbers import number
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, write_json, write_text

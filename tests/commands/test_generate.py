@@ -9,19 +9,19 @@ import pytest
 import torch
 import typer
 
-from scale_cli import replay
 from scale_cli.cli import main
+from scale_cli.commands.export import export
+from scale_cli.commands.generate import told
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import CorpusSource, RunConfig
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.export.run import export
-from scale_cli.generate import Continuation, Generator, Sampling, told
+from scale_cli.generation.generator import Continuation, Generator, Sampling
+from scale_cli.generation.streaming import Decoder, HeadStreamer
 from scale_cli.model.cache_scale import RouterState, ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.printable import printable
-from scale_cli.streaming import Decoder, HeadStreamer
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.export.conftest import configured
 
 PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
@@ -259,7 +259,7 @@ def test_standard_input_that_holds_no_text_is_one_line(
 def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(replay, "_AT_ONCE", 2)
+    monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
     config = run.output_dir / "final" / "scale.yaml"
 
     def drawn(name: str, *options: str) -> list[str]:

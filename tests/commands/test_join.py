@@ -18,20 +18,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.cli import main
+from scale_cli.commands.export import export
+from scale_cli.commands.join import join
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError
-from scale_cli.export.run import export
-from scale_cli.generate import Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
-from scale_cli.join.run import join
 from scale_cli.join.scoring import open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.run import upscale
-from scale_cli.verify import verify
 from tests.export.conftest import configured
 from tests.join.conftest import trained
 from tests.widening import load_widened
@@ -88,7 +88,7 @@ def test_an_adapter_export_is_joined_as_its_run_is(runs: Runs) -> None:
 
 
 def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
-    from scale_cli.evaluation.run import evaluate
+    from scale_cli.commands.evaluate import evaluate
 
     config = runs["writer"]
     report = evaluate(config).report

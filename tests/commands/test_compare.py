@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from scale_cli.cli import main
-from scale_cli.comparison.run import compare
+from scale_cli.commands.compare import compare
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.evaluation.run import evaluate
 from scale_cli.storage.atomic import verify_folder
-from scale_cli.training.run import train
-from scale_cli.upscale.run import upscale
 from tests.comparison.finished_run import Made, write_json, write_run
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}

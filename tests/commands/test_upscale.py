@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, StorageError
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import MethodModel, load_model, read_record
-from scale_cli.upscale.run import upscale, upscale_is_finished
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, get_args
 
 import torch
@@ -12,15 +13,19 @@ from scale_cli.config.schema import MethodConfig, RunConfig, Variant
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.doubtful import num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
-from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
+from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
 from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.flops import TokenFlops, ideal_flops_per_token
 from scale_cli.planning.memory import Memory, Parameters, training_memory
+from scale_cli.report.numbers import quantity
+from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale.base import base_without_weights, load_base_config, load_tokenizer, stage_folder
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
+
+_WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class Plan:
     def num_tokens(self) -> int:
         """Of the run."""
         return self.config.train.max_steps * self.config.train.global_batch_size * self.config.corpus.sequence_length
+
+    def lines(self) -> list[str]:
+        """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
+        return [*_heading(self), "", *_work_table(self), "", *_memory_table(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--output` holds."""
@@ -136,9 +145,16 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     return [MethodConfig.model_validate({**sections, "variant": variant}) for variant in variants]
 
 
-def write_plan(made: Plan, path: Path) -> None:
-    """Write a plan as JSON."""
-    write_json(path, made.to_json())
+def plan_and_write(
+    config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int, output: Path | None
+) -> Plan:
+    """Plan as `plan` does, and write that to a file, where one is named."""
+    if output is not None and output.is_dir():
+        raise UsageError(f"--output {output}: is a folder; give a file")
+    made = plan(config, flops, utilisation, num_processes)
+    if output is not None:
+        write_json(output, made.to_json())
+    return made
 
 
 def _plan_method(
@@ -179,3 +195,89 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
         None if corpus is None else Corpus(source.name, len(corpus.ids), num_readings(config, source, len(corpus.ids)))
         for source, corpus in zip(sources, opened, strict=True)
     ]
+
+
+def _heading(plan: Plan) -> list[str]:
+    base, train = plan.base_config, plan.config.train
+    length, processes = plan.config.corpus.sequence_length, plan.num_processes
+    named = plan.config.model
+    lines = [
+        ("base", f"{named.base} ({named.dtype})"),
+        (
+            "sizes",
+            f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
+            f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
+        ),
+        (
+            "run",
+            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x {length:,} tokens "
+            f"= {plan.num_tokens:,} tokens",
+        ),
+    ]
+    for source, corpus in zip(plan.config.corpus.sources, plan.corpora, strict=True):
+        size = "not tokenised yet, so its epochs are not known"
+        if corpus is not None:
+            size = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
+        role = " (replay)" if source.role == "replay" else ""
+        lines.append(("corpus", f"{source.name}{role}: {size}"))
+    lines.append(("device", _device_line(plan.device)))
+    if processes > 1:
+        lines.append(("processes", f"{processes:,}, each on a device of its own"))
+    for warning in plan.warnings:
+        first, *rest = wrap(warning, _WIDTH - _LABEL)
+        lines += [("warning", first), *(("", line) for line in rest)]
+    return [f"{label:{_LABEL}}{text}" for label, text in lines]
+
+
+def _device_line(device: Device) -> str:
+    rate = f"{quantity(device.flops_per_s, 'FLOP/s')} {device.origin}"
+    return rate if device.utilisation == 1.0 else f"{rate}; {device.utilisation:.0%} of it assumed"
+
+
+def _work_table(plan: Plan) -> list[str]:
+    titles = ["", "frozen", "trainable", "FLOPs/token", "counted", "run's FLOPs", "time"]
+    rows = []
+    for method in plan.methods:
+        ideal, sizes = method.ideal_flops.total, method.parameters
+        counts = (sizes.num_frozen, sizes.num_trainable, ideal, method.counted_flops_per_token, ideal * plan.num_tokens)
+        rows.append([_name(method), *map(quantity, counts), _duration(method.time_s)])
+    return Table(titles, rows, "lrrrrrr").lines()
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
+    rows = []
+    for method in plan.methods:
+        held = method.memory
+        kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head, held.total)
+        sizes = (*kinds, method.parameters.checkpoint_bytes)
+        rows.append([_name(method), *(quantity(size, "B") for size in sizes)])
+    return Table(titles, rows, "lrrrrrrrr").lines()
+
+
+def _footnotes(plan: Plan) -> list[str]:
+    train = plan.config.train
+    at_once = train.sequences_at_once(plan.num_processes)
+    lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
+    precision = "bf16 autocast" if train.mixed_precision == "bf16" else "no autocast"
+    lines += [
+        "",
+        "> is the config's method; the others at the config's sizes, collaborating where they do by default.",
+        "FLOPs/token: every product that training needs, once, attention causal; counted: those of the real",
+        "model on tensors without numbers, attention over every key. The time is that of the former, without",
+        "evaluation and checkpoints.",
+        f"memory: of one process; saved: for the backward pass of a micro-batch of {at_once:,}, {precision};",
+        f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments.",
+    ]
+    return lines
+
+
+def _name(method: MethodPlan) -> str:
+    return f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.1f} s"

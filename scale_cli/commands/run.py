@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
+from scale_cli.commands.evaluate import EvaluationSummary, evaluate, open_benchmarks_of
+from scale_cli.commands.export import (
+    card_is_current,
+    check_format,
+    export,
+    export_folder,
+    export_is_finished,
+    one_by_one,
+    renew_card,
+)
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora
 from scale_cli.errors import ConfigError
-from scale_cli.evaluation.results import Report
-from scale_cli.evaluation.run import EvaluationSummary, evaluate, finished_report, open_benchmarks_of
-from scale_cli.export.renewal import card_is_current, export_is_finished, renew_card
-from scale_cli.export.run import check_format, export, export_folder, one_by_one
+from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.training.branching import check_init_from
-from scale_cli.training.run import train
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.run import upscale, upscale_is_finished
 
 
 def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:

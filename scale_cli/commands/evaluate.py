@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_cli.config.compare import EVALUATE_SECTIONS, differences
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
@@ -19,9 +18,8 @@ from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
-from scale_cli.storage.atomic import file_sha256, is_whole, new_folder, read_json, write_json, write_text
-from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.folder import trained_sha256
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.records import trained_sha256
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.session import check_run, open_final
 
@@ -109,22 +107,6 @@ def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
     return OpenedBenchmarks.open(config.evaluation.benchmarks)
 
 
-def finished_report(config: RunConfig) -> Report | None:
-    """Return the report that is already there for this config and this training, or None."""
-    run = RunFolder(config.output_dir)
-    if not is_whole(run.evaluation):
-        return None
-    report = Report.from_json(read_json(run.evaluation / "report.json"))
-    changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
-    return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
-
-
-def report_sha256(config: RunConfig) -> str | None:
-    """Return the hash of the report that `finished_report` returns; None where there is none."""
-    report = RunFolder(config.output_dir).evaluation / "report.json"
-    return None if finished_report(config) is None else file_sha256(report)
-
-
 def served_head(method: MethodConfig) -> str:
     """Return which of the report's heads a method answers with."""
     return method.router.rule if method.variant == "route" else "adapted"
@@ -145,29 +127,29 @@ def write_report(
         write_text(partial / "scale.yaml", dump_config(config))
 
 
-def check_gate(config: RunConfig) -> None:
-    """Refuse a gate that would hold nothing.
+def check_gate(config: RunConfig, max_forgetting: float | None) -> None:
+    """Refuse a gate, where there is one, that would hold nothing.
 
     Raises:
         ConfigError: there is no retention corpus to measure.
     """
-    if not any(source.role == "retention" for source in config.evaluation.perplexity):
+    if max_forgetting is not None and not any(source.role == "retention" for source in config.evaluation.perplexity):
         raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
 
 
-def check_forgetting(report: Report, max_forgetting: float) -> None:
+def check_forgetting(report: Report, max_forgetting: float | None) -> None:
     """Hold the served head to a limit on every retention corpus.
 
     Args:
         report: what was measured.
-        max_forgetting: bits per byte that may be lost against the base.
+        max_forgetting: bits per byte that may be lost against the base; None for any.
 
     Raises:
         ForgettingError: naming the corpus on which more was lost.
     """
     for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
-        if lost is None or lost > max_forgetting:
+        if max_forgetting is not None and (lost is None or lost > max_forgetting):
             figure = "a loss that is not finite" if lost is None else f"{lost:+.4f} bits/byte"
             raise ForgettingError(
                 f"{corpus.name}: {figure} against the base, more than --max-forgetting {max_forgetting}"

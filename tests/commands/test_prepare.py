@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from scale_cli.commands.prepare import prepare
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
 from scale_cli.errors import CorpusError
-from scale_cli.training.prepare import prepare
 from scale_cli.upscale.base import load_tokenizer
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from scale_cli.evaluation.calibration import Sample, choose_threshold
+from scale_cli.commands.calibrate import Sample, choose_threshold
 
 Values = npt.NDArray[np.float64]
 LOSSES = hnp.arrays(np.float64, 30, elements=st.floats(0.0, 20.0))

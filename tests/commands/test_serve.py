@@ -18,12 +18,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from scale_cli.cli import main
+from scale_cli.commands.serve import serving
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
-from scale_cli.serve import serving
 from scale_cli.upscale.base import load_base, load_tokenizer
 from tests.widening import as_if_trained, widen
 
@@ -46,7 +46,7 @@ def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What of the engines looks as if it were installed."""
     present = {"openai", "fastapi", "uvicorn", "transformers"}
-    monkeypatch.setattr("scale_cli.serve.is_installed", lambda module: module in present)
+    monkeypatch.setattr("scale_cli.commands.serve.is_installed", lambda module: module in present)
     monkeypatch.setattr("scale_cli.extras.is_installed", lambda module: module in present)
     return present
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,25 +13,28 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.load import dump_config
+from scale_cli.config.compare import EXPORT_SECTIONS, differences
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ExportParityError
-from scale_cli.evaluation.run import finished_report, report_sha256
+from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Logits, Parity, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import copy_tokenizer, write_plain
 from scale_cli.export.precision import lower_weights
+from scale_cli.export.publish import Publication, check_repository, planned, publish
 from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_json, write_text
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import trained_sha256
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, trained_sha256, write_trained
+from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_trained
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.session import check_run, open_final
 
@@ -82,6 +87,32 @@ def one_by_one(config: RunConfig) -> list[RunConfig]:
         config.model_copy(update={"export": config.export.model_copy(update={"format": export_format})})
         for export_format in config.export.formats
     ]
+
+
+def export_all(
+    config: RunConfig,
+    repository: str | None,
+    show: Callable[[ExportSummary | Publication], None],
+    *,
+    dry_run: bool,
+) -> None:
+    """Write every format that a config asks for, and send each to a repository of the hub, where one is named.
+
+    Args:
+        config: the resolved config.
+        repository: OWNER/NAME.
+        show: prints what has been done.
+        dry_run: only say what would be sent.
+    """
+    if repository is not None:
+        check_repository(repository, config.export.formats)
+    check_format(config)
+    for one in one_by_one(config):
+        summary = export(one)
+        show(summary)
+        if repository is not None:
+            send = planned if dry_run else publish
+            show(send(summary.folder, repository))
 
 
 def export(config: RunConfig) -> ExportSummary:
@@ -216,3 +247,44 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
     if documents:
         return [torch.from_numpy(ids).unsqueeze(0).to(device()) for ids in documents]
     return sample_ids(tokenizer)
+
+
+def export_is_finished(config: RunConfig) -> bool:
+    """Return whether the export that a config (with one format) asks for is already there, for this training."""
+    folder = export_folder(config)
+    if not is_whole(folder):
+        return False
+    changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
+    exported_sha256 = read_json(folder / PARITY)["trained_sha256"]
+    return not changed and exported_sha256 == trained_sha256(RunFolder(config.output_dir).final)
+
+
+def card_is_current(config: RunConfig) -> bool:
+    """Return whether the card of a finished export tells of the report that is there now (or that there is none)."""
+    told_of: dict[str, str | None] = read_json(export_folder(config) / PARITY)
+    return "report_sha256" in told_of and told_of["report_sha256"] == report_sha256(config)
+
+
+def renew_card(config: RunConfig) -> Path:
+    """Write the folder of a finished export again with a new card; its other files are linked, not copied.
+
+    Raises:
+        StorageError: it could not be written; the export is as it was.
+    """
+    folder = export_folder(config)
+    told = read_json(folder / PARITY)
+    with new_folder(folder) as partial:
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            if file.name not in (CARD, PARITY, MANIFEST, "scale.yaml"):
+                _link(file, partial / file.relative_to(folder))
+        write_card(partial, config, Parity.from_json(told), base_licence(config.model))
+    return folder
+
+
+def _link(file: Path, place: Path) -> None:
+    """Give a file a second name; copy it where the file system has no such thing."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, place)
+    except OSError:
+        shutil.copyfile(file, place)

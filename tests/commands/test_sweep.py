@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli import sweep as sweeping
+from scale_cli.commands import sweep as sweeping
+from scale_cli.commands.run import run_without_export
 from scale_cli.config.grid import name_of, parse_grid
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, NonFiniteError
-from scale_cli.pipeline import run_without_export
 from scale_cli.storage.atomic import read_json
 from tests.torture.tiny_run import write_base_and_texts
 
@@ -64,7 +64,7 @@ def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, mon
             raise NonFiniteError("step 2: loss is nan")
         return run_without_export(config, say)
 
-    monkeypatch.setattr("scale_cli.sweep.run_without_export", stops_at_a_high_rate)
+    monkeypatch.setattr("scale_cli.commands.sweep.run_without_export", stops_at_a_high_rate)
     first, last = swept(config, "train.lr=10,1e-3")
     assert (first.failure, last.failure) == (None, "step 2: loss is nan")
 

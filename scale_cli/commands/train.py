@@ -37,6 +37,7 @@ from scale_cli.storage.atomic import (
 )
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
+from scale_cli.storage.records import TRAINED
 from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
@@ -61,7 +62,7 @@ from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, 
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import TRAINED, MethodModel, load_any_base, load_onto_base, load_trained, read_record
+from scale_cli.upscale.folder import MethodModel, load_any_base, load_onto_base, load_trained, read_record
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import context_warnings
