@@ -51,7 +51,7 @@ def are_several() -> bool:
     return any(os.environ.get(name, "1") not in ("", "1") for name in _WORLD_SIZES)
 
 
-def state() -> PartialState:
+def process_state() -> PartialState:
     """Return Accelerate's state of this process; the first call joins the process group of a launch."""
     import torch
     from accelerate import PartialState
@@ -66,7 +66,7 @@ def device() -> torch.device:
     """Return the device that this process computes on."""
     import torch
 
-    chosen = state().device
+    chosen = process_state().device
     # The router's weights are float64, which Apple's GPUs do not have.
     return torch.device("cpu") if chosen.type == "mps" else chosen
 
@@ -79,12 +79,12 @@ def placed(module: AnyModule) -> AnyModule:
 
 def share() -> Share:
     """Return this process's share of work that all of a launch do together."""
-    return Share(state().process_index, state().num_processes) if are_several() else ALONE
+    return Share(process_state().process_index, process_state().num_processes) if are_several() else ALONE
 
 
 def is_main() -> bool:
     """Return whether this process is the one that writes and speaks."""
-    return not are_several() or state().is_main_process
+    return not are_several() or process_state().is_main_process
 
 
 def on_main(work: Callable[[], Result]) -> Result | None:
@@ -102,7 +102,7 @@ def on_main(work: Callable[[], Result]) -> Result | None:
     """
     if not are_several():
         return work()
-    if not state().is_main_process:
+    if not process_state().is_main_process:
         if (exit_code := _agreed(0)) != 0:
             raise EndedElsewhere(exit_code)
         return None
@@ -134,7 +134,7 @@ def _agreed(value: int) -> int:
     import torch
     from accelerate.utils import broadcast
 
-    return int(broadcast(torch.tensor([value], device=state().device)).item())
+    return int(broadcast(torch.tensor([value], device=process_state().device)).item())
 
 
 def main_first(work: Callable[[], Result]) -> Result:
@@ -160,7 +160,7 @@ def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     import torch
     from accelerate.utils import gather
 
-    padded = torch.zeros((max(lengths), *mine.shape[1:]), dtype=mine.dtype, device=state().device)
+    padded = torch.zeros((max(lengths), *mine.shape[1:]), dtype=mine.dtype, device=process_state().device)
     padded[: len(mine)] = mine
     everyone = gather(padded.unsqueeze(0)).cpu()
     return [everyone[place, :length] for place, length in enumerate(lengths)]
@@ -169,8 +169,8 @@ def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 def leave() -> None:
     """Leave the process group, where there is one: the last thing that a verb does."""
     if are_several():
-        state().wait_for_everyone()
-        state().destroy_process_group()
+        process_state().wait_for_everyone()
+        process_state().destroy_process_group()
 
 
 def refuse_several(verb: str) -> None:

@@ -39,7 +39,7 @@ from scale_cli.export.parity import check_parity, measure_parity, served_logits,
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.join.scoring import HeldOut, score
-from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.base_and_trained import BaseAndTrained
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
@@ -178,8 +178,8 @@ def two_members() -> JoinedForCausalLM:
     return joined(base, first=(0, first), second=(0, second))
 
 
-def beside_base() -> BesideBase:
-    beside: BesideBase = BesideBase(tiny_llama(**SMALL), tiny_llama(1, **SMALL)).eval()
+def beside_base() -> BaseAndTrained:
+    beside: BaseAndTrained = BaseAndTrained(tiny_llama(**SMALL), tiny_llama(1, **SMALL)).eval()
     return beside
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from scale_cli.config.schema import CollaborationConfig, ExpansionConfig, MethodConfig, ModelConfig, RouterConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.join.members import Member, put_together
+from scale_cli.join.members import Member, stack_reads
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -131,7 +131,7 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
 
 def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
     """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
-    return put_together(
+    return stack_reads(
         base,
         [Member(name, parent, m.expansion, m.config, Path(), "", []) for name, (parent, m) in members.items()],
     )

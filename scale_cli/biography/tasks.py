@@ -49,8 +49,10 @@ def write_curriculum(config: BiographyConfig) -> Curriculum:
     """Draw the people of a config and put what is told and asked of them into tokens; a pure function of it."""
     sizes, language = config.people, config.language
     people = generate_people(sizes.pretraining + sizes.task_1, config.seed)
-    told, asked_0, asked_1 = people[: sizes.pretraining], people[: sizes.task_0], people[sizes.pretraining :]
-    biographies = [biography(person, language, telling) for person in told for telling in range(sizes.biographies_each)]
+    shown, asked_0, asked_1 = people[: sizes.pretraining], people[: sizes.task_0], people[sizes.pretraining :]
+    biographies = [
+        biography(person, language, telling) for person in shown for telling in range(sizes.biographies_each)
+    ]
     texts = {"task_0": _questions(asked_0, config), "task_1": _questions(asked_1, config)}
     every_text = [*biographies, *("".join(pair) for pairs in texts.values() for pair in pairs)]
     tokenizer = train_tokenizer(every_text, config.model.vocab_size)

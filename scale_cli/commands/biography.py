@@ -51,12 +51,12 @@ class BiographySummary:
         return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines), f"report: {self.folder / 'report.md'}"]
 
 
-def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> BiographySummary:
+def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> BiographySummary:
     """Run the benchmark; what is there already, made with the same settings, is not made again.
 
     Args:
         config: the resolved config.
-        say: prints a line for the user.
+        log: prints a line for the user.
 
     Raises:
         RunFolderError: the folder was made with other settings.
@@ -69,11 +69,11 @@ def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> Biogra
     folder = config.output_dir
     _claim(folder, config)
     curriculum = write_curriculum(config)
-    say(
+    log(
         f"people         {config.people.pretraining:,} told of, Task 0 asks about {config.people.task_0:,} of them, "
         f"Task 1 about {config.people.task_1:,} others"
     )
-    base = _learn_base(config, curriculum, say)
+    base = _learn_base(config, curriculum, log)
     results = []
     for compared in config.methods:
         file = folder / "methods" / f"{compared.name}.json"
@@ -83,7 +83,7 @@ def run_biography(config: BiographyConfig, say: Callable[[str], None]) -> Biogra
             result = _learn_task_1(config, curriculum, base, compared)
             write_json(file, result.to_json())
         for line in served_lines([result]):
-            say(
+            log(
                 f"{line.label:<21}Task 0 {line.task_0[0]:7.1%} -> {line.task_0[-1]:7.1%}   "
                 f"Task 1 {line.task_1[-1]:7.1%}   {result.training_s:,.0f} s"
             )
@@ -117,11 +117,11 @@ def _finished(file: Path, settings: dict[str, Any]) -> MethodResult | None:
     return result if result.settings == settings else None
 
 
-def _learn_base(config: BiographyConfig, curriculum: Curriculum, say: Callable[[str], None]) -> ModelConfig:
+def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[str], None]) -> ModelConfig:
     """Return the base that Task 1 starts from: pre-trained on biographies, then taught Task 0."""
     base = ModelConfig(base=str(config.output_dir / "base"))
     if Path(base.base).is_dir():
-        say(f"base           {base.base}, done already")
+        log(f"base           {base.base}, done already")
         return base
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(_architecture(config, curriculum))
@@ -134,7 +134,7 @@ def _learn_base(config: BiographyConfig, curriculum: Curriculum, say: Callable[[
             pass
     write_base(Path(base.base), model, curriculum.tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"base           {num_parameters:,} parameters, written to {base.base}")
+    log(f"base           {num_parameters:,} parameters, written to {base.base}")
     return base
 
 

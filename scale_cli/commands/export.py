@@ -66,7 +66,7 @@ class ExportSummary:
             lines.append("note           it holds the adaptation head; this router needs export.format=transformers")
         return [
             *lines,
-            *(f"{name:<15}{told}" for name, told in self._parities()),
+            *(f"{name:<15}{line}" for name, line in self._parities()),
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md",
         ]
 
@@ -177,8 +177,8 @@ def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence
     write_text(folder / CARD, model_card(config, finished_report(config), parity, licence, architectures[0]))
     write_text(folder / "scale.yaml", dump_config(config))
     trained = trained_sha256(RunFolder(config.output_dir).final)
-    told_of = {"trained_sha256": trained, "report_sha256": report_sha256(config)}
-    write_json(folder / PARITY, {**asdict(parity), **told_of})
+    sources = {"trained_sha256": trained, "report_sha256": report_sha256(config)}
+    write_json(folder / PARITY, {**asdict(parity), **sources})
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -261,8 +261,8 @@ def export_is_finished(config: RunConfig) -> bool:
 
 def card_is_current(config: RunConfig) -> bool:
     """Return whether the card of a finished export tells of the report that is there now (or that there is none)."""
-    told_of: dict[str, str | None] = read_json(export_folder(config) / PARITY)
-    return "report_sha256" in told_of and told_of["report_sha256"] == report_sha256(config)
+    sources: dict[str, str | None] = read_json(export_folder(config) / PARITY)
+    return "report_sha256" in sources and sources["report_sha256"] == report_sha256(config)
 
 
 def renew_card(config: RunConfig) -> Path:
@@ -272,12 +272,12 @@ def renew_card(config: RunConfig) -> Path:
         StorageError: it could not be written; the export is as it was.
     """
     folder = export_folder(config)
-    told = read_json(folder / PARITY)
+    written = read_json(folder / PARITY)
     with new_folder(folder) as partial:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
             if file.name not in (CARD, PARITY, MANIFEST, "scale.yaml"):
                 _link(file, partial / file.relative_to(folder))
-        write_card(partial, config, Parity.from_json(told), base_licence(config.model))
+        write_card(partial, config, Parity.from_json(written), base_licence(config.model))
     return folder
 
 

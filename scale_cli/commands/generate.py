@@ -59,7 +59,7 @@ def continue_and_print(
     streamer = generator.streamer(prompts[0], show_heads=show_heads) if streams else None
     continuations = generator.continue_all(prompts, sampling, streamer)
     if streamer is None:
-        for line in told(continuations, as_json=as_json, show_heads=show_heads):
+        for line in output_lines(continuations, as_json=as_json, show_heads=show_heads):
             typer.echo(line)  # coloured, where that was asked for
     if not as_json:
         for line in summary(continuations, show_heads=show_heads):
@@ -103,7 +103,7 @@ def write_samples(
     return SamplesSummary(file, num_samples, len(texts))
 
 
-def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
+def output_lines(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
     """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts.
 
     Args:
@@ -118,7 +118,7 @@ def told(continuations: list[Continuation], *, as_json: bool, show_heads: bool) 
 
 
 def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]:
-    """Return what is told about the continuations, beside them: which head spoke how much."""
+    """Return how many tokens each head gave."""
     shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
     if not shares:
         return []

@@ -15,7 +15,7 @@ from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.licence import base_licence
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.join.card import bound_in_words, figures_table, joined_card
-from scale_cli.join.members import Joint, join_runs
+from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
@@ -86,30 +86,30 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
         PreservationError: a head does not compute what it does alone; nothing is written then.
     """
     check_replaceable(output, KIND)
-    joint = join_runs(runs, prior, switch_rate)
-    if not any(config.evaluation.perplexity for config in joint.configs):
+    joined = join_runs(runs, prior, switch_rate)
+    if not any(config.evaluation.perplexity for config in joined.configs):
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
-    prove(joint)
-    corpora = open_corpora(joint.configs, joint.tokenizer)
+    prove(joined)
+    corpora = open_corpora(joined.configs, joined.tokenizer)
     report = JoinReport(
-        base=joint.record.name,
-        base_sha256=joint.record.content_sha256,
+        base=joined.record.name,
+        base_sha256=joined.record.content_sha256,
         members=[
-            {"name": m.name, "parent": m.parent, "folder": str(m.folder), "sha256": m.sha256} for m in joint.members
+            {"name": m.name, "parent": m.parent, "folder": str(m.folder), "sha256": m.sha256} for m in joined.members
         ],
-        router_prior=joint.model.config.router_prior,
+        router_prior=joined.model.config.router_prior,
         router_switch_rate=switch_rate,
-        max_cost_nats=_max_cost_nats(joint.model),
-        corpora=[score(joint.model, name, held_out) for name, held_out in corpora.items()],
+        max_cost_nats=_max_cost_nats(joined.model),
+        corpora=[score(joined.model, name, held_out) for name, held_out in corpora.items()],
     )
     with new_folder(output) as partial:
-        write_self_contained(joint.model, joint.tokenizer, partial)
+        write_self_contained(joined.model, joined.tokenizer, partial)
         write_json(partial / "report.json", report.to_json())
-        licence = base_licence(joint.configs[0].model)
+        licence = base_licence(joined.configs[0].model)
         licence.copy_files(partial)
-        card = joined_card(joint, report.corpora, report.max_cost_nats, licence, switch_rate)
+        card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate)
         write_text(partial / "README.md", card)
-        _check_written(partial, joint)
+        _check_written(partial, joined)
     return JoinSummary(output, report)
 
 
@@ -125,23 +125,23 @@ def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[T
     return [list(of_head) for of_head in zip(*(model.routed_logits(state) for state in states), strict=True)]
 
 
-def prove(joint: Joint) -> None:
+def prove(joined: JoinedRuns) -> None:
     """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
 
     Raises:
         PreservationError: naming the first head that does not.
     """
-    wanted = {"base": joint.base_logits, **{member.name: member.logits for member in joint.members}}
-    got = _head_logits(joint.model, sample_ids(joint.tokenizer))
+    wanted = {"base": joined.base_logits, **{member.name: member.logits for member in joined.members}}
+    got = _head_logits(joined.model, sample_ids(joined.tokenizer))
     for (name, expected), logits in zip(wanted.items(), got, strict=True):
         if not all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True)):
             raise PreservationError(f"the head {name} does not compute what it does alone")
 
 
-def _check_written(folder: Path, joint: Joint) -> None:
+def _check_written(folder: Path, joined: JoinedRuns) -> None:
     """Load what was written, and hold its heads to those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
-    prompts = sample_ids(joint.tokenizer)
-    for one, other in zip(_head_logits(loaded, prompts), _head_logits(joint.model, prompts), strict=True):
+    prompts = sample_ids(joined.tokenizer)
+    for one, other in zip(_head_logits(loaded, prompts), _head_logits(joined.model, prompts), strict=True):
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             raise ExportParityError("the folder that was written does not compute what was measured; it was removed")

@@ -30,12 +30,12 @@ from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
 
 
-def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
+def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train (resuming what was interrupted), evaluate and export.
 
     Args:
         config: the resolved config.
-        say: prints a line for the user, on the main process.
+        log: prints a line for the user, on the main process.
         accepted: keys that may have changed since the run was begun.
 
     Returns:
@@ -45,19 +45,19 @@ def run_pipeline(config: RunConfig, say: Callable[[str], None], accepted: Collec
         ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
     """
     with _claimed(config):
-        report = _measured(config, say, accepted)
-        on_main(lambda: _show(_exported(config, say), say))
+        report = _measured(config, log, accepted)
+        on_main(lambda: _show(_exported(config, log), log))
     return report
 
 
-def run_without_export(config: RunConfig, say: Callable[[str], None]) -> Report:
+def run_without_export(config: RunConfig, log: Callable[[str], None]) -> Report:
     """Upscale, train (resuming what was interrupted) and evaluate, unless done already, in one process.
 
     Raises:
         ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
     """
     with _claimed(config):
-        report = _measured(config, say, ())
+        report = _measured(config, log, ())
     assert report is not None, "one process is the main one"
     return report
 
@@ -70,21 +70,21 @@ def _claimed(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def _show(lines: list[str], say: Callable[[str], None]) -> None:
+def _show(lines: list[str], log: Callable[[str], None]) -> None:
     for line in lines:
-        say(line)
+        log(line)
 
 
-def _measured(config: RunConfig, say: Callable[[str], None], accepted: Collection[str]) -> Report | None:
-    on_main(lambda: _show(_upscaled(config, say), say))
-    say("== train")
-    _show(train(config, "auto", say, accepted).lines(), say)
-    say("== evaluate")
+def _measured(config: RunConfig, log: Callable[[str], None], accepted: Collection[str]) -> Report | None:
+    on_main(lambda: _show(_upscaled(config, log), log))
+    log("== train")
+    _show(train(config, "auto", log, accepted).lines(), log)
+    log("== evaluate")
     if main_decides(lambda: finished_report(config) is None):
         evaluate(config)
     report = on_main(lambda: finished_report(config))
     if report is not None:
-        _show(EvaluationSummary(RunFolder(config.output_dir).evaluation, report).lines(), say)
+        _show(EvaluationSummary(RunFolder(config.output_dir).evaluation, report).lines(), log)
     return report
 
 
@@ -102,8 +102,8 @@ def _check(config: RunConfig) -> None:
         open_benchmarks_of(config)
 
 
-def _upscaled(config: RunConfig, say: Callable[[str], None]) -> list[str]:
-    say("== upscale")
+def _upscaled(config: RunConfig, log: Callable[[str], None]) -> list[str]:
+    log("== upscale")
     if upscale_is_finished(config):
         lines = [f"done already   {RunFolder(config.output_dir).upscaled}"]
     else:
@@ -112,8 +112,8 @@ def _upscaled(config: RunConfig, say: Callable[[str], None]) -> list[str]:
     return lines
 
 
-def _exported(config: RunConfig, say: Callable[[str], None]) -> list[str]:
-    say("== export")
+def _exported(config: RunConfig, log: Callable[[str], None]) -> list[str]:
+    log("== export")
     lines = []
     for one in one_by_one(config):
         if not export_is_finished(one):

@@ -66,8 +66,8 @@ def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainl
     else:
         _check_for_transformers(folder, options)
         flags = ["--trust-remote-code"]
-    told = f"{folder}, with its router, in {chosen}: what the trained model says, to rounding"
-    return Serving(_command(chosen, folder, [*flags, *options]), f"{told}{_bound(config[KEY])}")
+    message = f"{folder}, with its router, in {chosen}: what the trained model says, to rounding"
+    return Serving(_command(chosen, folder, [*flags, *options]), f"{message}{_bound(config[KEY])}")
 
 
 def _plain_export(path: Path) -> Path:

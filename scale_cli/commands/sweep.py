@@ -66,14 +66,14 @@ def _table(trials: list[Trial]) -> Table:
     return Table(_TITLES, [trial.row() for trial in trials], "lrrr")
 
 
-def sweep(path: Path, grid: Grid, max_runs: int | None, say: Callable[[str], None]) -> SweepSummary:
+def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], None]) -> SweepSummary:
     """Run a config with several values of some keys, and rank the runs; what is finished is not run again.
 
     Args:
         path: of the config; the runs land in its output_dir, and the report of them in report/ there.
         grid: what all runs share, and the values of each.
         max_runs: at most so many, drawn from all by chance, always the same ones; None: all.
-        say: prints a line for the user.
+        log: prints a line for the user.
 
     Raises:
         ConfigError: there is nothing to rank by, or with some of the values the config is none.
@@ -93,19 +93,19 @@ def sweep(path: Path, grid: Grid, max_runs: int | None, say: Callable[[str], Non
         RunFolder(configs[-1].output_dir).check()
     trials: list[Trial] = []
     for number_of_run, (values, config) in enumerate(zip(points, configs, strict=True), start=1):
-        say(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
-        trials.append(_trial(values, config, say))
+        log(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
+        trials.append(_trial(values, config, log))
         trials.sort(key=lambda trial: (trial.nats_per_token is None, trial.nats_per_token))
         _write(whole.output_dir / "report", trials, len(points))
     return SweepSummary(whole.output_dir / "report", trials)
 
 
-def _trial(values: Values, config: RunConfig, say: Callable[[str], None]) -> Trial:
+def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Trial:
     folder = str(config.output_dir)
     try:
-        report = run_without_export(config, say)
+        report = run_without_export(config, log)
     except TrainingError as error:
-        say(f"stopped: {error}")
+        log(f"stopped: {error}")
         return Trial(values, folder, failure=str(error))
     learned, kept = report.with_role("acquisition"), report.with_role("retention")
     tokens, size = (lambda corpus: corpus.num_tokens), (lambda corpus: corpus.num_bytes)

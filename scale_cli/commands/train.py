@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from scale_cli.config.compare import BASE_PLACE, PLACES, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
+from scale_cli.config.compare import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
@@ -22,10 +22,10 @@ from scale_cli.data.corpora import (
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.base_and_trained import BaseAndTrained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
-from scale_cli.processes import main_decides, main_first, on_main, state
+from scale_cli.processes import main_decides, main_first, on_main, process_state
 from scale_cli.storage.atomic import (
     changed_versions,
     new_folder,
@@ -43,8 +43,8 @@ from scale_cli.training.branching import adopt_rates, check_init_from, check_sam
 from scale_cli.training.checkpoint import (
     CORPORA,
     POSITION,
-    Origin,
-    Position,
+    RunMetadata,
+    TrainState,
     branch_point_at,
     check_base,
     checkpoints,
@@ -52,7 +52,7 @@ from scale_cli.training.checkpoint import (
     load_checkpoint,
     newest_whole_checkpoint,
     read_branch_point,
-    read_position,
+    read_train_state,
 )
 from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
@@ -73,39 +73,39 @@ class TrainSummary:
     """What was trained, for the terminal."""
 
     folder: Path
-    position: Position
+    state: TrainState
 
     def lines(self) -> list[str]:
         """Return aligned lines."""
-        position = self.position
-        rate = f" ({position.tokens_per_s:,.0f} tokens/s)" if position.tokens_per_s else ""
+        state = self.state
+        rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
         return [
-            f"trained        {position.step:,} steps, {position.num_tokens:,} tokens "
-            f"in {position.stepping_s:,.0f} s{rate}; "
-            f"besides {position.evaluating_s:,.0f} s evaluating, {position.saving_s:,.0f} s saving",
+            f"trained        {state.step:,} steps, {state.num_tokens:,} tokens "
+            f"in {state.stepping_s:,.0f} s{rate}; "
+            f"besides {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving",
             f"written        {self.folder}",
         ]
 
 
 def train(
-    config: RunConfig, resume: str | None, say: Callable[[str], None], accepted: Collection[str] = ()
+    config: RunConfig, resume: str | None, log: Callable[[str], None], accepted: Collection[str] = ()
 ) -> TrainSummary:
     """Train the expansion from `upscaled/`, or from a checkpoint.
 
     Args:
         config: the resolved config.
         resume: None to start (refused where a run is already there), `auto`, or a checkpoint folder.
-        say: prints a line for the user; called on the main process only.
+        log: prints a line for the user; called on the main process only.
         accepted: keys that may have changed since the run was begun.
 
     Raises:
         RunFolderError: the folder holds another run, or none to resume.
         ConfigError: the batch does not divide among the processes.
     """
-    state()  # joins the process group, with our own time-out
+    process_state()  # joins the process group, with our own time-out
     # Autocast is the step's, by the config alone, whatever the launcher was told.
     accelerator = Accelerator(mixed_precision="no")
-    say = say if accelerator.is_main_process else _say_nothing
+    log = log if accelerator.is_main_process else _silent
     run_folder = RunFolder(config.output_dir)
     if resume == "auto" and run_folder.final.is_dir() and not _is_longer(run_folder.final, config, accepted):
         return _finished(run_folder.final, config, accepted)
@@ -115,15 +115,15 @@ def train(
     check_trackers(config)
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
-        number = main_decides(lambda: _starting_number(run_folder, config, resume, say, accepted))
+        number = main_decides(lambda: _starting_number(run_folder, config, resume, log, accepted))
         start = _numbered(number, run_folder, resume)
         if start is None:
-            on_main(lambda: _check_beginning(config, say))
-        run = _open_run(config, accelerator, start, say)
-        on_main(lambda: held.enter_context(tracked(run.metrics, config, run.position.step)))
+            on_main(lambda: _check_beginning(config, log))
+        run = _open_run(config, accelerator, start, log)
+        on_main(lambda: held.enter_context(tracked(run.metrics, config, run.state.step)))
         run_loop(run)
         _write_final(run)
-    return TrainSummary(run_folder.final, run.position)
+    return TrainSummary(run_folder.final, run.state)
 
 
 def _claim(run_folder: RunFolder, held: ExitStack) -> None:
@@ -137,36 +137,36 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         verify_folder(final)
     except StorageError as error:
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
-    changed = _check_same_run(final, config, TRAIN_SECTIONS, PLACES, accepted)
+    changed = _check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted)
     check_tokenizer(load_tokenizer(config.model), read_record(final))
     if changed:
         _check_same_content(final, config)
-    return TrainSummary(final, read_position(final))
+    return TrainSummary(final, read_train_state(final))
 
 
 def _write_final(run: TrainingRun) -> None:
     """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    check_base(run.origin, run.accelerator, run.model, run.position)
+    check_base(run.metadata, run.accelerator, run.model, run.state)
     with averaged(run.optimiser):
         trained = gather_trained(run.model, run.accelerator)
         if run.accelerator.is_main_process:
             with new_folder(run.folder.final) as partial:
-                describe_run(partial, run.origin, run.model, run.position)
+                describe_run(partial, run.metadata, run.model, run.state)
                 save_tensors(partial / TRAINED, trained)
                 write_json(partial / "cost.json", measure_cost(run).to_json())
     run.accelerator.wait_for_everyone()
 
 
-def _check_beginning(config: RunConfig, say: Callable[[str], None]) -> None:
+def _check_beginning(config: RunConfig, log: Callable[[str], None]) -> None:
     """Refuse what a run cannot begin with, where that is not its own start."""
     check_init_from(config)
     if config.train.init_from is not None:
         folder = Path(config.train.init_from)
         check_same_start(folder, RunFolder(config.output_dir).upscaled)
-        say(f"beginning      {folder}: {branch_point_at(folder, config.train.init_moments)}")
+        log(f"beginning      {folder}: {branch_point_at(folder, config.train.init_moments)}")
 
 
-def _say_nothing(line: str) -> None:
+def _silent(line: str) -> None:
     """Only the main process speaks."""
 
 
@@ -174,15 +174,15 @@ def _starting_number(
     run_folder: RunFolder,
     config: RunConfig,
     resume: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     accepted: Collection[str],
 ) -> int:
     """Return the starting point as one process can tell it to others: 1 and the steps done, or 0 where there is none.
 
     One process reads a checkpoint through, once, and refuses it for all.
     """
-    start = _starting_point(run_folder, config, resume, say, accepted)
-    return 0 if start is None else 1 + read_position(start).step
+    start = _starting_point(run_folder, config, resume, log, accepted)
+    return 0 if start is None else 1 + read_train_state(start).step
 
 
 def _numbered(number: int, run_folder: RunFolder, resume: str | None) -> Path | None:
@@ -195,7 +195,7 @@ def _starting_point(
     run_folder: RunFolder,
     config: RunConfig,
     resume: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     accepted: Collection[str],
 ) -> Path | None:
     """Return the checkpoint to start from, or None for the beginning."""
@@ -208,7 +208,7 @@ def _starting_point(
     if resume == "auto":
         start, skipped = newest_whole_checkpoint(run_folder)
         for line in skipped:
-            say(f"warning: {line}")
+            log(f"warning: {line}")
         if start is None and run_folder.final.is_dir():
             raise RunFolderError(f"{run_folder.checkpoints}: no whole checkpoint to go on from")
         if start is None and skipped:
@@ -217,21 +217,21 @@ def _starting_point(
         start = Path(resume)
         if not (start / POSITION).is_file():
             raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
-        newer = [f.name for f in checkpoints(run_folder) if read_position(f).step > read_position(start).step]
+        newer = [f.name for f in checkpoints(run_folder) if read_train_state(f).step > read_train_state(start).step]
         if newer:
             raise RunFolderError(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
             )
         verify_folder(start)
     if start is not None:
-        for line in _check_same_run(start, config, TRAIN_SECTIONS, PLACES, accepted):
-            say(f"changed        {line}")
-        if (step := read_position(start).step) > config.train.max_steps:
+        for line in _check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+            log(f"changed        {line}")
+        if (step := read_train_state(start).step) > config.train.max_steps:
             raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
         check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
-        say(f"resuming       {start}")
+        log(f"resuming       {start}")
         if changed := changed_versions(start):
-            say(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
+            log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
     return start
 
 
@@ -239,10 +239,10 @@ def _check_same_run(
     folder: Path,
     config: RunConfig,
     sections: tuple[str, ...],
-    held_by_content: str,
+    ignored_keys: str,
     accepted: Collection[str] | None = None,
 ) -> list[str]:
-    return check_same_run(folder, load_config(folder / "scale.yaml"), config, sections, held_by_content, accepted)
+    return check_same_run(folder, load_config(folder / "scale.yaml"), config, sections, ignored_keys, accepted)
 
 
 def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> bool:
@@ -278,28 +278,28 @@ def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
 
 
 def _open_run(
-    config: RunConfig, accelerator: Accelerator, start: Path | None, say: Callable[[str], None]
+    config: RunConfig, accelerator: Accelerator, start: Path | None, log: Callable[[str], None]
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
     verify_folder(run_folder.upscaled)
-    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_PLACE)
+    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_KEYS)
     tokenizer = load_tokenizer(config.model)
     check_tokenizer(tokenizer, read_record(run_folder.upscaled))
     main = accelerator.is_main_process
-    say(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
+    log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
     corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
     held_out = []
     if sizes.eval_every_steps:
         held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
     if main:
-        _tell_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), say)
+        _log_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), log)
     contents = [corpus.folder.name for corpus in corpora]
     init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
     if start is not None:
         _check_same_text(start, corpora, config)
     elif init_from is not None:
         for warning in repetition_warnings(init_from, config, contents):
-            say(f"warning: {warning}")
+            log(f"warning: {warning}")
     model = load_onto_base(run_folder.upscaled, config.model, config.seed)
     if init_from is not None:
         load_trained(model, init_from)
@@ -311,49 +311,51 @@ def _open_run(
     else:
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
     optimiser = build_optimiser(model, sizes)
-    position = Position() if start is None else load_checkpoint(start, model, optimiser)
+    state = TrainState() if start is None else load_checkpoint(start, model, optimiser)
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     batches = build_batches(config, corpora, accelerator.num_processes)
     branch_point = branch_point_at(init_from, sizes.init_moments) if init_from else read_branch_point(start)
     ledgers = [corpus.ledger for corpus in corpora]
-    saved = run_folder.checkpoint(position.step)
+    saved = run_folder.checkpoint(state.step)
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
-        origin=Origin(config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point),
+        metadata=RunMetadata(
+            config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point
+        ),
         optimiser=optimiser,
         batches=batches,
         held_out=held_out,
-        position=position,
-        metrics=_opened_log(run_folder, position) if main else None,
-        saved_step=None if start is None or start.resolve() != saved.resolve() else position.step,
+        state=state,
+        metrics=_opened_log(run_folder, state) if main else None,
+        saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
 
 
-def _tell_corpora(
+def _log_corpora(
     config: RunConfig,
     corpora: list[TokenisedCorpus],
     held_out: Sequence[TokenisedCorpus | None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Say what is trained on, what was dropped of it, and what is doubtful about it."""
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
         read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
-        say(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
+        log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
     stretched = context_warnings(config, load_base_config(config.model))
     for warning in [*stretched, *corpus_warnings(config, corpora, held_out)]:
-        say(f"warning: {warning}")
+        log(f"warning: {warning}")
 
 
-def _opened_log(run_folder: RunFolder, position: Position) -> MetricsLog:
-    return MetricsLog(run_folder.metrics, position.step, evaluation_due=position.evaluation_due)
+def _opened_log(run_folder: RunFolder, state: TrainState) -> MetricsLog:
+    return MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due)
 
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded:
@@ -362,4 +364,4 @@ def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -
         return two_headed(model, config.model)
     if isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
         return two_headed(model, config.model)
-    return BesideBase(shard_for_evaluation(load_base(config.model), accelerator), model)
+    return BaseAndTrained(shard_for_evaluation(load_base(config.model), accelerator), model)

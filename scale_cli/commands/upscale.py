@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.config.compare import BASE_PLACE, UPSCALE_SECTIONS, differences
+from scale_cli.config.compare import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
@@ -120,11 +120,11 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
 
 
 def _already_begun(run: RunFolder, config: RunConfig) -> str:
-    told = f"{run.root}: training has begun from what is there; choose another output_dir"
+    message = f"{run.root}: training has begun from what is there; choose another output_dir"
     if not (run.upscaled / "scale.yaml").is_file():
-        return told
+        return message
     changed = differences(load_config(run.upscaled / "scale.yaml"), config, UPSCALE_SECTIONS)
-    return f"{told} ({'; '.join(changed)})" if changed else told
+    return f"{message} ({'; '.join(changed)})" if changed else message
 
 
 def upscale_is_finished(config: RunConfig) -> bool:
@@ -137,7 +137,7 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if not folder.is_dir():
         return False
     before = load_config(folder / "scale.yaml")
-    if differences(before, config, UPSCALE_SECTIONS, BASE_PLACE):
+    if differences(before, config, UPSCALE_SECTIONS, BASE_KEYS):
         return False
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
         record = read_record(folder)

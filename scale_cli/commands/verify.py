@@ -46,7 +46,7 @@ from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TRAINED
-from scale_cli.training.checkpoint import CORPORA, TOKEN_LEDGER, read_position
+from scale_cli.training.checkpoint import CORPORA, TOKEN_LEDGER, read_train_state
 from scale_cli.training.metrics import read_records
 from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
 from scale_cli.upscale.folder import load_any_base
@@ -199,15 +199,15 @@ def _check_tokens(folder: Path) -> None:
         ("documents read", ledger.read.documents, ledger.kept.documents + sum(d.documents for d in dropped)),
         ("bytes read", ledger.read.num_bytes, ledger.kept.num_bytes + sum(d.num_bytes for d in dropped)),
     )
-    for name, told, counted in sums:
-        if told != counted:
-            raise VerificationError(f"{folder}: {LEDGER} says {told:,} {name}, there are {counted:,}")
+    for name, noted, counted in sums:
+        if noted != counted:
+            raise VerificationError(f"{folder}: {LEDGER} says {noted:,} {name}, there are {counted:,}")
     if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
         raise VerificationError(f"{folder}: {OFFSETS} and {NUM_BYTES} do not fit each other")
 
 
 def _check_token_ledger(folder: Path) -> None:
-    position, sources = read_position(folder), read_json(folder / TOKEN_LEDGER)
+    state, sources = read_train_state(folder), read_json(folder / TOKEN_LEDGER)
     sums = []
     for name, source in sources.items():
         ledger = Ledger.from_json(source["corpus"])
@@ -217,10 +217,10 @@ def _check_token_ledger(folder: Path) -> None:
         wanted = source["num_epochs"] * (ledger.num_tokens - 1)
         sums.append((f"{name}: targets", wanted, source["num_trained"] + source["num_held_over"]))
     trained = sum(source["num_trained"] for source in sources.values())
-    sums.append(("targets trained", trained, position.num_tokens + position.skipped_tokens))
-    for what, told, counted in sums:
-        if told != counted:
-            raise VerificationError(f"{folder / TOKEN_LEDGER}: {what}: {told:,} and {counted:,} do not agree")
+    sums.append(("targets trained", trained, state.num_tokens + state.skipped_tokens))
+    for what, noted, counted in sums:
+        if noted != counted:
+            raise VerificationError(f"{folder / TOKEN_LEDGER}: {what}: {noted:,} and {counted:,} do not agree")
 
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:
@@ -252,19 +252,19 @@ def _check_joined(folder: Path) -> None:
 
 
 def _check_log(folder: Path) -> None:
-    position, config = read_position(folder), load_config(folder / "scale.yaml")
+    state, config = read_train_state(folder), load_config(folder / "scale.yaml")
     metrics = RunFolder(folder.parent).metrics
     records = [record for record in read_records(metrics) if "evaluation_nats_per_token" not in record]
     steps = [record["step"] for record in records]
     skipped = {record["step"] for record in records if "skipped" in record}
     if sorted(steps) != steps or len(set(steps)) != len(steps):
         raise VerificationError(f"{metrics}: a step is there twice, or out of order")
-    if missing := _missing_steps(records, position.step, config.train.log_every_steps):
+    if missing := _missing_steps(records, state.step, config.train.log_every_steps):
         raise VerificationError(f"{metrics}: step {missing[0]} is missing")
-    if len(skipped) != position.skipped_steps:
-        raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {position.skipped_steps}")
-    if records and "num_tokens" in records[-1] and records[-1]["num_tokens"] != position.num_tokens:
-        raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {position.num_tokens:,}")
+    if len(skipped) != state.skipped_steps:
+        raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {state.skipped_steps}")
+    if records and "num_tokens" in records[-1] and records[-1]["num_tokens"] != state.num_tokens:
+        raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {state.num_tokens:,}")
 
 
 def _missing_steps(records: list[dict[str, Any]], last_step: int, last_cadence: int) -> list[int]:

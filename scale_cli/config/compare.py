@@ -56,10 +56,10 @@ ACCEPTABLE = {
     "train.activation_checkpointing",
 }
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
-BASE_PLACE = r"model\.(base|revision|tokenizer)"
-PLACES = BASE_PLACE + r"|corpus\.sources\.\d+\.(path|revision)"
-NOTHING = r"(?!)"
-_MAX_TOLD = 8
+BASE_KEYS = r"model\.(base|revision|tokenizer)"
+LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path|revision)"
+NO_KEYS = r"(?!)"
+_MAX_LISTED = 8
 # The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
 _ROUTER = "method.router."
 # Distillation acts in training only, so it may be set after upscaling.
@@ -70,18 +70,16 @@ EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
 EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
-def differences(
-    before: RunConfig, now: RunConfig, sections: tuple[str, ...], held_by_content: str = NOTHING
-) -> list[str]:
+def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = NO_KEYS) -> list[str]:
     """Return one `key: before -> now` for every key in `sections` that would make another run.
 
     Args:
         before: an earlier config.
         now: this one.
         sections: that count.
-        held_by_content: a pattern of keys that do not count, since whoever asks compares what they stand for.
+        ignored_keys: a pattern of keys that do not count, since whoever asks compares what they stand for.
     """
-    return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(held_by_content, change.key)]
+    return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(ignored_keys, change.key)]
 
 
 def check_same_run(
@@ -89,7 +87,7 @@ def check_same_run(
     before: RunConfig,
     now: RunConfig,
     sections: tuple[str, ...],
-    held_by_content: str = NOTHING,
+    ignored_keys: str = NO_KEYS,
     accepted: Collection[str] | None = None,
 ) -> list[str]:
     """Hold whoever goes on from a folder to the config that it was made with.
@@ -99,7 +97,7 @@ def check_same_run(
         before: the config in it.
         now: this one.
         sections: that count.
-        held_by_content: a pattern of keys that do not count, as in `differences`.
+        ignored_keys: a pattern of keys that do not count, as in `differences`.
         accepted: keys that may have changed; None where the verb trains nothing, so that none may.
 
     Returns:
@@ -113,7 +111,7 @@ def check_same_run(
         if key not in ACCEPTABLE:
             raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
     changes = _changes(before, now, sections)
-    refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(held_by_content, c.key)]
+    refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(ignored_keys, c.key)]
     if refused:
         remedy = _remedy(refused, trains=accepted is not None)
         raise RunFolderError(f"{where}: was made with another config ({_listed(refused)}); {remedy}")
@@ -137,13 +135,13 @@ def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> li
 
 
 def _listed(changes: list[_Change]) -> str:
-    told = [str(change) for change in changes[:_MAX_TOLD]]
-    return "; ".join([*told, f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else told)
+    lines = [str(change) for change in changes[:_MAX_LISTED]]
+    return "; ".join([*lines, f"and {len(changes) - _MAX_LISTED} more"] if len(changes) > _MAX_LISTED else lines)
 
 
 def _remedy(refused: list[_Change], *, trains: bool) -> str:
     """Return what can be done: back to the earlier values, or, where training goes on, the changes accepted."""
-    earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_TOLD])
+    earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_LISTED])
     ways = [f"go on with what it was ({earlier})"]
     if trains and all(change.key in ACCEPTABLE for change in refused):
         ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")

@@ -54,6 +54,6 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
 def name_of(values: Values) -> str:
     """Return a name for a run's folder: its values, and where they make no short and plain one, a hash of them."""
     parts = [value.partition("=") for value in values]
-    told = "_".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts).replace('"', "")
-    name = re.sub(r"[^A-Za-z0-9.=_-]", "", told)[:_LONGEST_NAME]
-    return name if name == told else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+    whole = "_".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts).replace('"', "")
+    name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
+    return name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"

@@ -165,8 +165,8 @@ class TrainConfig(Section):
         if self.schedule in ("wsd", "infinite"):
             given["decay_steps"] = self.decay_steps or 0
             if sum(given.values()) > self.max_steps:
-                told = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
-                raise ValueError(f"{told}: more than max_steps {self.max_steps:,} together")
+                given_steps = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
+                raise ValueError(f"{given_steps}: more than max_steps {self.max_steps:,} together")
             if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
                 raise ValueError("decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more")
         return self

@@ -62,7 +62,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Rejected:
     """Something that is no document."""
 
     reason: Reason  # why
@@ -70,7 +70,7 @@ class Dropped:
     num_bytes: int  # of its text, or where there is none, as it lies in its file
 
 
-Record = Document | Dropped
+Record = Document | Rejected
 
 
 def described(source: TextSource) -> str:
@@ -138,7 +138,7 @@ class CorpusReader:
         kept = dropped = 0
         for record in records:
             yield record
-            kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Dropped)
+            kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
             if kept == most or dropped > most:  # the latter is no corpus, and a dataset on the hub may be endless
                 return
 
@@ -150,7 +150,7 @@ class CorpusReader:
                     yield from self._from_file(file, raw)
             except _DAMAGED as error:
                 message = " ".join(str(error).split()) or type(error).__name__
-                yield Dropped(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
+                yield Rejected(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
             finally:
                 self._raw = None
             self._finished_bytes += file.stat().st_size
@@ -218,7 +218,7 @@ class _Gathered:
 
     def finished(self) -> Record:
         if self._bad is not None:
-            return Dropped(self._bad[0], f"{self._file}:{self._bad[1]}", self.num_bytes)
+            return Rejected(self._bad[0], f"{self._file}:{self._bad[1]}", self.num_bytes)
         return _judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
 
 
@@ -247,7 +247,7 @@ def _read_jsonl(file: Path, stream: IO[bytes], text_field: str, limit: int) -> I
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
         place = f"{file}:{number}"
         value = _json_text(line, text_field)
-        yield Dropped(value, place, length) if isinstance(value, Reason) else _judged(value, place, limit)
+        yield Rejected(value, place, length) if isinstance(value, Reason) else _judged(value, place, limit)
 
 
 def _json_text(line: bytes | None, text_field: str) -> str | Reason:
@@ -273,13 +273,13 @@ def _judged(text: str, place: str, limit: int) -> Record:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
-        return Dropped(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
+        return Rejected(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
     if num_bytes > limit:
-        return Dropped(Reason.TOO_LARGE, place, num_bytes)
+        return Rejected(Reason.TOO_LARGE, place, num_bytes)
     if "\0" in text:
-        return Dropped(Reason.NUL, place, num_bytes)
+        return Rejected(Reason.NUL, place, num_bytes)
     if not text.strip():
-        return Dropped(Reason.EMPTY, place, num_bytes)
+        return Rejected(Reason.EMPTY, place, num_bytes)
     return Document(text, num_bytes)
 
 
@@ -312,9 +312,9 @@ def _read_rows(file: Path, stream: IO[bytes], text_field: str, limit: int) -> It
             try:
                 text = scalar.as_py() if holds_text else None  # of other types it may fail in other ways
             except UnicodeDecodeError:
-                yield Dropped(Reason.NOT_UTF8, place, scalar.as_buffer().size)
+                yield Rejected(Reason.NOT_UTF8, place, scalar.as_buffer().size)
                 continue
-            yield _judged(text, place, limit) if isinstance(text, str) else Dropped(Reason.WRONG_TYPE, place, 0)
+            yield _judged(text, place, limit) if isinstance(text, str) else Rejected(Reason.WRONG_TYPE, place, 0)
 
 
 @contextmanager
@@ -365,7 +365,7 @@ def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
             if isinstance(text, str):
                 yield _judged(text, place, limit)
             else:
-                yield Dropped(Reason.WRONG_TYPE if source.text_field in row else Reason.NO_FIELD, place, 0)
+                yield Rejected(Reason.WRONG_TYPE if source.text_field in row else Reason.NO_FIELD, place, 0)
 
 
 _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -33,7 +33,7 @@ Ids = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizerSpec:
     """All that decides the ids of a text."""
 
     tokenizer_json: str  # the tokenizer, as tokenizers writes it
@@ -57,7 +57,7 @@ class Encoded:
 class Encoder:
     """A recipe, ready to use."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TokenizerSpec) -> None:
         self._recipe = recipe
         self._tokenizer = Tokenizer.from_str(recipe.tokenizer_json)
         self._tokenizer.no_truncation()
@@ -69,7 +69,7 @@ class Encoder:
         ids: list[int] = []
         lengths = []
         num_unknown = 0
-        # Boundaries are added here, once, whatever the tokenizer's template would add.
+        # They are added here, once, whatever the tokenizer's template would add.
         for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             framed = [*self._recipe.before, *encoding.ids, *self._recipe.after]
             ids += framed
@@ -96,7 +96,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_all(texts: Iterator[str], recipe: Recipe, num_workers: int) -> Iterator[Encoded]:
+def encode_all(texts: Iterator[str], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all texts in order, the same whatever the number of workers.
 
     Args:
@@ -150,7 +150,7 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 _worker_encoder: Encoder | None = None  # of a worker process, made once
 
 
-def _start_worker(recipe: Recipe) -> None:
+def _start_worker(recipe: TokenizerSpec) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

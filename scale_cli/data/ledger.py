@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from scale_cli.data.documents import Document, Dropped, Reason, Record
+from scale_cli.data.documents import Document, Reason, Record, Rejected
 from scale_cli.errors import CorpusError
 
 _PLACES = 3
@@ -64,7 +64,7 @@ class Ledger:
     def kept_of(self, records: Iterable[Record]) -> Iterator[Document]:
         """Yield the documents among some records, entering every record."""
         for record in records:
-            if isinstance(record, Dropped) and record.reason == Reason.DAMAGED_FILE:
+            if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
                 self.num_damaged_files += 1
                 self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
                 continue
@@ -75,7 +75,7 @@ class Ledger:
             else:
                 self._drop(record)
 
-    def _drop(self, record: Dropped) -> None:
+    def _drop(self, record: Rejected) -> None:
         count = self.dropped.get(record.reason.value, DropCount())
         self.dropped[record.reason.value] = replace(
             count,

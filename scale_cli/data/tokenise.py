@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader, described
-from scale_cli.data.encoding import Encoded, Recipe, encode_all, usable_cores
+from scale_cli.data.encoding import Encoded, TokenizerSpec, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_json, writing
@@ -42,7 +42,9 @@ def is_tokenised(folder: Path) -> bool:
     return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, LEDGER}
 
 
-def tokenise(source: TextSource, recipe: Recipe, folder: Path, reading: ReadingConfig, *, show_progress: bool) -> None:
+def tokenise(
+    source: TextSource, recipe: TokenizerSpec, folder: Path, reading: ReadingConfig, *, show_progress: bool
+) -> None:
     """Write a source's tokens, offsets, bytes and ledger to a folder that is whole or absent.
 
     Args:

@@ -25,7 +25,7 @@ from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.content import SourceHashes
 from scale_cli.data.decompression import COMPRESSIONS
 from scale_cli.data.documents import dataset_commit, described, source_files
-from scale_cli.data.encoding import Ids, Recipe
+from scale_cli.data.encoding import Ids, TokenizerSpec
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
@@ -36,7 +36,7 @@ _FORMAT_VERSION, _EARLIER_VERSION = 4, 3
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class DocumentMarkers:
     """The tokenizer's own marks around a document; None where it has none."""
 
     # stands before every document; None too where it is the EOS, which then stands between two documents once
@@ -44,7 +44,7 @@ class Boundaries:
     eos: int | None  # stands after every document
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Boundaries:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
         """Read them off a tokenizer."""
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         return cls(None if bos == eos else bos, eos)
@@ -65,7 +65,7 @@ class TokenisedCorpus:
     num_bytes: npt.NDArray[np.int64]  # (documents,)
     hashes: npt.NDArray[np.uint64] | None  # (documents,) of the texts; None where an earlier version made the folder
     ledger: Ledger  # what was read
-    boundaries: Boundaries  # the tokenizer's marks
+    boundaries: DocumentMarkers  # the tokenizer's marks
     earlier_name: str | None = None  # of the folder in which an earlier version had the same ids, if it made them so
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
     num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
     hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r") if (folder / HASHES).is_file() else None
-    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, Boundaries.of(tokenizer))
+    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer))
 
 
 def _earlier_name(
@@ -185,12 +185,12 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _recipe(tokenizer: PreTrainedTokenizerBase) -> Recipe:
+def _recipe(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
     if not tokenizer.is_fast:
         raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
-    boundaries = Boundaries.of(tokenizer)
+    boundaries = DocumentMarkers.of(tokenizer)
     tokenizer_json = tokenizer.backend_tokenizer.to_str()
-    return Recipe(
+    return TokenizerSpec(
         tokenizer_json=tokenizer_json,
         before=() if boundaries.bos is None else (boundaries.bos,),
         after=() if boundaries.eos is None else (boundaries.eos,),

@@ -125,7 +125,7 @@ def shared_values(
         "metadata": Markup(metadata.to_yaml()),
         "base": base_title(record),
         "taught": [language_name(code) for code in _distinct(taught)],
-        "licence": Markup(licence.told()),
+        "licence": Markup(licence.sentence()),
     }
 
 

@@ -30,9 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import random_ids
-from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
 from scale_cli.upscale.streams import expansion_norms, measured_stream_ratios
 
 
@@ -140,7 +140,7 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
     base, stages = model.root, _stages(model)
     decoder, num_base = base.model, base.config.hidden_size
     eps_growth = _eps_growth(model, scales)
-    embedding = joint_embedding(base, stages)
+    embedding = dense_embedding(base, stages)
     embedding[:, :num_base] *= scales.base
     embedding[:, num_base:] *= scales.expansion
     tensors = {
@@ -178,7 +178,7 @@ def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamSca
 
 def _joined_linear(frozen: nn.Linear, added: Sequence[ExpansionLinear], rows: StreamScales) -> dict[str, Tensor]:
     """Return weight (and bias) of the joined map, its rows scaled."""
-    joined = {"weight": joint_weight(frozen, added)}
+    joined = {"weight": dense_weight(frozen, added)}
     if frozen.bias is not None:
         biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
         joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])

@@ -31,7 +31,7 @@ class Licence:
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
 
-    def told(self) -> str:
+    def sentence(self) -> str:
         """Return one sentence."""
         named = self.name or self.identifier
         beside = ", ".join(f"`{file.name}`" for file in self.files)

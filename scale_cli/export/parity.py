@@ -38,10 +38,10 @@ class Parity:
     routed: Parity | None = None
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Parity:
+    def from_json(cls, written: Mapping[str, Any]) -> Parity:
         """Return what parity.json holds, beside other things."""
-        figures = {figure.name: told[figure.name] for figure in fields(cls) if figure.name in told}
-        return cls(**figures | {"routed": cls.from_json(told["routed"]) if told.get("routed") else None})
+        figures = {figure.name: written[figure.name] for figure in fields(cls) if figure.name in written}
+        return cls(**figures | {"routed": cls.from_json(written["routed"]) if written.get("routed") else None})
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:

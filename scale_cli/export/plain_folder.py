@@ -79,9 +79,9 @@ def write_plain(
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
     if config.name != _CONFIG:
         raise BaseModelError(f"model.base: {root.base}: {_CONFIG} is not at hand")
-    told = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
-    told |= {} if router is None else add_router(folder, type(plain).__name__, router)
-    write_text(folder / _CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    written = _configuration(json.loads(config.read_text(encoding="utf-8")), plain, load_base_config(base))
+    written |= {} if router is None else add_router(folder, type(plain).__name__, router)
+    write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
     copy_tokenizer(tokenizer, base, folder)
@@ -121,12 +121,12 @@ def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -
     return [Path(file) for file in found]
 
 
-def _configuration(told: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:
+def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -> dict[str, Any]:
     """Return what a base's config.json tells, changed to what a plain model is."""
     dtype = str(plain.dtype).removeprefix("torch.")
     now = {name: getattr(plain.config, name, None) for name in _CHANGED}
     return {
-        **{name: value for name, value in told.items() if name not in _LEFT_OUT},
+        **{name: value for name, value in written.items() if name not in _LEFT_OUT},
         **{name: value for name, value in now.items() if value != getattr(base, name, None)},
         **_rope(plain.config.rope_parameters),
         "architectures": [type(plain).__name__],

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.tokens import Boundaries
+from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.router_keys import head_names, routed_class
 from scale_cli.generation.streaming import Decoder, HeadStreamer, PrintableStreamer
@@ -169,7 +169,7 @@ class Generator:
 
     def __init__(self, source: Path | ModelConfig) -> None:
         self.model, self.tokenizer = _opened_base(source) if isinstance(source, ModelConfig) else _opened(source)
-        self._boundary = Boundaries.of(self.tokenizer).context
+        self._boundary = DocumentMarkers.of(self.tokenizer).context
         # What ends a document in training, and what the base's own settings name besides.
         named = self.model.generation_config.eos_token_id
         ends = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]

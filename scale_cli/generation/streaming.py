@@ -33,23 +33,23 @@ class Decoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
         self._tokenizer, self._ids = tokenizer, [last_of_prompt]
-        self._num_told = len(self._text())
+        self._num_given = len(self._text())
 
     def added(self, token: int) -> str:
         """Return what has become certain with one more token."""
         self._ids.append(token)
-        return self._told(self._text().rstrip("\ufffd"))
+        return self._rest_of(self._text().rstrip("\ufffd"))
 
     def rest(self) -> str:
         """Return what was held back."""
-        return self._told(self._text())
+        return self._rest_of(self._text())
 
     def _text(self) -> str:
         return str(self._tokenizer.decode(self._ids))
 
-    def _told(self, text: str) -> str:
-        added = text[self._num_told :]
-        self._num_told += len(added)
+    def _rest_of(self, text: str) -> str:
+        added = text[self._num_given :]
+        self._num_given += len(added)
         return added
 
 

@@ -11,7 +11,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED
 from scale_cli.export.card import base_title, loading, shared_values
 from scale_cli.export.licence import Licence
-from scale_cli.join.members import Joint, Member
+from scale_cli.join.members import JoinedRuns, Member
 from scale_cli.join.scoring import JoinedCorpus
 from scale_cli.report.numbers import number, percent
 from scale_cli.report.pages import code, markdown
@@ -44,36 +44,40 @@ def bound_in_words(max_cost_nats: float | None) -> str:
 
 
 def joined_card(
-    joint: Joint, corpora: Sequence[JoinedCorpus], max_cost_nats: float | None, licence: Licence, switch_rate: float
+    joined: JoinedRuns,
+    corpora: Sequence[JoinedCorpus],
+    max_cost_nats: float | None,
+    licence: Licence,
+    switch_rate: float,
 ) -> str:
     """Return the README.md of a joined model.
 
     Args:
-        joint: what was joined.
+        joined: what was joined.
         corpora: what was measured.
         max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
         licence: of the base.
         switch_rate: of the posterior rule.
     """
-    runs = [load_config(member.folder / "scale.yaml") for member in joint.members]
-    heads = ["base", *(member.name for member in joint.members)]
-    router = f"posterior rule, weight of the base {joint.model.config.router_prior:g}, switch rate {switch_rate:g}"
+    runs = [load_config(member.folder / "scale.yaml") for member in joined.members]
+    heads = ["base", *(member.name for member in joined.members)]
+    router = f"posterior rule, weight of the base {joined.model.config.router_prior:g}, switch rate {switch_rate:g}"
     rows = [
         row
-        for member, run in zip(joint.members, runs, strict=True)
+        for member, run in zip(joined.members, runs, strict=True)
         for row in _sources(member, heads[member.parent], run)
     ]
     making: list[Row] = [
-        ["base", f"{base_title(joint.record)}, {joint.record.dtype}"],
-        ["base, SHA-256", code(joint.record.content_sha256)],
+        ["base", f"{base_title(joined.record)}, {joined.record.dtype}"],
+        ["base, SHA-256", code(joined.record.content_sha256)],
         ["router", router],
     ]
     titles = ["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"]
     return markdown(
         "joined_card.md.j2",
-        **shared_values(joint.record, runs, licence, "joined"),
+        **shared_values(joined.record, runs, licence, "joined"),
         loading=loading("transformers"),
-        num_expansions=len(joint.members),
+        num_expansions=len(joined.members),
         making=Table(["", ""], making, "ll").markdown(),
         expansions=Table(titles, rows, "l" * 7).markdown(),
         figures=figures_table(corpora).markdown(),

@@ -59,7 +59,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Joint:
+class JoinedRuns:
     """Several runs put together."""
 
     model: JoinedForCausalLM  # in evaluation mode
@@ -70,7 +70,7 @@ class Joint:
     base_logits: list[Tensor]  # the base's own on the sample texts
 
 
-def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> Joint:
+def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
     A run upon another run brings that one along.
@@ -97,7 +97,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
         _add_stages(members, widened, folder, config, prompts)
         configs.append(_where_it_lies(config, folder))
     base_logits = own_logits(base, prompts)
-    return Joint(put_together(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
+    return JoinedRuns(stack_reads(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
 
 
 def _open_run(run: Path) -> tuple[ScaleForCausalLM, Path, RunConfig]:
@@ -154,7 +154,7 @@ def _free_name(name: str, taken: list[str]) -> str:
     return next(free for free in chain([name], numbered) if free not in ["base", *taken])
 
 
-def put_together(
+def stack_reads(
     base: Any, members: Sequence[Member], prior: float | None = None, switch_rate: float = 0.0
 ) -> JoinedForCausalLM:
     """Return one model of a plain base and copies of some expansions, in evaluation mode.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scale_cli.config.compare import BASE_PLACE, differences
+from scale_cli.config.compare import BASE_KEYS, differences
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
@@ -33,18 +33,18 @@ def check_init_from(config: RunConfig) -> None:
     run, train = RunFolder(config.output_dir), config.train
     if train.init_from is None or run.final.is_dir() or checkpoints(run):
         return
-    folder, told = Path(train.init_from), f"train.init_from: {train.init_from}"
+    folder, key = Path(train.init_from), f"train.init_from: {train.init_from}"
     if not (folder / POSITION).is_file():
-        raise RunFolderError(f"{told}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
+        raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(folder)
     before = load_config(folder / "scale.yaml")
-    if changed := differences(before, config, _SECTIONS, BASE_PLACE):
-        raise RunFolderError(f"{told}: was trained with another model or method ({'; '.join(changed)})")
+    if changed := differences(before, config, _SECTIONS, BASE_KEYS):
+        raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
     if train.init_moments == "kept":
         if not has_moments(folder):
-            raise RunFolderError(f"{told}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
+            raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
         if before.train.optimiser != train.optimiser:
-            raise RunFolderError(f"{told}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
+            raise RunFolderError(f"{key}: has moments of {before.train.optimiser}; set train.init_moments: fresh")
 
 
 def check_same_start(folder: Path, upscaled: Path) -> None:

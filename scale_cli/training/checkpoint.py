@@ -1,4 +1,4 @@
-"""Checkpoints: what trains, the optimiser, and the position, each whole or absent.
+"""Checkpoints: what trains, the optimiser, and where the run stands, each whole or absent.
 
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
@@ -65,7 +65,7 @@ TOKEN_LEDGER = "token_ledger.json"
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainState:
     """How far a run has come.
 
     Args:
@@ -95,16 +95,16 @@ class Position:
         """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
         return self.num_tokens / self.stepping_s if self.stepping_s else None
 
-    def rate_since(self, earlier: Position) -> float | None:
+    def rate_since(self, earlier: TrainState) -> float | None:
         """Return target tokens a second of training since an earlier position; None where no step lies between."""
         between_s = self.stepping_s - earlier.stepping_s
         return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
 
-    def advanced(self, num_tokens: int) -> Position:
+    def advanced(self, num_tokens: int) -> TrainState:
         """Return the position one step on."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens)
 
-    def skipped(self, num_tokens: int) -> Position:
+    def skipped(self, num_tokens: int) -> TrainState:
         """Return the position one step on, that step left out."""
         return replace(
             self.advanced(0),
@@ -130,12 +130,12 @@ class BranchPoint:
     moments: str
 
     def __str__(self) -> str:
-        told = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
-        return f"{told}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
+        message = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
+        return f"{message}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunMetadata:
     """Where a run comes from: what each of its folders says of it.
 
     Args:
@@ -171,30 +171,30 @@ class Snapshot:
     """What a checkpoint holds, as it was at one instant: copies, so that training may go on.
 
     Args:
-        position: where the run stood.
+        state: where the run stood.
         trained: every parameter that trains, on the CPU.
         moments: the optimiser's, on the CPU.
     """
 
-    position: Position
+    state: TrainState
     trained: dict[str, Tensor]
     moments: dict[str, Tensor]
 
 
-def take_snapshot(model: MethodModel, optimiser: torch.optim.Optimizer, position: Position) -> Snapshot:
+def take_snapshot(model: MethodModel, optimiser: torch.optim.Optimizer, state: TrainState) -> Snapshot:
     """Copy what a checkpoint of a model that is not sharded has to hold."""
-    return Snapshot(position, _copied(trainable_parameters(model)), _copied(optimiser_tensors(optimiser, model)))
+    return Snapshot(state, _copied(trainable_parameters(model)), _copied(optimiser_tensors(optimiser, model)))
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def write_checkpoint(origin: Origin, model: MethodModel, snapshot: Snapshot) -> None:
+def write_checkpoint(metadata: RunMetadata, model: MethodModel, snapshot: Snapshot) -> None:
     """Write a snapshot as a checkpoint, then delete the oldest; on any thread of one process, while the model trains.
 
     Args:
-        origin: what the checkpoint says of the run.
+        metadata: of the run, for the checkpoint.
         model: whose frozen base is held to its hashes, and whose configuration is written.
         snapshot: of what trains.
 
@@ -202,15 +202,15 @@ def write_checkpoint(origin: Origin, model: MethodModel, snapshot: Snapshot) -> 
         PreservationError: a tensor of the base is not what it was; nothing is written then.
         StorageError: it could not be written; those before it are still there.
     """
-    run, step = RunFolder(origin.config.output_dir), snapshot.position.step
+    run, step = RunFolder(metadata.config.output_dir), snapshot.state.step
     with _beside_the_training_stream(model.device):
-        raise_for_changed_base(changed_base_tensors(model, origin.record), step)
+        raise_for_changed_base(changed_base_tensors(model, metadata.record), step)
     _remove_unfit(run.checkpoint(step))
     with new_folder(run.checkpoint(step)) as partial:
-        describe_run(partial, origin, model, snapshot.position)
+        describe_run(partial, metadata, model, snapshot.state)
         save_tensors(partial / TRAINED, snapshot.trained)
         save_tensors(partial / _OPTIMISER, snapshot.moments)
-    _remove_old_checkpoints(run, step, origin.config.train.keep_checkpoints)
+    _remove_old_checkpoints(run, step, metadata.config.train.keep_checkpoints)
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -219,11 +219,11 @@ def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[
 
 
 def write_sharded_checkpoint(
-    origin: Origin,
+    metadata: RunMetadata,
     accelerator: Accelerator,
     model: MethodModel,
     optimiser: torch.optim.Optimizer,
-    position: Position,
+    state: TrainState,
 ) -> None:
     """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps.
 
@@ -231,17 +231,17 @@ def write_sharded_checkpoint(
         PreservationError: a tensor of the base is not what it was; nothing is written then.
         StorageError: it could not be written; those before it are still there.
     """
-    run = RunFolder(origin.config.output_dir)
-    check_base(origin, accelerator, model, position)
+    run = RunFolder(metadata.config.output_dir)
+    check_base(metadata, accelerator, model, state)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
     if accelerator.is_main_process:
-        _remove_unfit(run.checkpoint(position.step))
-    with _folder_of_all(run.checkpoint(position.step), accelerator) as partial:
+        _remove_unfit(run.checkpoint(state.step))
+    with _folder_of_all(run.checkpoint(state.step), accelerator) as partial:
         if accelerator.is_main_process:
-            describe_run(partial, origin, model, position)
+            describe_run(partial, metadata, model, state)
         save_shards(partial, {**tensors, **moments})
     if accelerator.is_main_process:
-        _remove_old_checkpoints(run, position.step, origin.config.train.keep_checkpoints)
+        _remove_old_checkpoints(run, state.step, metadata.config.train.keep_checkpoints)
     accelerator.wait_for_everyone()
 
 
@@ -271,18 +271,18 @@ def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
         accelerator.wait_for_everyone()  # every file is
 
 
-def check_base(origin: Origin, accelerator: Accelerator, model: MethodModel, position: Position) -> None:
+def check_base(metadata: RunMetadata, accelerator: Accelerator, model: MethodModel, state: TrainState) -> None:
     """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process.
 
     Raises:
         PreservationError: a tensor of the base is not what it was.
     """
     changed: list[str] = []
-    if origin.base_parts and isinstance(model, ScaleForCausalLM):
-        changed = changed_parts(model.base, origin.base_parts)
+    if metadata.base_parts and isinstance(model, ScaleForCausalLM):
+        changed = changed_parts(model.base, metadata.base_parts)
     elif accelerator.is_main_process:
-        changed = changed_base_tensors(model, origin.record)
-    raise_for_changed_base(changed, position.step)
+        changed = changed_base_tensors(model, metadata.record)
+    raise_for_changed_base(changed, state.step)
 
 
 def changed_base_tensors(model: MethodModel, record: BaseRecord) -> list[str]:
@@ -300,15 +300,15 @@ def raise_for_changed_base(changed: list[str], step: int) -> None:
         raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
 
-def describe_run(folder: Path, origin: Origin, model: MethodModel, position: Position) -> None:
+def describe_run(folder: Path, metadata: RunMetadata, model: MethodModel, state: TrainState) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
-    describe_method(folder, model, origin.config.method, origin.record)
-    write_json(folder / POSITION, asdict(position))
-    write_json(folder / CORPORA, origin.contents)
-    if origin.branch_point is not None:
-        write_json(folder / INIT_FROM, asdict(origin.branch_point))
-    write_json(folder / TOKEN_LEDGER, origin.token_ledger(position.step))
-    write_text(folder / "scale.yaml", dump_config(origin.config))
+    describe_method(folder, model, metadata.config.method, metadata.record)
+    write_json(folder / POSITION, asdict(state))
+    write_json(folder / CORPORA, metadata.contents)
+    if metadata.branch_point is not None:
+        write_json(folder / INIT_FROM, asdict(metadata.branch_point))
+    write_json(folder / TOKEN_LEDGER, metadata.token_ledger(state.step))
+    write_text(folder / "scale.yaml", dump_config(metadata.config))
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
@@ -335,20 +335,20 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def read_position(folder: Path) -> Position:
+def read_train_state(folder: Path) -> TrainState:
     """Read how far the run in a checkpoint or in `final/` had come."""
     try:
-        position = read_json(folder / POSITION)
+        state = read_json(folder / POSITION)
         # Older folders know the whole time only, which they counted as training.
-        return Position(**{"stepping_s": position["elapsed_s"], **position})
+        return TrainState(**{"stepping_s": state["elapsed_s"], **state})
     except (TypeError, KeyError):
         raise StorageError(f"{folder / POSITION}: damaged, not a position") from None
 
 
 def branch_point_at(folder: Path, moments: str) -> BranchPoint:
     """Return what a run begins with, of the folder that it begins with."""
-    position = read_position(folder)
-    return BranchPoint(file_sha256(folder / MANIFEST), position.step, position.num_tokens, moments)
+    state = read_train_state(folder)
+    return BranchPoint(file_sha256(folder / MANIFEST), state.step, state.num_tokens, moments)
 
 
 def read_branch_point(folder: Path | None) -> BranchPoint | None:
@@ -366,15 +366,15 @@ def has_moments(folder: Path) -> bool:
     return (folder / _OPTIMISER).is_file() or has_shards(folder)
 
 
-def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> Position:
+def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> TrainState:
     """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
 
     Raises:
         StorageError: it does not fit the model.
     """
-    position = read_position(folder)
+    state = read_train_state(folder)
     begins = first_averaged(load_config(folder / "scale.yaml").train)
-    beside = [AVERAGE] if begins is not None and position.step > begins else []
+    beside = [AVERAGE] if begins is not None and state.step > begins else []
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, *beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
@@ -382,4 +382,4 @@ def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Opt
         load_trained(model, folder)
         moments = load_tensors(folder / _OPTIMISER)
     load_optimiser_tensors(optimiser, model, moments, *beside)
-    return position
+    return state

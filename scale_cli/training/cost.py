@@ -48,11 +48,11 @@ def measure_cost(run: TrainingRun) -> TrainingCost:
     return TrainingCost(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
-        tokens_per_s=run.position.tokens_per_s,
+        tokens_per_s=run.state.tokens_per_s,
         peak_memory_bytes=_peak_memory_bytes(device),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_processes=run.accelerator.num_processes,
-        saving_s=round(run.position.saving_s, 4),
+        saving_s=round(run.state.saving_s, 4),
     )
 
 

@@ -27,7 +27,7 @@ from scale_cli.model.observing import TwoHeaded
 from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.averaging import averaged, has_average
-from scale_cli.training.checkpoint import Origin, Position
+from scale_cli.training.checkpoint import RunMetadata, TrainState
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, MetricsLog
 from scale_cli.training.saving import Saver
@@ -50,11 +50,11 @@ class TrainingRun:
         model: what is trained.
         observed: the same with its base head, for the periodic evaluation; None where there is none.
         wrapped: the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded.
-        origin: what checkpoints say of the run.
+        metadata: of the run, for its checkpoints.
         optimiser: over what trains.
         batches: of the whole run.
         held_out: corpora of the periodic evaluation.
-        position: where the run stands.
+        state: where the run stands.
         metrics: the log; None except on the main process.
         saved_step: of the checkpoint in this run's folder that it began with, if it did.
     """
@@ -64,11 +64,11 @@ class TrainingRun:
     model: MethodModel
     observed: TwoHeaded | None
     wrapped: nn.Module
-    origin: Origin
+    metadata: RunMetadata
     optimiser: torch.optim.Optimizer
     batches: Batches
     held_out: list[TokenisedCorpus]
-    position: Position
+    state: TrainState
     metrics: MetricsLog | None
     saved_step: int | None = None
 
@@ -89,8 +89,8 @@ def run_loop(run: TrainingRun) -> None:
     run.wrapped.train()
     accelerator, max_hours = run.accelerator, run.config.train.max_hours
     processes = accelerator.process_index, accelerator.num_processes
-    ahead = BatchesAhead(run.batches, run.position.step, *processes, accelerator.device)
-    saver = Saver(run.origin, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
+    ahead = BatchesAhead(run.batches, run.state.step, *processes, accelerator.device)
+    saver = Saver(run.metadata, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
     alone = accelerator.num_processes == 1
     with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
         loop = _Loop(run, ahead, stop, saver, bar)
@@ -127,23 +127,23 @@ class _Loop:
     bar: Any
     taken: list[TakenStep] = field(default_factory=list)
     taken_since_s: float = 0.0
-    begun: Position = field(init=False)
+    begun: TrainState = field(init=False)
     begun_s: float = field(init=False)
-    logged: Position = field(init=False)
+    logged: TrainState = field(init=False)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     streams: StreamWatch = field(default_factory=StreamWatch)
 
     def __post_init__(self) -> None:
-        self.begun = self.logged = self.run.position
+        self.begun = self.logged = self.run.state
         self.begun_s = time.monotonic()
 
     def take_all_steps(self) -> None:
         """Train from the run's position to its last step."""
         run, train = self.run, self.run.config.train
-        if run.position.evaluation_due:
-            run.position = replace(run.position, evaluation_due=False)
+        if run.state.evaluation_due:
+            run.state = replace(run.state, evaluation_due=False)
             self._evaluate_unless_asked()
-        done = run.position.step
+        done = run.state.step
         while done < train.max_steps:
             self.saver.check()
             try:
@@ -160,16 +160,16 @@ class _Loop:
                 self._leave()
             if last or done % train.save_every_steps == 0:
                 self._learn()
-                self.saver.save(run.position)
+                self.saver.save(run.state)
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
         """Bring the position's times up to now."""
-        position = self.run.position
-        self.run.position = replace(
-            position,
+        state = self.run.state
+        self.run.state = replace(
+            state,
             elapsed_s=self.begun.elapsed_s + time.monotonic() - self.begun_s,
-            stepping_s=position.stepping_s + stepping_s,
-            evaluating_s=position.evaluating_s + evaluating_s,
+            stepping_s=state.stepping_s + stepping_s,
+            evaluating_s=state.evaluating_s + evaluating_s,
             saving_s=self.begun.saving_s + self.saver.stalled_s,
         )
 
@@ -214,37 +214,37 @@ class _Loop:
             except NonFiniteError as error:
                 _leave_out(run, step, error)
             else:
-                run.position = run.position.advanced(result.num_tokens)
+                run.state = run.state.advanced(result.num_tokens)
                 self._warn_of_spike(result)
-                if self._is_logged(run.position.step):
+                if self._is_logged(run.state.step):
                     self._log(result, step.stream_ratios)
 
     def _warn_of_spike(self, result: StepResult) -> None:
         usual = self.spikes.usual_loss_of_spike(result.loss)
         if usual is None:
             return
-        step = self.run.position.step
-        told = f"step {step}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: "
+        step = self.run.state.step
+        message = f"step {step}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: "
         again = f"where losses leap again and again, {_advice(self.run)}"
-        _warn(self.run, f"{told}{_sources(self.run, step - 1)}; {again}")
+        _warn(self.run, f"{message}{_sources(self.run, step - 1)}; {again}")
 
     def _warn_of_stream(self, ratios: list[float]) -> None:
         if (leap := self.streams.leap(ratios)) is None:
             return
         layer, largest = leap
         where = f"in layer {layer + 1}" if layer + 1 < len(ratios) else "before the last norm"
-        told = f"step {self.run.position.step}: rms(u)/rms(x) {ratios[layer]:.4g} {where}"
-        _warn(self.run, f"{told}, where it was {largest:.4g} at most; if the loss leaps too, {_advice(self.run)}")
+        message = f"step {self.run.state.step}: rms(u)/rms(x) {ratios[layer]:.4g} {where}"
+        _warn(self.run, f"{message}, where it was {largest:.4g} at most; if the loss leaps too, {_advice(self.run)}")
 
     def _log(self, result: StepResult, stream_ratios: Tensor | None) -> None:
         """Show the loss, and write a record of that step alone.
 
         An average over the steps since the last record would differ after a resume; the speed is one.
         """
-        position, train = self.run.position, self.run.config.train
-        tokens_per_s = position.rate_since(self.logged) or 0.0
+        state, train = self.run.state, self.run.config.train
+        tokens_per_s = state.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-        self.logged = position
+        self.logged = state
         streams: dict[str, list[float | None]] = {}
         if stream_ratios is not None:
             ratios = stream_ratios.tolist()
@@ -253,16 +253,16 @@ class _Loop:
         if self.run.metrics is not None:
             self.run.metrics.append(
                 {
-                    "step": position.step,
+                    "step": state.step,
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "lr": result.lr,
                     **streams,
-                    "num_tokens": position.num_tokens,
+                    "num_tokens": state.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
-                    "elapsed_s": round(position.elapsed_s, 3),
-                    "evaluating_s": round(position.evaluating_s, 3),
-                    "saving_s": round(position.saving_s, 3),
+                    "elapsed_s": round(state.elapsed_s, 3),
+                    "evaluating_s": round(state.evaluating_s, 3),
+                    "saving_s": round(state.saving_s, 3),
                     "log_every_steps": train.log_every_steps,  # it may change at a resume
                 }
             )
@@ -271,7 +271,7 @@ class _Loop:
         """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
         self._learn()
         run, started_s = self.run, time.monotonic()
-        record: dict[str, Any] = {"step": run.position.step}
+        record: dict[str, Any] = {"step": run.state.step}
         try:
             with self.stop.at_once():
                 record[EVALUATION] = _evaluate(run)
@@ -279,14 +279,14 @@ class _Loop:
                 with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
                     record[EVALUATION_OF_AVERAGE] = _evaluate(run)
         except StopNow:
-            run.position = replace(run.position, evaluation_due=True)
+            run.state = replace(run.state, evaluation_due=True)
             self._leave()
         self.clock(evaluating_s=time.monotonic() - started_s)
         if run.metrics is not None:
             run.metrics.append(record)
 
     def _leave(self) -> NoReturn:
-        """Save the position, wait until it is safe, and leave; every process has to call this.
+        """Save the state, wait until it is safe, and leave; every process has to call this.
 
         Raises:
             Interrupted: always.
@@ -295,12 +295,12 @@ class _Loop:
         run = self.run
         asked = self.stop.agreed(run.accelerator)
         run.optimiser.zero_grad(set_to_none=True)
-        self.saver.save(run.position)
+        self.saver.save(run.state)
         self.saver.finish()
         run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
         words, exit_code = describe_stop(asked)
         raise Interrupted(
-            f"{words} after step {run.position.step}; checkpoint {run.folder.checkpoint(run.position.step)}", exit_code
+            f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}", exit_code
         )
 
 
@@ -311,17 +311,17 @@ def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
         TrainingError: where that is to stop the run, or it is one too many.
     """
     train = run.config.train
-    told = f"{error}; its batch: {_sources(run, taken.step)}"
+    message = f"{error}; its batch: {_sources(run, taken.step)}"
     if train.on_nonfinite == "stop":
         raise TrainingError(
-            f"{told}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
+            f"{message}; nothing was updated. Lower train.lr, raise train.warmup_steps, or set train.on_nonfinite=skip"
         ) from None
-    if run.position.skipped_steps >= train.max_skipped_steps:
-        raise TrainingError(f"{told}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
-    _warn(run, f"{told}; left out")
+    if run.state.skipped_steps >= train.max_skipped_steps:
+        raise TrainingError(f"{message}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
+    _warn(run, f"{message}; left out")
     if run.metrics is not None:
         run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
-    run.position = run.position.skipped(taken.num_tokens)
+    run.state = run.state.skipped(taken.num_tokens)
 
 
 def _sources(run: TrainingRun, step: int) -> str:
@@ -349,7 +349,7 @@ def _warn(run: TrainingRun, line: str) -> None:
 def _progress_bar(run: TrainingRun) -> Any:
     return tqdm(
         total=run.config.train.max_steps,
-        initial=run.position.step,
+        initial=run.state.step,
         desc="training",
         unit="step",
         disable=not run.accelerator.is_main_process,

@@ -12,13 +12,19 @@ from types import TracebackType
 import torch
 from accelerate import Accelerator
 
-from scale_cli.training.checkpoint import Origin, Position, take_snapshot, write_checkpoint, write_sharded_checkpoint
+from scale_cli.training.checkpoint import (
+    RunMetadata,
+    TrainState,
+    take_snapshot,
+    write_checkpoint,
+    write_sharded_checkpoint,
+)
 from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.sharding import is_sharded
 from scale_cli.upscale.folder import MethodModel
 
 
-class Job:
+class BackgroundTask:
     """Some work on a thread of its own; what went wrong there is raised by whoever asks."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -53,7 +59,7 @@ class Saver:
     sharded model are written by all processes together, on the training thread: their exchanges must not meet a step's.
 
     Args:
-        origin: what checkpoints say of the run.
+        metadata: of the run, for its checkpoints.
         accelerator: processes; the main one writes, unless the model is sharded.
         model: what is trained.
         optimiser: over it.
@@ -62,42 +68,42 @@ class Saver:
         stalled_s: seconds that training has waited.
     """
 
-    origin: Origin
+    metadata: RunMetadata
     accelerator: Accelerator
     model: MethodModel
     optimiser: torch.optim.Optimizer
     metrics: MetricsLog | None
     saved_step: int | None = None
     stalled_s: float = 0.0
-    _job: Job | None = field(default=None, init=False)
+    _job: BackgroundTask | None = field(default=None, init=False)
 
-    def save(self, position: Position) -> None:
+    def save(self, state: TrainState) -> None:
         """Begin a checkpoint, unless that step already has one; every process has to call this.
 
         Raises:
             ScaleError: this one, or the one before, could not be written.
         """
-        if self.saved_step == position.step:
+        if self.saved_step == state.step:
             return
         started_s = time.monotonic()
         self.finish()
         if is_sharded(self.model):
             if self.metrics is not None:
                 self.metrics.sync()
-            write_sharded_checkpoint(self.origin, self.accelerator, self.model, self.optimiser, position)
+            write_sharded_checkpoint(self.metadata, self.accelerator, self.model, self.optimiser, state)
         elif self.metrics is not None:
-            self._start(position, self.metrics)
-        self.saved_step = position.step
+            self._start(state, self.metrics)
+        self.saved_step = state.step
         self.stalled_s += time.monotonic() - started_s
 
-    def _start(self, position: Position, metrics: MetricsLog) -> None:
-        snapshot = take_snapshot(self.model, self.optimiser, position)
+    def _start(self, state: TrainState, metrics: MetricsLog) -> None:
+        snapshot = take_snapshot(self.model, self.optimiser, state)
 
         def write() -> None:
             metrics.sync()
-            write_checkpoint(self.origin, self.model, snapshot)
+            write_checkpoint(self.metadata, self.model, snapshot)
 
-        self._job = Job(write)
+        self._job = BackgroundTask(write)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint that has ended by now."""

@@ -11,7 +11,7 @@ import torch
 
 from scale_cli.config.schema import RunConfig, TextSource
 from scale_cli.data.sources import check_source
-from scale_cli.data.tokens import Boundaries
+from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import BaseModelError
 from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.upscale.base import check_tokenizer_fits, load_base_config, load_tokenizer
@@ -44,7 +44,7 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
         build_model(any_base_without_weights(config.model), config.method, config.seed)
     tokenizer = load_tokenizer(config.model)
     check_tokenizer_fits(tokenizer, config.model, base_config.vocab_size)
-    if config.corpus.isolate_documents and Boundaries.of(tokenizer).context is None:
+    if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
         raise BaseModelError(
             f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "
             "first token would be predicted from the document before"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.joint import joint_embedding, joint_weight, widened_linears
+from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 
 Start = Literal["svd", "normal", "copy"]
 
@@ -62,14 +62,14 @@ def initialise_expansion(
     generator = torch.Generator().manual_seed(seed)
     std = float(model.root.config.initializer_range)
     *below, expansion = (branch.expansion for branch in model.branches)
-    embedding = joint_embedding(model.root, below)
+    embedding = dense_embedding(model.root, below)
     codes = expansion.embed_tokens.weight
     if embedding_scale is None:
         codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
         for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
-            _initialise_linear(widened, joint_weight(frozen, widening), start, std, generator)
+            _initialise_linear(widened, dense_weight(frozen, widening), start, std, generator)
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)

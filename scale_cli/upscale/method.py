@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
 from scale_cli.errors import ConfigError
-from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.base_and_trained import BaseAndTrained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.upscale.base import load_base
@@ -60,5 +60,5 @@ def two_headed(model: MethodModel, base: ModelConfig) -> TwoHeaded:
     """
     if isinstance(model, ScaleForCausalLM):
         return model
-    beside: BesideBase = BesideBase(load_base(base), model).to(model.device)
+    beside: BaseAndTrained = BaseAndTrained(load_base(base), model).to(model.device)
     return beside.eval()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.compare import BASE_PLACE, TRAIN_SECTIONS, check_same_run
+from scale_cli.config.compare import BASE_KEYS, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import RunFolderError
@@ -60,7 +60,7 @@ def check_run(config: RunConfig) -> RunFolder:
     run = RunFolder(config.output_dir)
     if not run.final.is_dir():
         raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_PLACE)
+    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_KEYS)
     check_before_writing(config, config.evaluation.perplexity)
     return run
 

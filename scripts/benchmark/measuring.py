@@ -80,7 +80,7 @@ def ideal_flops(shape: Shape, method: MethodConfig) -> int:
 
 
 def take_rounds(
-    cases: list[BenchmarkCase], results: list[Measured], shape: Shape, num_rounds: int, say: Callable[[str], None]
+    cases: list[BenchmarkCase], results: list[Measured], shape: Shape, num_rounds: int, log: Callable[[str], None]
 ) -> None:
     """Time one step of everyone in every round; the order is turned by one place each round."""
     pairs = list(zip(cases, results, strict=True))
@@ -91,7 +91,7 @@ def take_rounds(
             elapsed_s = _timed(case, result, 4 + index, shape)
             result.tokens_per_s.append(shape.num_tokens / elapsed_s)
         gc.enable()
-        say(f"round {index + 1} of {num_rounds}")
+        log(f"round {index + 1} of {num_rounds}")
 
 
 def _timed(case: BenchmarkCase, result: Measured, index: int, shape: Shape) -> float:

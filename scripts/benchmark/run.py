@@ -16,7 +16,7 @@ from scripts.benchmark.shapes import Shape
 
 
 def run_benchmark(
-    shape: Shape, names: list[str], num_rounds: int, output: Path, say: Callable[[str], None]
+    shape: Shape, names: list[str], num_rounds: int, output: Path, log: Callable[[str], None]
 ) -> dict[str, Measured]:
     """Measure methods on a shape, print the tables and write OUTPUT/SHAPE.json.
 
@@ -25,19 +25,19 @@ def run_benchmark(
         names: of methods, as `cases` has them; all where empty.
         num_rounds: each is one timed step of every method.
         output: folder of the JSON.
-        say: prints.
+        log: prints.
     """
     with tempfile.TemporaryDirectory() as scratch:
         batches = shape.batches(Path(scratch), SEED)
         makers = cases(shape, batches, Path(scratch))
         chosen, results = [], {}
         for name in names or makers:
-            say(f"preparing {name}")
+            log(f"preparing {name}")
             chosen.append(makers[name]())
             results[name] = measure_counts(chosen[-1], shape, batches)
-        take_rounds(chosen, list(results.values()), shape, num_rounds, say)
+        take_rounds(chosen, list(results.values()), shape, num_rounds, log)
         bars = all_bars(shape, results, head_peak_bytes(shape.device))
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / f"{shape.name}.json", to_json(shape, results, bars))
-    say("\n" + table(shape, results) + "\n\n" + bar_table(bars) + f"\n\nwritten {output / shape.name}.json")
+    log("\n" + table(shape, results) + "\n\n" + bar_table(bars) + f"\n\nwritten {output / shape.name}.json")
     return results

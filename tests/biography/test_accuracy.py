@@ -9,7 +9,7 @@ import torch
 from scale_cli.biography.accuracy import first_token_accuracy
 from scale_cli.biography.tasks import Question
 from scale_cli.config.schema import RouterConfig
-from scale_cli.model.beside_base import BesideBase
+from scale_cli.model.base_and_trained import BaseAndTrained
 from tests.widening import as_if_trained, tiny_llama, widen
 
 
@@ -52,7 +52,7 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
     for index, (asked, said) in enumerate(zip(unanswered, by_hand, strict=True)):
         right = said[("base", "adapted", "posterior", "cosine")[index % 4]]
         questions.append(Question(asked.prompt, [right, 0]))
-    shares = first_token_accuracy(BesideBase(base, trained), questions, router, "no")
+    shares = first_token_accuracy(BaseAndTrained(base, trained), questions, router, "no")
     for name, share in shares.items():
         wanted = sum(said[name] == asked.first_answer_id for said, asked in zip(by_hand, questions, strict=True))
         assert share == pytest.approx(wanted / len(questions))
@@ -64,5 +64,5 @@ def test_a_widened_model_answers_as_its_base_head_and_its_adaptation_head_do() -
     model = as_if_trained(widen(tiny_llama(), "route", "top:1", threshold=0.1))
     questions = some_questions(30)
     shares = first_token_accuracy(model, questions, RouterConfig(threshold=0.1), "no")
-    beside = first_token_accuracy(BesideBase(base, base), questions, RouterConfig(), "no")
+    beside = first_token_accuracy(BaseAndTrained(base, base), questions, RouterConfig(), "no")
     assert shares["base"] == beside["base"] == beside["adapted"] == beside["posterior"]

@@ -11,7 +11,7 @@ import typer
 
 from scale_cli.cli import main
 from scale_cli.commands.export import export
-from scale_cli.commands.generate import told
+from scale_cli.commands.generate import output_lines
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import CorpusSource, RunConfig
@@ -147,7 +147,7 @@ def test_heads_are_shown_token_by_token_as_they_are_afterwards(
     assert plain == f"{PROMPTS[0]}{continued[0].completion}\n", "no colours where nobody looks"
     monkeypatch.setattr(f"{typer.echo.__module__}.should_strip_ansi", lambda *_: False)  # as on a terminal
     streamed, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
-    assert [streamed] == [f"{line}\n" for line in told(continued, as_json=False, show_heads=True)]
+    assert [streamed] == [f"{line}\n" for line in output_lines(continued, as_json=False, show_heads=True)]
     streamer = Generator(run.output_dir).streamer("", show_heads=True)
     assert isinstance(streamer, HeadStreamer)
     streamer.put(torch.tensor([[5]]))

@@ -76,8 +76,8 @@ def test_the_written_model_has_the_bases_logits_and_every_runs_bit_for_bit(runs:
 def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once(runs: Runs, tmp_path: Path) -> None:
     upon, korean = (runs[name].output_dir for name in ("upon", "korean"))
     for given in ([upon], [korean, upon], [upon, korean], [upon / "final", korean / "final"]):
-        joint = join_runs(given, prior=None, switch_rate=0.0)
-        assert [(m.name, m.parent) for m in joint.members] == [("korean", 0), ("upon", 1)]
+        joined = join_runs(given, prior=None, switch_rate=0.0)
+        assert [(m.name, m.parent) for m in joined.members] == [("korean", 0), ("upon", 1)]
 
 
 def test_an_adapter_export_is_joined_as_its_run_is(runs: Runs) -> None:
@@ -92,10 +92,10 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
 
     config = runs["writer"]
     report = evaluate(config).report
-    joint = join_runs([config.output_dir], prior=None, switch_rate=0.0)
-    opened = open_corpora(joint.configs, joint.tokenizer)
+    joined = join_runs([config.output_dir], prior=None, switch_rate=0.0)
+    opened = open_corpora(joined.configs, joined.tokenizer)
     for wanted, (name, held_out) in zip(report.corpora, opened.items(), strict=True):
-        got = score(joint.model, name, held_out)
+        got = score(joined.model, name, held_out)
         assert got.heads["base"].nats_per_token == pytest.approx(wanted.heads["base"].nats_per_token)
         assert got.heads["writer"].bits_per_byte == pytest.approx(wanted.heads["adapted"].bits_per_byte)
         assert got.routed.nats_per_token == pytest.approx(wanted.heads["posterior"].nats_per_token)

@@ -17,7 +17,7 @@ from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.storage.atomic import load_tensors, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import checkpoint, loop, saving
-from scale_cli.training.checkpoint import read_position
+from scale_cli.training.checkpoint import read_train_state
 from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
@@ -116,18 +116,18 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
         for earlier, after, (first, last) in zip(before, before[1:], steps, strict=False)
     ]
     assert (logged[-1]["evaluating_s"], logged[-1]["saving_s"]) == (2 * 7200.0, 2 * 3600.0)
-    position = summary.position
+    position = summary.state
     assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
     assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s
     cost = json.loads((run.final / "cost.json").read_text(encoding="utf-8"))
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
     assert f"in 9 s ({position.num_tokens / 9:,.0f} tokens/s); besides 14,400 s evaluating" in summary.lines()[0]
-    assert read_position(run.final) == position
+    assert read_train_state(run.final) == position
 
 
 def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     write_json(tmp_path / "position.json", {"step": 3, "num_tokens": 600, "elapsed_s": 2.0, "skipped_steps": 0})
-    assert read_position(tmp_path).tokens_per_s == 300
+    assert read_train_state(tmp_path).tokens_per_s == 300
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.average={kind: tail, steps: 7}",)], ids=["", "averaged"])
@@ -178,7 +178,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(make_config: Make
 def test_resume_auto_with_nothing_to_resume_starts_from_the_beginning(make_config: MakeConfig) -> None:
     config = make_config("run")
     upscale(config)
-    assert train(config, "auto", said_nothing).position.step == config.train.max_steps
+    assert train(config, "auto", said_nothing).state.step == config.train.max_steps
 
 
 def test_a_run_that_exists_is_never_overwritten(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason, Record
+from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
 from scale_cli.errors import CorpusError
 
 DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
@@ -71,7 +71,7 @@ def records(path: Path | str, limit: int = LIMIT, **options: Any) -> list[Record
 def read(path: Path | str, **options: Any) -> list[str]:
     """The documents of a source in which nothing is bad."""
     found = records(path, **options)
-    assert not [record for record in found if isinstance(record, Dropped)]
+    assert not [record for record in found if isinstance(record, Rejected)]
     return [record.text for record in found if isinstance(record, Document)]
 
 
@@ -80,7 +80,7 @@ def kept(found: list[Record]) -> list[str]:
 
 
 def dropped(found: list[Record]) -> list[tuple[Reason, str]]:
-    return [(record.reason, record.place) for record in found if isinstance(record, Dropped)]
+    return [(record.reason, record.place) for record in found if isinstance(record, Rejected)]
 
 
 def error_of(path: Path | str) -> str:

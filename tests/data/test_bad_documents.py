@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import CorpusReader, Document, Dropped, Reason
+from scale_cli.data.documents import CorpusReader, Document, Reason, Rejected
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
     COMPRESSORS,
@@ -133,7 +133,7 @@ def test_of_a_cut_off_compressed_file_what_came_before_is_kept(
     if part > 0.9 and compression == ".gz" and form != ".parquet":  # the others compress all of it as one block
         assert found
     assert kept([last]) == ["of the next file"]
-    assert isinstance(damage, Dropped)
+    assert isinstance(damage, Rejected)
     assert damage.reason == Reason.DAMAGED_FILE
     assert damage.place.startswith(f"{file} (")
 

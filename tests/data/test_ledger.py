@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
-from scale_cli.data.documents import Document, Dropped, Reason, Record
+from scale_cli.data.documents import Document, Reason, Record, Rejected
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import CorpusError
 
 DROPPED = st.builds(
-    Dropped, st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]), st.just("f:1"), st.integers(0, 99)
+    Rejected, st.sampled_from([r for r in Reason if r != Reason.DAMAGED_FILE]), st.just("f:1"), st.integers(0, 99)
 )
-DAMAGED = st.builds(Dropped, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "b"]), st.just(0))
+DAMAGED = st.builds(Rejected, st.just(Reason.DAMAGED_FILE), st.sampled_from(["a", "b"]), st.just(0))
 RECORDS = st.lists(st.builds(Document, st.just("x"), st.integers(1, 99)) | DROPPED | DAMAGED, max_size=30)
 
 
@@ -54,8 +54,8 @@ def test_records_and_files_are_each_held_to_the_limit(
 ) -> None:
     ledger = Ledger(files=files, num_tokens=2)
     records: list[Record] = [Document("a", 1)] * num_good
-    records += [Dropped(Reason.NOT_JSON, "f:1", 1)] * num_bad
-    records += [Dropped(Reason.DAMAGED_FILE, "g (cut)", 0)] * num_damaged
+    records += [Rejected(Reason.NOT_JSON, "f:1", 1)] * num_bad
+    records += [Rejected(Reason.DAMAGED_FILE, "g (cut)", 0)] * num_damaged
     assert len(list(ledger.kept_of(records))) == num_good
     if allowed:
         check_bad_fraction("news", ledger, max_bad_fraction)
@@ -68,7 +68,7 @@ def test_records_and_files_are_each_held_to_the_limit(
 
 
 def test_the_message_names_every_reason_with_the_first_places() -> None:
-    records = [Dropped(Reason.NOT_JSON, f"f:{line}", 1) for line in range(1, 6)] + [Dropped(Reason.NUL, "f:9", 1)]
+    records = [Rejected(Reason.NOT_JSON, f"f:{line}", 1) for line in range(1, 6)] + [Rejected(Reason.NUL, "f:9", 1)]
     ledger = Ledger(files=1, num_tokens=2)
     assert not list(ledger.kept_of(records))
     assert ledger.described_losses() == "5 not JSON: f:1, f:2, f:3, ...; 1 NUL character: f:9"

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data import encoding, tokenise
-from scale_cli.data.encoding import Encoder, Recipe, encode_all
+from scale_cli.data.encoding import Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.errors import RunError
 from scale_cli.storage.atomic import verify_folder
@@ -165,7 +165,7 @@ if __name__ == "__main__":  # workers import this file too
     path, tokenizer, folder = sys.argv[1:]
     tokenise._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 10_000, 10_000
     source = TextSource(name="source", path=path, language="en")
-    recipe = encoding.Recipe(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
+    recipe = encoding.TokenizerSpec(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
     tokenise.tokenise(source, recipe, Path(folder), ReadingConfig(num_workers=2), show_progress=False)
 """
 
@@ -211,8 +211,8 @@ def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_
     assert not progress.exists()
 
 
-def recipe(tokenizer: PreTrainedTokenizerBase) -> Recipe:
-    return Recipe(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
+def recipe(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
+    return TokenizerSpec(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -280,12 +280,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data import tokenise
-from scale_cli.data.encoding import Recipe
+from scale_cli.data.encoding import TokenizerSpec
 
 tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 for path in sys.argv[1:]:
-    recipe = Recipe(tokenizer.to_str(), (), (0,), "uint16")
+    recipe = TokenizerSpec(tokenizer.to_str(), (), (0,), "uint16")
     source = TextSource(name="source", path=path, language="en")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
     tokenise.tokenise(source, recipe, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
-from scale_cli.data.tokens import Boundaries, TokenisedCorpus, tokenised
+from scale_cli.data.tokens import DocumentMarkers, TokenisedCorpus, tokenised
 from scale_cli.errors import CorpusError
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
@@ -118,7 +118,7 @@ def test_where_bos_is_eos_one_mark_stands_between_two_documents(tmp_path: Path, 
     corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tokenizer, tmp_path / "cache")
     framed = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS]
     assert corpus.ids.tolist() == [token for document in framed for token in document]
-    assert corpus.boundaries == Boundaries(None, tokenizer.eos_token_id)
+    assert corpus.boundaries == DocumentMarkers(None, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_where_bos_is_eos_one_mark_stands_between_two_documents(tmp_path: Path, 
 def test_a_document_is_scored_after_the_boundary_there_is(
     bos: int | None, eos: int | None, context: int | None
 ) -> None:
-    assert Boundaries(bos, eos).context == context
+    assert DocumentMarkers(bos, eos).context == context
 
 
 # The cache

@@ -162,15 +162,15 @@ def test_the_licence_of_the_base_is_carried_over_with_its_files(tmp_path: Path, 
     licence.copy_files(tmp_path)
     assert (tmp_path / "LICENSE.txt").read_text(encoding="utf-8") == "do as you like"
     assert (tmp_path / "USE_POLICY.md").is_file()
-    assert "ours" in licence.told()
-    assert "`LICENSE.txt`" in licence.told()
+    assert "ours" in licence.sentence()
+    assert "`LICENSE.txt`" in licence.sentence()
 
 
 def test_a_base_without_a_licence_is_said_to_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Find it out" in base_licence(ModelConfig(base=str(tmp_path))).told()
+    assert "Find it out" in base_licence(ModelConfig(base=str(tmp_path))).sentence()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "Find it out" in base_licence(ModelConfig(base="nobody/nothing")).told()
+    assert "Find it out" in base_licence(ModelConfig(base="nobody/nothing")).sentence()
 
 
 def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Path, tmp_path: Path) -> None:

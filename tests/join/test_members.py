@@ -14,8 +14,8 @@ Runs = dict[str, RunConfig]
 def test_of_two_runs_with_one_name_the_second_gets_a_number(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
     namesake = trained(shared_data, tmp_path / "korean", expansion={"ratio": 0.5})
     base = trained(shared_data, tmp_path / "base", expansion={"init": "copy"})
-    joint = join_runs([config.output_dir for config in (runs["korean"], namesake, base)], None, 0.0)
-    assert joint.model.config.head_names == ["base", "korean", "korean-2", "base-2"]
+    joined = join_runs([config.output_dir for config in (runs["korean"], namesake, base)], None, 0.0)
+    assert joined.model.config.head_names == ["base", "korean", "korean-2", "base-2"]
 
 
 def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: Runs) -> None:

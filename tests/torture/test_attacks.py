@@ -171,8 +171,22 @@ def test_a_link_beside_the_files_of_a_folder_is_told(scale: Scale, finished: Con
 
 # Places that lead elsewhere
 
-PLACES = ["upscaled", "checkpoints", "checkpoints/step-00000001", "final", "evaluation", "export", "export/llama"]
-PLACES += ["tokens", "metrics.jsonl", ".metrics.jsonl.partial", ".final.partial", "tokens/.news.unfinished/tokens.bin"]
+PLACES = [
+    "upscaled",
+    "checkpoints",
+    "checkpoints/step-00000001",
+    "final",
+    "evaluation",
+    "export",
+    "export/llama",
+]
+PLACES += [
+    "tokens",
+    "metrics.jsonl",
+    ".metrics.jsonl.partial",
+    ".final.partial",
+    "tokens/.news.unfinished/tokens.bin",
+]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -294,10 +294,10 @@ def test_what_is_no_file_is_refused_by_name(
 PEAK = """
 import json, resource, sys
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import CorpusReader, Dropped
+from scale_cli.data.documents import CorpusReader, Rejected
 source = TextSource(name="x", path=sys.argv[1], language="en")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-reasons = [r.reason.value for r in CorpusReader(source, 1_000_000) if isinstance(r, Dropped)]
+reasons = [r.reason.value for r in CorpusReader(source, 1_000_000) if isinstance(r, Rejected)]
 print(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
 """
 

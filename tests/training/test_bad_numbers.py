@@ -18,7 +18,7 @@ from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, spikes
-from scale_cli.training.checkpoint import read_position
+from scale_cli.training.checkpoint import read_train_state
 from scale_cli.training.metrics import read_records
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import TakenStep, train_step
@@ -83,7 +83,7 @@ def test_skipped_steps_leave_no_trace_in_the_weights_and_are_counted_over_resume
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == list(range(1, 10))
     assert [record["step"] for record in records if "skipped" in record] == [2, 5]
-    assert summary.position.skipped_steps == 2
+    assert summary.state.skipped_steps == 2
     assert "token ledger" in verify(run.final).checks[0].held
     assert all(tensor.isfinite().all() for tensor in load_tensors(run.final / "trained.safetensors").values())
 
@@ -100,7 +100,7 @@ def test_what_is_skipped_and_what_stops_does_not_depend_on_how_often_is_logged(
     with pytest.raises(TrainingError, match=r"^step 8: .* of petitions .*max_skipped_steps 2 are used up"):
         train(config, None, said_nothing)
     run = RunFolder(config.output_dir)
-    position = read_position(run.checkpoint(6))
+    position = read_train_state(run.checkpoint(6))
     assert (position.step, position.skipped_steps) == (6, 2)
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records if "skipped" in record] == [2, 5]
@@ -134,7 +134,7 @@ def test_time_that_is_over_ends_in_a_checkpoint_and_exit_code_0(make_config: Mak
         assert stopped.value.exit_code == 0
         assert RunFolder(config.output_dir).checkpoint(step).is_dir()
     whole = config.model_copy(update={"train": config.train.model_copy(update={"max_hours": None})})
-    assert train(whole, "auto", said_nothing).position.step == 9  # a budget is no part of what a run computes
+    assert train(whole, "auto", said_nothing).state.step == 9  # a budget is no part of what a run computes
 
 
 def test_a_non_finite_error_is_a_training_error() -> None:

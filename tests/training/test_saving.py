@@ -21,7 +21,7 @@ from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, saving
 from scale_cli.training.checkpoint import write_checkpoint
-from scale_cli.training.saving import Job
+from scale_cli.training.saving import BackgroundTask
 from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_bef
     upscale(config)
 
     def write_once(origin: Any, model: Any, snapshot: Any) -> None:
-        if snapshot.position.step > 3:
+        if snapshot.state.step > 3:
             raise StorageError("no room")
         write_checkpoint(origin, model, snapshot)
 
@@ -116,7 +116,7 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
     saved: list[int] = []
 
     def write(origin: Any, model: Any, snapshot: Any) -> None:
-        saved.append(snapshot.position.step)
+        saved.append(snapshot.state.step)
         write_checkpoint(origin, model, snapshot)
 
     monkeypatch.setattr(saving, "write_checkpoint", write)
@@ -132,7 +132,7 @@ def test_an_error_of_a_job_is_raised_by_whoever_waits() -> None:
     def fail() -> None:
         raise StorageError("on the thread")
 
-    job = Job(fail)
+    job = BackgroundTask(fail)
     with pytest.raises(StorageError, match="on the thread"):
         job.wait()
     assert job.is_done()

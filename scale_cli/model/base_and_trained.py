@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .observing import HeadLogits, Observation, observe_logits
 
 
-class BesideBase(nn.Module):
+class BaseAndTrained(nn.Module):
     """Two causal language models of one vocabulary, observed together as the two heads of a widened model are."""
 
     def __init__(self, base: Any, trained: Any) -> None:

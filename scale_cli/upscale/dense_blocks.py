@@ -12,25 +12,25 @@ from scale_cli.model.expansion_scale import Expansion, ExpansionLayer, Expansion
 
 
 @torch.no_grad()
-def joint_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
+def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
     """Return one matrix over all streams, in float32.
 
     Args:
         frozen: W.
         added: what widens it, bottom up; a W12 writes into the rows of W, and is 0 where it does not exist.
     """
-    joint = frozen.weight.detach().float()
+    weight = frozen.weight.detach().float()
     for linear in added:
-        right = torch.zeros(len(joint), linear.weight_22.shape[1], device=joint.device)
+        right = torch.zeros(len(weight), linear.weight_22.shape[1], device=weight.device)
         if linear.weight_12 is not None:
             right[: frozen.out_features] = linear.weight_12
         below = torch.cat([linear.weight_21, linear.weight_22], dim=1).float()
-        joint = torch.cat([torch.cat([joint, right], dim=1), below])
-    return joint
+        weight = torch.cat([torch.cat([weight, right], dim=1), below])
+    return weight
 
 
 @torch.no_grad()
-def joint_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
+def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
     """Return (V, channels of all streams) in float32: the token embedding of a base and of what widens it."""
     frozen = base.model.embed_tokens.weight.detach().float()
     return torch.cat([frozen, *(expansion.embed_tokens.weight.float() for expansion in expansions)], dim=1)
