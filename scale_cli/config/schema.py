@@ -20,6 +20,7 @@ from scale_cli.config.values import (
     Name,
     PathText,
     Section,
+    SourcePattern,
 )
 
 WIDENED = ("preserve", "adapt", "route")
@@ -211,15 +212,18 @@ class TextSource(Section):
     """Where documents come from: local files by a glob, or a dataset on the hub."""
 
     name: Name
-    path: PathText | None = Field(
+    path: SourcePattern | Annotated[list[SourcePattern], Field(min_length=1, max_length=10_000)] | None = Field(
         default=None,
-        description="glob of .txt (documents parted by a blank line) .jsonl .parquet, plain or .gz .xz .zst",
+        description="one or several globs of .txt (documents parted by a blank line) .jsonl .json .csv .parquet, plain "
+        "or .gz .xz .zst; local, or hf:// s3:// gs:// az:// https://",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
     subset: str | None = Field(default=None, description="of the dataset: its configuration")
     split: str = Field(default="train", description="of the dataset")
     revision: str | None = Field(default=None, description="of the dataset: branch, tag or commit")
-    text_field: str = Field(default="text", description="column of a dataset, key of .jsonl, column of .parquet")
+    text_field: str = Field(
+        default="text", description="column of a dataset, of .csv or .parquet, key of .jsonl or .json"
+    )
     documents: Literal["paragraph", "file"] = Field(
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )
@@ -230,6 +234,11 @@ class TextSource(Section):
     max_documents: Documents | None = Field(
         default=None, description="the first that are kept; reading ends too when more than so many were dropped"
     )
+
+    @property
+    def paths(self) -> list[str]:
+        """The patterns of its files; none of a dataset."""
+        return [self.path] if isinstance(self.path, str) else self.path or []
 
     @model_validator(mode="after")
     def _one_origin(self) -> TextSource:

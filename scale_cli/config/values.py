@@ -27,6 +27,7 @@ BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Documents = Annotated[int, Field(ge=1, le=10**12)]
 LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
 
+STORES = ("hf", "s3", "gs", "az", "https")
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
 
 
@@ -47,6 +48,22 @@ def local_path(written: str) -> str:
     return path
 
 
+def source_pattern(written: str) -> str:
+    """Return where text lies: a path as `local_path` does, or the URL of a store.
+
+    Raises:
+        ValueError: it is the URL of nothing that is read, or one with a name or password in it (it is not quoted).
+    """
+    scheme, parted, place = written.partition("://")
+    if not parted:
+        return local_path(written)
+    if scheme not in STORES:
+        raise ValueError(f"is a URL of no store that is read ({', '.join(STORES)})")
+    if "@" in place.partition("/")[0] or "::" in written:
+        raise ValueError("is a URL with a user's name or a chain in it; a store's own settings hold the credentials")
+    return written
+
+
 def _folder(written: object) -> object:
     if isinstance(written, str | Path) and not str(written):
         raise ValueError("is empty")
@@ -54,4 +71,5 @@ def _folder(written: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
+SourcePattern = Annotated[str, Field(min_length=1), AfterValidator(source_pattern)]
 Folder = Annotated[Path, Field(strict=False), BeforeValidator(_folder)]

@@ -8,12 +8,12 @@ import lzma
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
-COMPRESSIONS = (".gz", ".xz", ".zst")
+from scale_cli.data.files import SourceFile
+
 _READ_AT_ONCE = 1 << 16
 # No xz preset needs more than 65 MB to decompress; a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
@@ -22,21 +22,21 @@ _MAX_UNPACKING, _SMALL_BYTES = 200, 1 << 26
 
 
 @contextmanager
-def decompressed(file: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+def decompressed(file: SourceFile, raw: IO[bytes]) -> Iterator[IO[bytes]]:
     """Yield the content of an open file, decompressed where its name says so.
 
     Raises:
         EOFError, OSError, lzma.LZMAError, zlib.error, pa.ArrowException: while it is read, where it is damaged.
     """
-    if file.suffix not in COMPRESSIONS:
+    if not file.compression:
         yield raw
         return
-    if file.stat().st_size == 0:
+    if file.size == 0:
         raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
-    if file.suffix == ".gz":
+    if file.compression == ".gz":
         text: Any = gzip.GzipFile(fileobj=raw)  # buffered already: a second buffer would lose what comes before damage
         yield text
-    elif file.suffix == ".xz":
+    elif file.compression == ".xz":
         yield io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
     else:
         # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
@@ -72,13 +72,13 @@ class _XzStreams(io.RawIOBase):
 
 
 @contextmanager
-def unpacked(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+def unpacked(file: SourceFile, stream: IO[bytes]) -> Iterator[IO[bytes]]:
     """Yield a decompressed stream as a file that can be read from its end, in a temporary file.
 
     Raises:
         OSError: it is out of all proportion to its compressed size.
     """
-    limit = _SMALL_BYTES + _MAX_UNPACKING * file.stat().st_size
+    limit = _SMALL_BYTES + _MAX_UNPACKING * file.size
     with tempfile.TemporaryFile() as whole:
         while block := stream.read(_READ_AT_ONCE):
             if whole.tell() + len(block) > limit:

@@ -6,7 +6,6 @@ limit is passed over without being held.
 
 from __future__ import annotations
 
-import glob
 import json
 import lzma
 import zlib
@@ -14,30 +13,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
-from pathlib import Path
+from itertools import count, islice
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.decompression import COMPRESSIONS, decompressed, unpacked
+from scale_cli.data.decompression import decompressed, unpacked
+from scale_cli.data.files import SourceFile, source_files
 from scale_cli.errors import CorpusError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line of JSON is longer than its text: an escape takes up to six bytes for one, and there are other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
+_MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 
 
-class _NoColumn(Exception):
-    """A parquet file without the column that is read."""
+class _Unreadable(Exception):
+    """A file that cannot be read, as a table without the column that is."""
 
 
-_DAMAGED = (_NoColumn, EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
+_DAMAGED = (_Unreadable, EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
 class Reason(Enum):
@@ -45,6 +46,7 @@ class Reason(Enum):
 
     NOT_UTF8 = "not UTF-8"
     NOT_JSON = "not JSON"
+    NOT_CSV = "not a row of its table"
     NO_FIELD = "no text field"
     WRONG_TYPE = "text of the wrong type"
     NUL = "NUL character"
@@ -75,32 +77,7 @@ Record = Document | Rejected
 
 def described(source: TextSource) -> str:
     """Return a source's name and where it is, for a message."""
-    return f"{source.name} ({source.path or source.dataset})"
-
-
-def source_files(source: TextSource) -> list[Path]:
-    """Return the local files of a source, sorted by name.
-
-    Raises:
-        CorpusError: nothing matches, or a file is of no format that is read, or no file.
-    """
-    assert source.path is not None
-    found = sorted(map(Path, glob.glob(source.path, recursive=True)))
-    # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
-    files = [path for path in found if not path.is_dir() or _format(path) in _READERS or path == Path(source.path)]
-    if not files:
-        raise CorpusError(f"{source.name}: no file matches {source.path}")
-    for file in files:
-        if not file.is_file():
-            kind = "a folder" if file.is_dir() else "a broken link" if not file.exists() else "a pipe or a device"
-            raise CorpusError(f"{source.name}: {file} is {kind}, not a file")
-        if _format(file) not in _READERS:
-            raise CorpusError(
-                f"{file}: not a corpus format (known: {', '.join(_READERS)}, each also {', '.join(COMPRESSIONS)})"
-            )
-        if source.documents == "file" and _format(file) != ".txt":
-            raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
-    return files
+    return f"{source.name} ({', '.join(source.paths) or source.dataset})"
 
 
 class CorpusReader:
@@ -116,8 +93,8 @@ class CorpusReader:
 
     def __init__(self, source: TextSource, max_document_bytes: int) -> None:
         self.source = source
-        self.files = [] if source.path is None else source_files(source)
-        self.total_bytes = sum(file.stat().st_size for file in self.files)
+        self.files = source_files(source)
+        self.total_bytes = sum(file.size for file in self.files)
         self._limit = max_document_bytes
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
@@ -145,7 +122,7 @@ class CorpusReader:
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:
             try:
-                with file.open("rb") as raw:
+                with file.open() as raw:
                     self._raw = raw
                     yield from self._from_file(file, raw)
             except _DAMAGED as error:
@@ -153,18 +130,14 @@ class CorpusReader:
                 yield Rejected(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
             finally:
                 self._raw = None
-            self._finished_bytes += file.stat().st_size
+            self._finished_bytes += file.size
 
-    def _from_file(self, file: Path, raw: IO[bytes]) -> Iterator[Record]:
+    def _from_file(self, file: SourceFile, raw: IO[bytes]) -> Iterator[Record]:
         with decompressed(file, raw) as stream:
             if self.source.documents == "file":
                 yield from _read_whole(file, stream, self._limit)
             else:
-                yield from _READERS[_format(file)](file, stream, self.source.text_field, self._limit)
-
-
-def _format(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+                yield from _READERS[file.format](file, stream, self.source.text_field, self._limit)
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
@@ -195,7 +168,7 @@ def _checked_line(line: bytes | None) -> str | Reason:
 class _Gathered:
     """The lines of one document as they come; the first that is bad spoils it."""
 
-    def __init__(self, file: Path, limit: int) -> None:
+    def __init__(self, file: SourceFile, limit: int) -> None:
         self._file, self._limit = file, limit
         self._lines: list[str] = []
         self._first_line = 1
@@ -222,14 +195,14 @@ class _Gathered:
         return _judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
 
 
-def _read_whole(file: Path, stream: IO[bytes], limit: int) -> Iterator[Record]:
+def _read_whole(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Record]:
     gathered = _Gathered(file, limit)
     for number, line, length in _lines(stream, limit):
         gathered.add(number, _checked_line(line), length)
     yield gathered.finished()
 
 
-def _read_txt(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _read_txt(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     del text_field  # a text file has no fields
     gathered = _Gathered(file, limit)
     for number, line, length in _lines(stream, limit):
@@ -243,11 +216,28 @@ def _read_txt(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Ite
         yield gathered.finished()
 
 
-def _read_jsonl(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _read_jsonl(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
         place = f"{file}:{number}"
         value = _json_text(line, text_field)
         yield Rejected(value, place, length) if isinstance(value, Reason) else _judged(value, place, limit)
+
+
+def _read_json(file: SourceFile, stream: Any, text_field: str, limit: int) -> Iterator[Record]:
+    """Read a list of records, which is held whole; what does not begin as one is lines of JSON, as on the hub."""
+    if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        yield from _read_jsonl(file, stream, text_field, limit)
+        return
+    content = stream.read(_MAX_JSON_BYTES + 1)
+    if len(content) > _MAX_JSON_BYTES:
+        raise _Unreadable(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write a record a line, as .jsonl")
+    try:
+        records = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"not JSON: {error}") from None
+    for number, record in enumerate(records, start=1):
+        place, value = f"{file}: item {number}", _field_of(record, text_field)
+        yield Dropped(value, place, 0) if isinstance(value, Reason) else _judged(value, place, limit)
 
 
 def _json_text(line: bytes | None, text_field: str) -> str | Reason:
@@ -263,10 +253,37 @@ def _json_text(line: bytes | None, text_field: str) -> str | Reason:
         record = json.loads(decoded)
     except (ValueError, RecursionError):
         return Reason.NUL if "\0" in decoded else Reason.NOT_JSON
+    return _field_of(record, text_field)
+
+
+def _field_of(record: Any, text_field: str) -> str | Reason:
     if not isinstance(record, dict) or text_field not in record:
         return Reason.NO_FIELD
     text = record[text_field]
     return text if isinstance(text, str) else Reason.WRONG_TYPE
+
+
+def _read_csv(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+    broken: list[int] = []  # rows with too many fields, or too few
+
+    def skip(row: Any) -> str:
+        broken.append(row.number)
+        return "skip"
+
+    rows = pa.csv.open_csv(
+        stream,
+        read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
+        # As bytes: a value that is not UTF-8 is one record then, and not the end of the file.
+        convert_options=pa.csv.ConvertOptions(include_columns=[text_field], column_types={text_field: pa.binary()}),
+    )
+    number = 1  # of the titles
+    for batch in rows:
+        for value in batch.column(0).to_pylist():
+            number = next(later for later in count(number + 1) if later not in broken)
+            place, checked = f"{file}: row {number}", _checked_line(value)
+            yield Dropped(checked, place, len(value)) if isinstance(checked, Reason) else _judged(checked, place, limit)
+    yield from (Dropped(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
 def _judged(text: str, place: str, limit: int) -> Record:
@@ -283,8 +300,8 @@ def _judged(text: str, place: str, limit: int) -> Record:
     return Document(text, num_bytes)
 
 
-def _read_parquet(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
-    if file.suffix in COMPRESSIONS:
+def _read_parquet(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+    if file.compression:
         # It is read from its end, where a decompressor cannot jump, and may be larger than memory.
         with unpacked(file, stream) as whole:
             yield from _read_rows(file, whole, text_field, limit)
@@ -292,12 +309,12 @@ def _read_parquet(file: Path, stream: IO[bytes], text_field: str, limit: int) ->
         yield from _read_rows(file, stream, text_field, limit)
 
 
-def _read_rows(file: Path, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     # Buffered, and not ahead, a row group's column is read page by page instead of whole.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names = table.schema_arrow.names
     if names.count(text_field) != 1:
-        raise _NoColumn(
+        raise _Unreadable(
             f"{'two columns' if text_field in names else 'no column'} {text_field!r} in: {', '.join(names)}"
         )
     number = 0
@@ -368,4 +385,10 @@ def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
                 yield Rejected(Reason.WRONG_TYPE if source.text_field in row else Reason.NO_FIELD, place, 0)
 
 
-_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from scale_cli.config.schema import TextSource
-from scale_cli.data.documents import dataset_splits, source_files
+from scale_cli.data.documents import dataset_splits
+from scale_cli.data.files import source_files
 from scale_cli.errors import CorpusError
 
 
@@ -14,7 +15,7 @@ def check_source(source: TextSource) -> None:
         CorpusError: a file is missing, unreadable or of no known format; a dataset cannot be reached, or has no such
             split.
     """
-    if source.path is None:
+    if source.dataset is not None:
         splits = dataset_splits(source)
         if splits and source.split not in splits:
             known = ", ".join(splits)
@@ -22,7 +23,8 @@ def check_source(source: TextSource) -> None:
         return
     for file in source_files(source):
         try:
-            with file.open("rb"):
-                pass
+            if file.store is None:  # a store has been asked for it; to open it there is to fetch it
+                with file.open():
+                    pass
         except OSError as error:
             raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.data.content import SourceHashes
-from scale_cli.data.decompression import COMPRESSIONS
-from scale_cli.data.documents import dataset_commit, described, source_files
+from scale_cli.data.documents import dataset_commit, described
 from scale_cli.data.encoding import Ids, TokenizerSpec
+from scale_cli.data.files import SourceFile, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
@@ -156,12 +156,12 @@ def _folder_name(
 
 
 def _file_content(source: TextSource, hashes: SourceHashes) -> list[tuple[str, str]]:
-    return [(_reader_suffixes(file), _readable_sha256(file, source.name, hashes)) for file in source_files(source)]
+    return [(file.format + file.compression, _content(file, source.name, hashes)) for file in source_files(source)]
 
 
-def _readable_sha256(file: Path, source_name: str, hashes: SourceHashes) -> str:
+def _content(file: SourceFile, source_name: str, hashes: SourceHashes) -> str:
     try:
-        return hashes.sha256(file)
+        return file.content(hashes)
     except OSError as error:
         raise CorpusError(f"{source_name}: {file} cannot be read ({error.strerror or error})") from None
 
@@ -171,14 +171,12 @@ def _dataset_content(source: TextSource, hashes: SourceHashes) -> list[object]:
     place = Path(source.dataset)
     if place.is_dir():
         files = sorted(file for file in place.rglob("*") if file.is_file())
-        commit: object = [(str(file.relative_to(place)), _readable_sha256(file, source.name, hashes)) for file in files]
+        commit: object = [
+            (str(file.relative_to(place)), _content(SourceFile(str(file)), source.name, hashes)) for file in files
+        ]
     else:
         commit = dataset_commit(source)
     return [source.dataset, source.subset, source.split, commit]
-
-
-def _reader_suffixes(file: Path) -> str:
-    return "".join(file.suffixes[-2:] if file.suffix in COMPRESSIONS else file.suffixes[-1:])
 
 
 def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:

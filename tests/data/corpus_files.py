@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -54,7 +55,23 @@ def as_parquet(documents: list[str], field: str = "text") -> bytes:
     return sink.getvalue()
 
 
-FORMATS: dict[str, Callable[[list[str]], bytes]] = {".txt": as_txt, ".jsonl": as_jsonl, ".parquet": as_parquet}
+def as_json(documents: list[str], field: str = "text") -> bytes:
+    return json.dumps([{"id": i, field: text} for i, text in enumerate(documents)], indent=1).encode()
+
+
+def as_csv(documents: list[str], field: str = "text") -> bytes:
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows([["id", field], *enumerate(documents)])
+    return table.getvalue().encode()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    ".txt": as_txt,
+    ".jsonl": as_jsonl,
+    ".json": as_json,
+    ".csv": as_csv,
+    ".parquet": as_parquet,
+}
 
 formats = pytest.mark.parametrize("form", FORMATS)
 compressions = pytest.mark.parametrize("compression", COMPRESSORS)

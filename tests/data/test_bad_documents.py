@@ -130,7 +130,7 @@ def test_of_a_cut_off_compressed_file_what_came_before_is_kept(
     (tmp_path / f"later{form}").write_bytes(FORMATS[form](["of the next file"]))
     *found, damage, last = records(tmp_path / "*")
     assert kept(found) == documents[: len(found)]
-    if part > 0.9 and compression == ".gz" and form != ".parquet":  # the others compress all of it as one block
+    if part > 0.9 and compression == ".gz" and form in (".txt", ".jsonl"):  # the others end as one block
         assert found
     assert kept([last]) == ["of the next file"]
     assert isinstance(damage, Rejected)
@@ -239,7 +239,7 @@ def test_a_glob_that_matches_no_file_names_source_and_glob(tmp_path: Path) -> No
     assert str(tmp_path / "*") in message
 
 
-@pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.json"])
+@pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.xml"])
 def test_an_unknown_suffix_is_named_before_anything_is_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"text")
     (tmp_path / "a.txt").write_bytes(b"first")
