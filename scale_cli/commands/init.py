@@ -40,7 +40,7 @@ _MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
 _MEMORY_SHARE = {"cpu": 0.5}
 _MEMORY_SHARE_OF_OTHERS = 0.8
 _METHOD = MethodConfig()
-_FILES = re.compile(r".*\.(txt|jsonl|parquet)(\.(gz|xz|zst))?")
+_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 
 

@@ -187,10 +187,10 @@ def test_another_tokenizer_is_named(make: Make, begun_once: Path, folder: Path) 
 def of_an_earlier_version(config: RunConfig, folder: Path) -> None:
     """Give a run's folders the names that a version with format 3 of the cache knew its corpora by."""
     (source,), tokenizer = config.corpus.sources, load_tokenizer(config.model)
-    assert source.path is not None
+    (path,) = source.paths
     described = {
         "format": 3,
-        "content": [(".txt", file_sha256(Path(source.path)))],
+        "content": [(".txt", file_sha256(Path(path)))],
         "text_field": source.text_field,
         "documents": source.documents,
         "max_documents": None,
