@@ -237,7 +237,7 @@ def _read_json(file: SourceFile, stream: Any, text_field: str, limit: int) -> It
         raise _Unreadable(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
         place, value = f"{file}: item {number}", _field_of(record, text_field)
-        yield Dropped(value, place, 0) if isinstance(value, Reason) else _judged(value, place, limit)
+        yield Rejected(value, place, 0) if isinstance(value, Reason) else _judged(value, place, limit)
 
 
 def _json_text(line: bytes | None, text_field: str) -> str | Reason:
@@ -282,8 +282,10 @@ def _read_csv(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) 
         for value in batch.column(0).to_pylist():
             number = next(later for later in count(number + 1) if later not in broken)
             place, checked = f"{file}: row {number}", _checked_line(value)
-            yield Dropped(checked, place, len(value)) if isinstance(checked, Reason) else _judged(checked, place, limit)
-    yield from (Dropped(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
+            yield (
+                Rejected(checked, place, len(value)) if isinstance(checked, Reason) else _judged(checked, place, limit)
+            )
+    yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
 def _judged(text: str, place: str, limit: int) -> Record:
