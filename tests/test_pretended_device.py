@@ -45,11 +45,11 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED
+from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
-from scale_cli.upscale.base import BaseRecord, load_tokenizer, load_written
+from scale_cli.upscale.base import load_tokenizer, load_written
 from scale_cli.upscale.folder import write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
@@ -274,7 +274,7 @@ def test_a_folder_of_what_was_trained_on_the_device_is_the_same_on_the_cpu(
     device: torch.device, tmp_path: Path
 ) -> None:
     model, method = route(), MethodConfig(variant="route")
-    record = BaseRecord("base", None, "float32", {})
+    record = BaseRecord("base", None, "float32", {}, "", "")
     for name, where in (("there", device), ("here", CPU)):
         write_trained(tmp_path / name, nn.Module.to(model, where), method, record)
     one, other = (load_tensors(tmp_path / name / TRAINED) for name in ("there", "here"))

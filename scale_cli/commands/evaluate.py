@@ -18,8 +18,8 @@ from scale_cli.evaluation.scoring import score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
-from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
-from scale_cli.storage.records import trained_sha256
+from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.records import TrainState, trained_sha256
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.session import check_run, open_final
 
@@ -75,12 +75,12 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         num_resamples = config.evaluation.bootstrap_resamples
         results.append(summarise(source, losses, num_resamples=num_resamples, seed=config.seed))
     measured = MeasuredBenchmarks([], [], [], {}) if benchmarks is None else benchmarks.measure(model, config)
-    position = read_json(run.final / "position.json")
+    state = TrainState.load(run.final)
     report = Report(
         variant=config.method.variant,
         served=served_head(config.method),
-        step=position["step"],
-        num_tokens_trained=position["num_tokens"],
+        step=state.step,
+        num_tokens_trained=state.num_tokens,
         trained_sha256=trained_sha256(run.final),
         corpora=results,
         benchmarks=measured.results,

@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import model_card
 from scale_cli.export.dense import plain_model
 from scale_cli.export.licence import Licence, base_licence
-from scale_cli.export.parity import Logits, Parity, check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.parity import Logits, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import copy_tokenizer, write_plain
 from scale_cli.export.precision import lower_weights
 from scale_cli.export.publish import Publication, check_repository, planned, publish
@@ -30,15 +30,15 @@ from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_json, write_text
+from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import trained_sha256
+from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_trained
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.session import check_run, open_final
 
-CARD, PARITY = "README.md", "parity.json"
+CARD = "README.md"
 _DOCUMENTS_PER_CORPUS = 4
 _DESCRIPTIONS = {
     "llama": "plain dense model, no custom code: loads wherever the base model does",
@@ -177,8 +177,7 @@ def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence
     write_text(folder / CARD, model_card(config, finished_report(config), parity, licence, architectures[0]))
     write_text(folder / "scale.yaml", dump_config(config))
     trained = trained_sha256(RunFolder(config.output_dir).final)
-    sources = {"trained_sha256": trained, "report_sha256": report_sha256(config)}
-    write_json(folder / PARITY, {**asdict(parity), **sources})
+    ExportRecord(**vars(parity) | {"trained_sha256": trained, "report_sha256": report_sha256(config)}).save(folder)
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -192,7 +191,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
         ExportParityError: it computes something else, or belongs to another training.
     """
     run = RunFolder(config.output_dir)
-    if read_json(folder / PARITY).get("trained_sha256") != trained_sha256(run.final):
+    if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
     trained = open_final(run, config)
     _check(folder, trained.model, _prompts(config, trained.tokenizer), config)
@@ -255,14 +254,14 @@ def export_is_finished(config: RunConfig) -> bool:
     if not is_whole(folder):
         return False
     changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
-    exported_sha256 = read_json(folder / PARITY)["trained_sha256"]
-    return not changed and exported_sha256 == trained_sha256(RunFolder(config.output_dir).final)
+    return not changed and ExportRecord.load(folder).trained_sha256 == trained_sha256(
+        RunFolder(config.output_dir).final
+    )
 
 
 def card_is_current(config: RunConfig) -> bool:
     """Return whether the card of a finished export tells of the report that is there now (or that there is none)."""
-    sources: dict[str, str | None] = read_json(export_folder(config) / PARITY)
-    return "report_sha256" in sources and sources["report_sha256"] == report_sha256(config)
+    return ExportRecord.load(export_folder(config)).report_sha256 == report_sha256(config)
 
 
 def renew_card(config: RunConfig) -> Path:
@@ -272,12 +271,11 @@ def renew_card(config: RunConfig) -> Path:
         StorageError: it could not be written; the export is as it was.
     """
     folder = export_folder(config)
-    written = read_json(folder / PARITY)
     with new_folder(folder) as partial:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-            if file.name not in (CARD, PARITY, MANIFEST, "scale.yaml"):
+            if file.name not in (CARD, ExportRecord.FILE, MANIFEST, "scale.yaml"):
                 _link(file, partial / file.relative_to(folder))
-        write_card(partial, config, Parity.from_json(written), base_licence(config.model))
+        write_card(partial, config, ExportRecord.load(folder), base_licence(config.model))
     return folder
 
 

@@ -29,40 +29,33 @@ from scale_cli.processes import main_decides, main_first, on_main, process_state
 from scale_cli.storage.atomic import (
     changed_versions,
     new_folder,
-    read_json,
     remove_leftovers,
     save_tensors,
     verify_folder,
-    write_json,
 )
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
-from scale_cli.storage.records import TRAINED
+from scale_cli.storage.metrics import MetricsLog
+from scale_cli.storage.records import TRAINED, BaseRecord, BranchPoint, TrainState, read_corpora
 from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
-    CORPORA,
-    POSITION,
     RunMetadata,
-    TrainState,
     branch_point_at,
     check_base,
     checkpoints,
     describe_run,
     load_checkpoint,
     newest_whole_checkpoint,
-    read_branch_point,
-    read_train_state,
 )
 from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
-from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import MethodModel, load_any_base, load_onto_base, load_trained, read_record
+from scale_cli.upscale.folder import MethodModel, load_any_base, load_onto_base, load_trained
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.sizes import context_warnings
@@ -138,10 +131,10 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
     except StorageError as error:
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
     changed = _check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted)
-    check_tokenizer(load_tokenizer(config.model), read_record(final))
+    check_tokenizer(load_tokenizer(config.model), BaseRecord.load(final))
     if changed:
         _check_same_content(final, config)
-    return TrainSummary(final, read_train_state(final))
+    return TrainSummary(final, TrainState.load(final))
 
 
 def _write_final(run: TrainingRun) -> None:
@@ -153,7 +146,7 @@ def _write_final(run: TrainingRun) -> None:
             with new_folder(run.folder.final) as partial:
                 describe_run(partial, run.metadata, run.model, run.state)
                 save_tensors(partial / TRAINED, trained)
-                write_json(partial / "cost.json", measure_cost(run).to_json())
+                measure_cost(run).save(partial)
     run.accelerator.wait_for_everyone()
 
 
@@ -182,7 +175,7 @@ def _starting_number(
     One process reads a checkpoint through, once, and refuses it for all.
     """
     start = _starting_point(run_folder, config, resume, log, accepted)
-    return 0 if start is None else 1 + read_train_state(start).step
+    return 0 if start is None else 1 + TrainState.load(start).step
 
 
 def _numbered(number: int, run_folder: RunFolder, resume: str | None) -> Path | None:
@@ -215,9 +208,9 @@ def _starting_point(
             raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
     else:
         start = Path(resume)
-        if not (start / POSITION).is_file():
+        if not TrainState.is_in(start):
             raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
-        newer = [f.name for f in checkpoints(run_folder) if read_train_state(f).step > read_train_state(start).step]
+        newer = [f.name for f in checkpoints(run_folder) if TrainState.load(f).step > TrainState.load(start).step]
         if newer:
             raise RunFolderError(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
@@ -226,7 +219,7 @@ def _starting_point(
     if start is not None:
         for line in _check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
             log(f"changed        {line}")
-        if (step := read_train_state(start).step) > config.train.max_steps:
+        if (step := TrainState.load(start).step) > config.train.max_steps:
             raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
         check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
         log(f"resuming       {start}")
@@ -253,7 +246,7 @@ def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> boo
 
 def _check_same_content(folder: Path, config: RunConfig) -> None:
     """Hold a base and corpora that lie elsewhere than they did to what they were."""
-    check_same_base(load_any_base(config.model), read_record(folder), where=f"model.base {config.model.base}")
+    check_same_base(load_any_base(config.model), BaseRecord.load(folder), where=f"model.base {config.model.base}")
     corpora = open_training_corpora(config, load_tokenizer(config.model), show_progress=False)
     _check_same_text(folder, corpora, config)
 
@@ -261,7 +254,7 @@ def _check_same_content(folder: Path, config: RunConfig) -> None:
 def _check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
     changed = [
         f"{before} -> {corpus.folder.name}"
-        for before, corpus in zip(read_json(folder / CORPORA), corpora, strict=True)
+        for before, corpus in zip(read_corpora(folder), corpora, strict=True)
         if before not in (corpus.folder.name, _earlier_name(corpus, config))
     ]
     if changed:
@@ -284,7 +277,7 @@ def _open_run(
     verify_folder(run_folder.upscaled)
     _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_KEYS)
     tokenizer = load_tokenizer(config.model)
-    check_tokenizer(tokenizer, read_record(run_folder.upscaled))
+    check_tokenizer(tokenizer, BaseRecord.load(run_folder.upscaled))
     main = accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
     corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
@@ -316,7 +309,9 @@ def _open_run(
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     batches = build_batches(config, corpora, accelerator.num_processes)
-    branch_point = branch_point_at(init_from, sizes.init_moments) if init_from else read_branch_point(start)
+    branch_point = None if start is None else BranchPoint.load_if_there(start)
+    if init_from is not None:
+        branch_point = branch_point_at(init_from, sizes.init_moments)
     ledgers = [corpus.ledger for corpus in corpora]
     saved = run_folder.checkpoint(state.step)
     return TrainingRun(
@@ -326,7 +321,7 @@ def _open_run(
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
         metadata=RunMetadata(
-            config, read_record(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point
+            config, BaseRecord.load(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point
         ),
         optimiser=optimiser,
         batches=batches,

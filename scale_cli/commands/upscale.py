@@ -15,8 +15,8 @@ from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
+from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import (
-    BaseRecord,
     check_finite,
     check_same_base,
     check_tokenizer,
@@ -24,7 +24,7 @@ from scale_cli.upscale.base import (
     record_base,
 )
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, read_record, write_trained
+from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 
@@ -140,7 +140,7 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if differences(before, config, UPSCALE_SECTIONS, BASE_KEYS):
         return False
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
-        record = read_record(folder)
+        record = BaseRecord.load(folder)
         check_same_base(load_any_base(config.model), record, where=f"model.base {config.model.base}")
         check_tokenizer(load_tokenizer(config.model), record)
     return True

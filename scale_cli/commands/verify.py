@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +29,8 @@ import torch
 from scale_cli.commands.export import check_written_export
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.data.ledger import Ledger
-from scale_cli.data.tokenise import LEDGER, NUM_BYTES, OFFSETS
+from scale_cli.data.ledger import Ledger, TokenLedger
+from scale_cli.data.tokenise import NUM_BYTES, OFFSETS
 from scale_cli.errors import (
     BaseModelError,
     ChangedBaseError,
@@ -43,12 +42,11 @@ from scale_cli.errors import (
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
-from scale_cli.storage.atomic import MANIFEST, read_json, verify_folder
+from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED
-from scale_cli.training.checkpoint import CORPORA, TOKEN_LEDGER, read_train_state
-from scale_cli.training.metrics import read_records
-from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, record_base
+from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
+from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, ExportRecord, TrainState
+from scale_cli.upscale.base import load_tokenizer, load_written, record_base
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import open_trained
@@ -114,15 +112,15 @@ def verify(path: Path) -> Verification:
 
 
 # What a folder has at least, by its place in a run (`storage/layout.py`); elsewhere a folder may be named anyhow.
-_METHOD_FOLDER = ("base.json", "config.json", "method.json", "scale.yaml")
-_TRAINED_FOLDER = (*_METHOD_FOLDER, CORPORA, "position.json", TOKEN_LEDGER)
+_METHOD_FOLDER = (BaseRecord.FILE, "config.json", "method.json", "scale.yaml")
+_TRAINED_FOLDER = (*_METHOD_FOLDER, CORPORA, TrainState.FILE, TokenLedger.FILE)
 _FILES = {
     r".*/upscaled": _METHOD_FOLDER,
     r"checkpoints/step-\d+": _TRAINED_FOLDER,
     r".*/final": (*_TRAINED_FOLDER, TRAINED),
     r".*/evaluation": ("report.json", "report.md", "scale.yaml"),
-    r"export/(llama|transformers|adapter)(-\w+)?": ("README.md", "config.json", "parity.json", "scale.yaml"),
-    r"tokens/.+-[0-9a-f]{16}": (LEDGER, OFFSETS, NUM_BYTES),
+    r"export/(llama|transformers|adapter)(-\w+)?": ("README.md", "config.json", ExportRecord.FILE, "scale.yaml"),
+    r"tokens/.+-[0-9a-f]{16}": (Ledger.FILE, OFFSETS, NUM_BYTES),
 }
 
 
@@ -136,15 +134,15 @@ def _check(folder: Path) -> FolderCheck:
     check = FolderCheck(folder)
     if not _hold(check, "hashes", lambda: _check_files(folder)):
         return check  # nothing more can be said of what is damaged
-    if (folder / LEDGER).is_file():
+    if Ledger.is_in(folder):
         _hold(check, "ledger", lambda: _check_tokens(folder))
-    if (folder / BASE_RECORD).is_file() and (folder / "scale.yaml").is_file():
+    if BaseRecord.is_in(folder) and (folder / "scale.yaml").is_file():
         _check_method(check, load_config(folder / "scale.yaml").model)
-    if (folder / TOKEN_LEDGER).is_file():
+    if TokenLedger.is_in(folder):
         _hold(check, "token ledger", lambda: _check_token_ledger(folder))
-    if (folder / "position.json").is_file() and folder.name == "final":
+    if TrainState.is_in(folder) and folder.name == "final":
         _hold(check, "log", lambda: _check_log(folder))
-    if (folder / "parity.json").is_file():
+    if ExportRecord.is_in(folder):
         _check_export(check)
     if _architecture(folder) == JoinedForCausalLM.__name__:
         _hold(check, "base and its preservation", lambda: _check_joined(folder))
@@ -169,7 +167,7 @@ def _hold(check: FolderCheck, name: str, prove: Callable[[], None]) -> bool:
 
 def _check_files(folder: Path) -> None:
     verify_folder(folder)
-    listed = read_json(folder / MANIFEST)["files"].keys() | {MANIFEST}
+    listed = described_files(folder).keys() | {MANIFEST}
     present = {
         file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()
     }
@@ -189,7 +187,7 @@ def _demanded(folder: Path) -> set[str]:
 
 
 def _check_tokens(folder: Path) -> None:
-    ledger = Ledger.from_json(read_json(folder / LEDGER))
+    ledger = Ledger.load(folder)
     offsets, num_bytes = (np.fromfile(folder / name, dtype=np.int64) for name in (OFFSETS, NUM_BYTES))
     dropped = list(ledger.dropped.values())
     sums = (
@@ -201,26 +199,26 @@ def _check_tokens(folder: Path) -> None:
     )
     for name, noted, counted in sums:
         if noted != counted:
-            raise VerificationError(f"{folder}: {LEDGER} says {noted:,} {name}, there are {counted:,}")
+            raise VerificationError(f"{folder}: {Ledger.FILE} says {noted:,} {name}, there are {counted:,}")
     if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
         raise VerificationError(f"{folder}: {OFFSETS} and {NUM_BYTES} do not fit each other")
 
 
 def _check_token_ledger(folder: Path) -> None:
-    state, sources = read_train_state(folder), read_json(folder / TOKEN_LEDGER)
+    state, sources = TrainState.load(folder), TokenLedger.load(folder).sources
     sums = []
     for name, source in sources.items():
-        ledger = Ledger.from_json(source["corpus"])
+        ledger = source.corpus
         dropped = sum(count.documents for count in ledger.dropped.values())
         sums.append((f"{name}: documents read", ledger.read.documents, ledger.kept.documents + dropped))
         # Every token of a stream but its first is a target once an epoch.
-        wanted = source["num_epochs"] * (ledger.num_tokens - 1)
-        sums.append((f"{name}: targets", wanted, source["num_trained"] + source["num_held_over"]))
-    trained = sum(source["num_trained"] for source in sources.values())
+        wanted = source.num_epochs * (ledger.num_tokens - 1)
+        sums.append((f"{name}: targets", wanted, source.num_trained + source.num_held_over))
+    trained = sum(source.num_trained for source in sources.values())
     sums.append(("targets trained", trained, state.num_tokens + state.skipped_tokens))
     for what, noted, counted in sums:
         if noted != counted:
-            raise VerificationError(f"{folder / TOKEN_LEDGER}: {what}: {noted:,} and {counted:,} do not agree")
+            raise VerificationError(f"{folder / TokenLedger.FILE}: {what}: {noted:,} and {counted:,} do not agree")
 
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:
@@ -252,9 +250,9 @@ def _check_joined(folder: Path) -> None:
 
 
 def _check_log(folder: Path) -> None:
-    state, config = read_train_state(folder), load_config(folder / "scale.yaml")
+    state, config = TrainState.load(folder), load_config(folder / "scale.yaml")
     metrics = RunFolder(folder.parent).metrics
-    records = [record for record in read_records(metrics) if "evaluation_nats_per_token" not in record]
+    records = [record for record in read_records(metrics) if EVALUATION not in record]
     steps = [record["step"] for record in records]
     skipped = {record["step"] for record in records if "skipped" in record}
     if sorted(steps) != steps or len(set(steps)) != len(steps):
@@ -267,7 +265,7 @@ def _check_log(folder: Path) -> None:
         raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {state.num_tokens:,}")
 
 
-def _missing_steps(records: list[dict[str, Any]], last_step: int, last_cadence: int) -> list[int]:
+def _missing_steps(records: list[MetricsRecord], last_step: int, last_cadence: int) -> list[int]:
     """Return steps that a log should have and has not, whatever cadences it was written at.
 
     Between records of two cadences there was a resume, at a step that nobody knows; where no step would do, the first

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from scale_cli.config.compare import differences
 from scale_cli.config.load import load_config
@@ -19,25 +18,14 @@ from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import BenchmarkResult, Report
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
+from scale_cli.storage.records import BaseRecord, Cost, TrainState, trained_sha256
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
 # Which parts of a config the reader is shown where they differ; `model` is held equal by its content hash.
 _SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
 _SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What `final/cost.json` holds (`training/cost.py` says what each figure means)."""
-
-    trainable_parameters: int
-    total_parameters: int
-    tokens_per_s: float | None
-    peak_memory_bytes: int
-    device: str
-    num_processes: int
-    saving_s: float
 
 
 @dataclass(frozen=True)
@@ -149,17 +137,13 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
     try:
         raw_report = read_json(run.evaluation / "report.json")
         report = Report.from_json(raw_report)
-        position = read_json(run.final / "position.json")
-        base = read_json(run.final / "base.json")
-        cost_path = run.final / "cost.json"
-        cost = TypeAdapter(Cost).validate_python(read_json(cost_path)) if cost_path.is_file() else None
-        trained = read_json(run.final / MANIFEST)["files"]["trained.safetensors"]["sha256"]
+        state, base, cost = TrainState.load(run.final), BaseRecord.load(run.final), Cost.load_if_there(run.final)
         layers_run_twice, num_layers = _layers_of_routing(read_json(run.final / "config.json"))
-        rate = position["num_tokens"] / max(position["elapsed_s"], 1e-9)
-        curves = _curves(run.metrics, position)
+        rate = state.num_tokens / max(state.elapsed_s, 1e-9)
+        curves = _curves(read_records(run.metrics), state)
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{folder}: damaged, not what a finished run holds ({_first_line(error)})") from None
-    if report.trained_sha256 != trained:
+    if report.trained_sha256 != trained_sha256(run.final):
         raise RunFolderError(f"{run.evaluation}: is of another training than {run.final}; run `scale evaluate` again")
     return ComparedRun(
         name=name,
@@ -167,7 +151,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         config=load_config(run.final / "scale.yaml"),
         report=report,
         raw_report=raw_report,
-        base=(base["name"], base["content_sha256"]),
+        base=(base.name, base.content_sha256),
         layers_run_twice=layers_run_twice,
         num_layers=num_layers,
         tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
@@ -180,8 +164,8 @@ def _check_finished(run: RunFolder) -> None:
     if not run.root.is_dir():
         raise RunFolderError(f"{run.root}: no such folder")
     needed = {
-        run.final / "position.json": "train",
-        run.final / "base.json": "train",
+        run.final / TrainState.FILE: "train",
+        run.final / BaseRecord.FILE: "train",
         run.final / "config.json": "train",
         run.final / "scale.yaml": "train",
         run.final / MANIFEST: "train",
@@ -204,20 +188,16 @@ def _layers_of_routing(model_config: dict[str, Any]) -> tuple[int, int | None]:
     return num_layers - min(collaborating, default=num_layers), num_layers
 
 
-def _curves(path: Path, position: dict[str, Any]) -> dict[str, list[CurvePoint]]:
+def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[CurvePoint]]:
     """Read the periodic evaluations, each placed at the tokens that had been trained on by its step."""
-    try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StorageError(f"{path}: damaged, not JSON lines ({error})") from None
-    known = {0: 0, position["step"]: position["num_tokens"]}
+    known = {0: 0, state.step: state.num_tokens}
     known |= {record["step"]: record["num_tokens"] for record in records if "num_tokens" in record}
     steps = sorted(known)
     curves: dict[str, list[CurvePoint]] = {}
     for record in records:
         # Only some steps are logged; between two of them tokens grow evenly, a global batch a step.
         num_tokens = float(np.interp(record["step"], steps, [known[step] for step in steps]))
-        for corpus, losses in record.get("evaluation_nats_per_token", {}).items():
+        for corpus, losses in record.get(EVALUATION, {}).items():
             # At step 0 every method computes what the base computes.
             start = CurvePoint(0.0, dict.fromkeys(losses, losses["base"]))
             curves.setdefault(corpus, [start]).append(CurvePoint(num_tokens, losses))

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from scale_cli.data.ledger import TrainedTokens
+
 IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
@@ -142,19 +144,6 @@ class StepBatches:
     step: int  # counted from 0
     micro_batches: list[MicroBatch]  # of this process
     num_target_tokens: int  # of the global batch, over all processes
-
-
-@dataclass(frozen=True)
-class TrainedTokens:
-    """What became of one source's target tokens in the first steps of a run.
-
-    Every token of the stream but the first is a target once an epoch, so
-    num_trained + num_held_over = num_epochs x (tokens - 1).
-    """
-
-    num_trained: int  # targets trained, each as often as it was
-    num_epochs: int  # epochs begun
-    num_held_over: int  # targets of the last of them that were not reached
 
 
 class BatchSource(Protocol):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from scale_cli.data.documents import Document, Reason, Record, Rejected
 from scale_cli.errors import CorpusError
+from scale_cli.storage.records import RunRecord
 
 _PLACES = 3
 
@@ -32,9 +33,10 @@ class DropCount(Count):
 
 
 @dataclass
-class Ledger:
+class Ledger(RunRecord):
     """The account of one source."""
 
+    FILE = "ledger.json"
     read: Count = Count()  # every record, good or bad
     kept: Count = Count()  # what was tokenised
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
@@ -45,21 +47,6 @@ class Ledger:
     # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
     # them
     num_unknown_tokens: int | None = None
-
-    @classmethod
-    def from_json(cls, value: Any) -> Ledger:
-        """Read what `to_json` gave."""
-        dropped = {
-            reason: DropCount(**{**count, "places": tuple(count["places"])})
-            for reason, count in value["dropped"].items()
-        }
-        read, kept = Count(**value["read"]), Count(**value["kept"])
-        damaged = tuple(value["damaged_files"])
-        return cls(**{**value, "read": read, "kept": kept, "dropped": dropped, "damaged_files": damaged})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
     def kept_of(self, records: Iterable[Record]) -> Iterator[Document]:
         """Yield the documents among some records, entering every record."""
@@ -106,6 +93,43 @@ class Ledger:
 
 def _listed(places: tuple[str, ...], number: int) -> str:
     return ", ".join(places) + (", ..." if number > len(places) else "")
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """What became of one source's target tokens in the first steps of a run.
+
+    Every token of the stream but the first is a target once an epoch, so
+    num_trained + num_held_over = num_epochs x (tokens - 1).
+    """
+
+    num_trained: int  # targets trained, each as often as it was
+    num_epochs: int  # epochs begun
+    num_held_over: int  # targets of the last of them that were not reached
+
+
+@dataclass(frozen=True)
+class SourceTokens(TrainedTokens):
+    """The same, and the account of the source."""
+
+    corpus: Ledger
+
+
+@dataclass(frozen=True)
+class TokenLedger(RunRecord):
+    """Of every source of a run, by its name: what was read, trained, and left for later."""
+
+    FILE = "token_ledger.json"
+    sources: dict[str, SourceTokens]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return asdict(self)["sources"]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Return the record that a file holds."""
+        return super().from_json({"sources": value})
 
 
 def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> None:

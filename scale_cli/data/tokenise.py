@@ -22,10 +22,10 @@ from scale_cli.data.documents import CorpusReader, described
 from scale_cli.data.encoding import Encoded, TokenizerSpec, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
-from scale_cli.storage.atomic import MANIFEST, publish_folder, read_json, write_json, writing
+from scale_cli.storage.atomic import described_files, publish_folder, read_json, write_json, writing
 from scale_cli.storage.lock import sole_user
 
-TOKENS, OFFSETS, NUM_BYTES, LEDGER = "tokens.bin", "offsets.bin", "num_bytes.bin", "ledger.json"
+TOKENS, OFFSETS, NUM_BYTES = "tokens.bin", "offsets.bin", "num_bytes.bin"
 HASHES = "hashes.bin"  # not in the folders of earlier versions
 # Tokens between two records of progress: what a kill can cost.
 _TOKENS_A_SHARD = 1 << 22
@@ -35,11 +35,11 @@ def is_tokenised(folder: Path) -> bool:
     """Return whether a source's tokenised form is there and whole, by the sizes of its files."""
     # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
     try:
-        sizes = {name: entry["bytes"] for name, entry in read_json(folder / MANIFEST)["files"].items()}
-    except (StorageError, KeyError, TypeError, AttributeError):
+        sizes = {name: file.num_bytes for name, file in described_files(folder).items()}
+    except StorageError:
         return False
     whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, LEDGER}
+    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, Ledger.FILE}
 
 
 def tokenise(
@@ -80,7 +80,7 @@ def tokenise(
             shutil.rmtree(unfinished)
             progress.unlink()
             raise
-        write_json(unfinished / LEDGER, ledger.to_json())
+        ledger.save(unfinished)
         publish_folder(unfinished, folder)
         progress.unlink()
 

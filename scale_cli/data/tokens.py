@@ -27,9 +27,8 @@ from scale_cli.data.documents import dataset_commit, described
 from scale_cli.data.encoding import Ids, TokenizerSpec
 from scale_cli.data.files import SourceFile, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
-from scale_cli.data.tokenise import HASHES, LEDGER, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
+from scale_cli.data.tokenise import HASHES, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
-from scale_cli.storage.atomic import read_json
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
 _FORMAT_VERSION, _EARLIER_VERSION = 4, 3
@@ -122,7 +121,7 @@ def already_tokenised(
 
 
 def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
-    ledger = Ledger.from_json(read_json(folder / LEDGER))
+    ledger = Ledger.load(folder)
     ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
     offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
     num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")

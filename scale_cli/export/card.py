@@ -16,18 +16,17 @@ from markupsafe import Markup
 from scale_cli.config.load import load_config
 from scale_cli.config.names import language_name, method_in_words, method_name
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.evaluation.guarantee import guarantee
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
-from scale_cli.export.parity import Parity
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report.numbers import number, percent, with_interval, worst_document
 from scale_cli.report.pages import code, markdown
 from scale_cli.report.tables import Row, Table
-from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, looks_local, stage_folder
-from scale_cli.upscale.folder import read_record
+from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, TrainState
+from scale_cli.upscale.base import looks_local, stage_folder
 
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
 
@@ -61,7 +60,7 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         architecture: the class that the exported config.json names.
     """
     stages = _stages(config)
-    record = read_record(stages[0].folder)
+    record = BaseRecord.load(stages[0].folder)
     (export_format,) = config.export.formats
     routed = export_format == "llama" and config.method.routes_plainly
     is_peft = config.method.variant == "lora" and export_format == "adapter"
@@ -153,7 +152,7 @@ def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity
     for stage in stages:
         named = f"{stage.name}: " if len(stages) > 1 else ""
         if stage is not stages[0]:
-            rows.append([f"{named}stands on, SHA-256", code(read_record(stage.folder).content_sha256)])
+            rows.append([f"{named}stands on, SHA-256", code(BaseRecord.load(stage.folder).content_sha256)])
         rows += [[f"{named}{what}", value] for what, value in _training(stage).items()]
     routed = "" if parity.routed is None else f"; served routed: {_difference(parity.routed)}"
     rows.append(["this folder", f"format {export_format}; {_difference(parity)}{routed}"])
@@ -170,21 +169,16 @@ def _difference(parity: Parity) -> str:
 def _training(stage: _Stage) -> dict[str, str]:
     config, train = stage.config, stage.config.train
     trained = "not known: it is an adapter export"
-    if (stage.folder / "position.json").is_file():
-        position = read_json(stage.folder / "position.json")
-        steps, num_tokens = position["step"], position["num_tokens"]
-        stepping_s = position.get("stepping_s")
-        # Older folders know the time of training and evaluating together only.
-        rate = f" in {stepping_s:,.0f} s ({num_tokens / stepping_s:,.0f} tokens/s)" if stepping_s else ""
+    if (state := TrainState.load_if_there(stage.folder)) is not None:
+        rate = f" in {state.stepping_s:,.0f} s ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
         trained = (
-            f"{steps:,} steps of {train.global_batch_size:,} sequences of {config.corpus.sequence_length:,} tokens: "
-            f"{num_tokens:,} tokens{rate}"
+            f"{state.step:,} steps of {train.global_batch_size:,} sequences of {config.corpus.sequence_length:,} "
+            f"tokens: {state.num_tokens:,} tokens{rate}"
         )
-    if (stage.folder / "init_from.json").is_file():
-        begun = read_json(stage.folder / "init_from.json")
+    if (begun := BranchPoint.load_if_there(stage.folder)) is not None:
         trained += (
-            f"; begun with what another run had trained in {begun['step']:,} steps, {begun['num_tokens']:,} tokens "
-            f"({begun['moments']} moments, SHA-256 {begun['content_sha256'][:12]})"
+            f"; begun with what another run had trained in {begun.step:,} steps, {begun.num_tokens:,} tokens "
+            f"({begun.moments} moments, SHA-256 {begun.content_sha256[:12]})"
         )
     if train.average is not None:
         kinds = {
@@ -228,15 +222,14 @@ def _trained_by_language(stages: list[_Stage]) -> dict[str, int] | None:
             if source.name not in trained:
                 return None
             name = language_name(source.language) + (" (replay)" if source.role == "replay" else "")
-            counts[name] = counts.get(name, 0) + trained[source.name]["num_trained"]
+            counts[name] = counts.get(name, 0) + trained[source.name].num_trained
     return counts
 
 
-def _token_ledger(stage: _Stage) -> dict[str, Any]:
+def _token_ledger(stage: _Stage) -> dict[str, SourceTokens]:
     """Return the account of every source; empty where the folder has none."""
-    path = stage.folder / "token_ledger.json"
-    ledger: dict[str, Any] = read_json(path) if path.is_file() else {}
-    return ledger
+    ledger = TokenLedger.load_if_there(stage.folder)
+    return {} if ledger is None else ledger.sources
 
 
 def _sources(stage: _Stage) -> list[list[str]]:
@@ -245,9 +238,9 @@ def _sources(stage: _Stage) -> list[list[str]]:
     for source in stage.config.corpus.sources:
         counts = ["not known"] * 4
         if source.name in ledgers:
-            entry, corpus = ledgers[source.name], ledgers[source.name]["corpus"]
-            dropped = sum(count["documents"] for count in corpus["dropped"].values())
-            numbers = [corpus["read"]["documents"], dropped, corpus["num_tokens"], entry["num_trained"]]
+            tokens = ledgers[source.name]
+            dropped = sum(count.documents for count in tokens.corpus.dropped.values())
+            numbers = [tokens.corpus.read.documents, dropped, tokens.corpus.num_tokens, tokens.num_trained]
             counts = [f"{count:,}" for count in numbers]
         use = "replay" if source.role == "replay" else "new text"
         rows.append([source.name, language_name(source.language), use, *counts])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 from scale_cli.errors import ExportParityError
 from scale_cli.export.precision import lower_weights
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.records import Parity
 from scale_cli.upscale.folder import MethodModel
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
@@ -23,25 +22,6 @@ MAX_OWN_RATIO = 2.0
 MAX_OWN_RATIO_AT_WORST = 10.0
 
 Logits = Callable[[MethodModel, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Parity:
-    """How far an export is from the trained model."""
-
-    max_logit_difference: float  # the largest, over all positions of all prompts
-    mean_logit_difference: float  # the mean
-    own_mean_difference: float  # how far the trained model itself moves when it is held in the export's dtype
-    num_positions: int  # compared
-    own_max_difference: float = 0.0  # as own_mean_difference, the largest
-    # the same figures of a plain export that is served routed, against the trained model's router
-    routed: Parity | None = None
-
-    @classmethod
-    def from_json(cls, written: Mapping[str, Any]) -> Parity:
-        """Return what parity.json holds, beside other things."""
-        figures = {figure.name: written[figure.name] for figure in fields(cls) if figure.name in written}
-        return cls(**figures | {"routed": cls.from_json(written["routed"]) if written.get("routed") else None})
 
 
 def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from scale_cli.errors import PublishError, UsageError
-from scale_cli.upscale.base import BASE_RECORD
+from scale_cli.storage.records import BaseRecord
 
 # What tells of the folders of this machine, and is of use beside the run alone; an adapter cannot be loaded without.
 _STAYS_HERE = ("manifest.json", "parity.json", "scale.yaml")
@@ -72,7 +72,7 @@ def planned(folder: Path, repository: str) -> Publication:
 
 
 def _staying_here(folder: Path) -> tuple[str, ...]:
-    return () if (folder / BASE_RECORD).is_file() else _STAYS_HERE
+    return () if BaseRecord.is_in(folder) else _STAYS_HERE
 
 
 def publish(folder: Path, repository: str) -> Publication:

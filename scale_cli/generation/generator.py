@@ -29,7 +29,8 @@ from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BASE_RECORD, load_tokenizer, load_written, one_line
+from scale_cli.storage.records import BaseRecord
+from scale_cli.upscale.base import load_tokenizer, load_written, one_line
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.session import open_trained
 
@@ -288,7 +289,7 @@ def _opened(path: Path) -> tuple[Any, Any]:
     folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not (folder / "config.json").is_file():
         raise RunFolderError(f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export")
-    if (folder / BASE_RECORD).is_file():
+    if BaseRecord.is_in(folder):
         opened = open_trained(folder, load_config(folder / "scale.yaml").model)
         return opened.model, opened.tokenizer
     kind = read_json(folder / "config.json").get("model_type")

@@ -8,6 +8,7 @@ from pathlib import Path
 from scale_cli.config.load import load_config
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.guarantee import NOT_COVERED
 from scale_cli.export.card import base_title, loading, shared_values
 from scale_cli.export.licence import Licence
@@ -16,8 +17,6 @@ from scale_cli.join.scoring import JoinedCorpus
 from scale_cli.report.numbers import number, percent
 from scale_cli.report.pages import code, markdown
 from scale_cli.report.tables import Row, Table
-from scale_cli.storage.atomic import read_json
-from scale_cli.training.checkpoint import TOKEN_LEDGER
 
 
 def figures_table(corpora: Sequence[JoinedCorpus]) -> Table:
@@ -106,5 +105,5 @@ def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
 
 def _tokens_trained_on(folder: Path) -> dict[str, int]:
     """Return tokens by source; an adapter export does not say."""
-    ledger = folder / TOKEN_LEDGER
-    return {name: entry["num_trained"] for name, entry in read_json(ledger).items()} if ledger.is_file() else {}
+    ledger = TokenLedger.load_if_there(folder)
+    return {} if ledger is None else {name: tokens.num_trained for name, tokens in ledger.sources.items()}

@@ -20,9 +20,8 @@ from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import (
-    BASE_RECORD,
-    BaseRecord,
     check_same_base,
     check_tokenizer,
     load_tokenizer,
@@ -114,7 +113,7 @@ def _finished_folder(run: Path) -> Path:
     folder = layout.final if layout.final.is_dir() else run
     if layout.upscaled.is_dir() and folder is run:
         raise RunFolderError(f"{run}: is not finished: it has no final/; run `scale train` first")
-    if not (folder / BASE_RECORD).is_file():
+    if not BaseRecord.is_in(folder):
         raise RunFolderError(f"{run}: neither a finished run, nor its final/, nor an adapter export")
     return folder
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -338,6 +338,27 @@ def _seal(described: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
+class DescribedFile(NamedTuple):
+    """A file as a manifest has it."""
+
+    num_bytes: int
+    sha256: str
+
+
+def described_files(folder: Path) -> dict[str, DescribedFile]:
+    """Return what a folder's manifest says of each of its files, by their names in it.
+
+    Raises:
+        StorageError: there is no manifest, or it is damaged.
+    """
+    manifest = read_json(folder / MANIFEST)
+    try:
+        files = manifest["files"].items()
+        return {str(name): DescribedFile(entry["bytes"], entry["sha256"]) for name, entry in files}
+    except (KeyError, TypeError, AttributeError):
+        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
+
+
 def is_whole(folder: Path) -> bool:
     """Return whether a folder is there and every file in it is what was written."""
     try:
@@ -353,15 +374,13 @@ def verify_folder(folder: Path) -> None:
     Raises:
         StorageError: naming the first file that is missing, is not what was written, or cannot be read.
     """
-    manifest = read_json(folder / MANIFEST)
+    manifest, files = read_json(folder / MANIFEST), described_files(folder)
+    described = {key: value for key, value in manifest.items() if key != _SEAL}
     try:
-        as_written = _json_text(manifest) == (folder / MANIFEST).read_text(encoding="utf-8")
-        described = {key: value for key, value in manifest.items() if key != _SEAL}
-        files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        as_written = as_written and manifest[_SEAL] == _seal(described)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
-    if not as_written:
+        as_written = (folder / MANIFEST).read_text(encoding="utf-8") == _json_text(manifest)
+    except ValueError:  # a NaN
+        as_written = False
+    if not as_written or manifest.get(_SEAL) != _seal(described):
         raise StorageError(f"{folder / MANIFEST}: damaged, its content is not what was written")
     for name, (num_bytes, sha256) in files.items():
         if os.path.realpath(folder / name) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name

@@ -1,19 +1,213 @@
-"""What a run's folders say of themselves."""
+"""The records of a run: what its folders say in JSON beside their tensors, a type and a file each.
+
+| record       | file          | in                                                                           |
+|--------------|---------------|------------------------------------------------------------------------------|
+| BaseRecord   | base.json     | every method folder: `upscaled/`, checkpoints, `final/`, adapters            |
+| TrainState   | position.json | checkpoints and `final/`                                                     |
+| BranchPoint  | init_from.json | the same, of a run that began with what another had trained                |
+| Cost         | cost.json     | `final/`                                                                     |
+| ExportRecord | parity.json   | exports                                                                      |
+
+`Corpora` (corpora.json) is a list of names; the token ledger is of `data/ledger.py`, the log of `storage/metrics.py`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import MANIFEST, read_json
+from scale_cli.storage.atomic import MANIFEST, described_files, read_json, write_json
 
 TRAINED = "trained.safetensors"
+CORPORA = "corpora.json"
+
+
+class RunRecord:
+    """A dataclass that lies in a folder as JSON; keys that it does not know are passed over."""
+
+    FILE: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return asdict(cast("Any", self))
+
+    def save(self, folder: Path) -> None:
+        """Write the file."""
+        write_json(folder / self.FILE, self.to_json())
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Return the record that a file holds."""
+        return TypeAdapter(cls).validate_python(value)
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Return whether a folder has the file."""
+        return (folder / cls.FILE).is_file()
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the file.
+
+        Raises:
+            StorageError: it is missing, or holds something else.
+        """
+        value = read_json(folder / cls.FILE)
+        try:
+            return cls.from_json(value)
+        except (ValidationError, KeyError, TypeError):
+            raise StorageError(f"{folder / cls.FILE}: damaged, or written by another version") from None
+
+    @classmethod
+    def load_if_there(cls, folder: Path) -> Self | None:
+        """Read the file; None where there is none."""
+        return cls.load(folder) if cls.is_in(folder) else None
+
+
+@dataclass(frozen=True)
+class BaseRecord(RunRecord):
+    """Which base model an expansion belongs to."""
+
+    FILE = "base.json"
+    name: str  # hub id or folder, as the config gave it
+    revision: str | None  # the commit the hub served, where it came from one
+    dtype: str  # what the hashed tensors are held in
+    tensors: dict[str, str]  # SHA-256 of every tensor, by name
+    config_sha256: str  # of what the configuration says about computing: sizes, norms, RoPE
+    tokenizer_sha256: str  # of the files the tokenizer saves; empty where none was recorded
+
+    @property
+    def content_sha256(self) -> str:
+        """One hash for the whole model, whatever folder it lies in."""
+        lines = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(self.tensors.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `base.json` holds."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "content_sha256": self.content_sha256,
+            "config_sha256": self.config_sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "tensors": self.tensors,
+        }
+
+
+@dataclass(frozen=True)
+class TrainState(RunRecord):
+    """How far a run has come."""
+
+    FILE = "position.json"
+    step: int = 0  # optimiser steps done
+    num_tokens: int = 0  # target tokens trained on
+    # seconds of training, evaluating and saving, over all resumes, as are the three that follow
+    elapsed_s: float = 0.0
+    stepping_s: float = 0.0  # of those, seconds in steps
+    evaluating_s: float = 0.0  # of those, seconds in periodic evaluations
+    saving_s: float = 0.0  # of those, seconds that training has waited for checkpoints
+    skipped_steps: int = 0  # of the steps done, those left out because their loss or gradient was not finite
+    skipped_tokens: int = 0  # the target tokens of those
+    evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Return the record that a file holds; older ones know the whole time only, which they counted as training."""
+        return super().from_json({"stepping_s": value["elapsed_s"], **value})
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
+        return self.num_tokens / self.stepping_s if self.stepping_s else None
+
+    def rate_since(self, earlier: TrainState) -> float | None:
+        """Return target tokens a second of training since an earlier state; None where no step lies between."""
+        between_s = self.stepping_s - earlier.stepping_s
+        return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
+
+    def advanced(self, num_tokens: int) -> TrainState:
+        """Return the state one step on."""
+        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens)
+
+    def skipped(self, num_tokens: int) -> TrainState:
+        """Return the state one step on, that step left out."""
+        return replace(
+            self.advanced(0),
+            skipped_steps=self.skipped_steps + 1,
+            skipped_tokens=self.skipped_tokens + num_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class BranchPoint(RunRecord):
+    """What a run began with, where another run had trained that (`train.init_from`)."""
+
+    FILE = "init_from.json"
+    content_sha256: str  # of the manifest of the checkpoint or `final/`, which has the hash of each of its files
+    step: int  # that it was written after, in the run it is of
+    num_tokens: int  # that run had trained on
+    moments: str  # of the optimiser: `fresh`, or `kept` from there
+
+    def __str__(self) -> str:
+        message = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
+        return f"{message}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
+
+
+@dataclass(frozen=True)
+class Cost(RunRecord):
+    """What a training run cost."""
+
+    FILE = "cost.json"
+    trainable_parameters: int  # that an optimiser moved
+    total_parameters: int  # of the whole model in training, frozen ones included; a tied one counts once
+    # target tokens over all processes, during optimiser steps only: no periodic evaluation, no checkpoint; over all
+    # resumes; None where no step was taken
+    tokens_per_s: float | None
+    # of the main process since it started; on a GPU what PyTorch allocated there, elsewhere resident memory, the
+    # libraries' own included
+    peak_memory_bytes: int
+    device: str  # `cpu`, or what the GPU calls itself
+    num_processes: int  # that shared the work
+    saving_s: float  # seconds that training has waited for checkpoints, over all resumes
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far an export is from the trained model."""
+
+    max_logit_difference: float  # the largest, over all positions of all prompts
+    mean_logit_difference: float  # the mean
+    own_mean_difference: float  # how far the trained model itself moves when it is held in the export's dtype
+    num_positions: int  # compared
+    own_max_difference: float = 0.0  # as own_mean_difference, the largest
+    # the same figures of a plain export that is served routed, against the trained model's router
+    routed: Parity | None = None
+
+
+@dataclass(frozen=True)
+class ExportRecord(Parity, RunRecord):
+    """What an export was made from, and how far it is from that."""
+
+    FILE = "parity.json"
+    trained_sha256: str | None = None  # of the training
+    report_sha256: str | None = ""  # that its card tells of; None: of none; empty: an earlier version did not say
 
 
 def trained_sha256(folder: Path) -> str:
     """Return the hash of a method folder's parameters, as its manifest has it."""
     try:
-        sha256: str = read_json(folder / MANIFEST)["files"][TRAINED]["sha256"]
-    except (KeyError, TypeError):
-        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
-    return sha256
+        return described_files(folder)[TRAINED].sha256
+    except KeyError:
+        raise StorageError(f"{folder / MANIFEST}: damaged, it does not name {TRAINED}") from None
+
+
+def read_corpora(folder: Path) -> list[str]:
+    """Read what names the content of every corpus that a checkpoint or `final/` was trained on."""
+    names: list[str] = read_json(folder / CORPORA)
+    return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.atomic import MANIFEST, read_json
+from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 
 def check_replaceable(output: Path, kind: str) -> None:
@@ -25,7 +25,7 @@ def check_replaceable(output: Path, kind: str) -> None:
         raise refusal
     try:
         there_is = read_json(output / "report.json")["kind"]
-        ours = {*read_json(output / MANIFEST)["files"], MANIFEST}
+        ours = {*described_files(output), MANIFEST}
     except (StorageError, OSError, KeyError, TypeError):
         raise refusal from None
     if there_is != kind:

@@ -15,8 +15,9 @@ from scale_cli.errors import RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.checkpoint import CORPORA, POSITION, checkpoints, has_moments
-from scale_cli.upscale.folder import MethodModel, read_record
+from scale_cli.storage.records import BaseRecord, TrainState, read_corpora
+from scale_cli.training.checkpoint import checkpoints, has_moments
+from scale_cli.upscale.folder import MethodModel
 
 _SECTIONS = ("model", "method")
 
@@ -34,7 +35,7 @@ def check_init_from(config: RunConfig) -> None:
     if train.init_from is None or run.final.is_dir() or checkpoints(run):
         return
     folder, key = Path(train.init_from), f"train.init_from: {train.init_from}"
-    if not (folder / POSITION).is_file():
+    if not TrainState.is_in(folder):
         raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(folder)
     before = load_config(folder / "scale.yaml")
@@ -53,7 +54,7 @@ def check_same_start(folder: Path, upscaled: Path) -> None:
     Raises:
         RunFolderError: naming what differs.
     """
-    theirs, ours = read_record(folder), read_record(upscaled)
+    theirs, ours = BaseRecord.load(folder), BaseRecord.load(upscaled)
     for what in ("content", "config", "tokenizer"):
         before, now = (getattr(record, f"{what}_sha256") for record in (theirs, ours))
         if before and now and before != now:
@@ -73,6 +74,6 @@ def repetition_warnings(folder: Path, config: RunConfig, contents: list[str]) ->
     """Return a warning where a run would begin with the very batches that what it begins with was trained on."""
     before = load_config(folder / "scale.yaml")
     same = before.seed == config.seed and before.corpus.sequence_length == config.corpus.sequence_length
-    if not same or read_json(folder / CORPORA) != contents:
+    if not same or read_corpora(folder) != contents:
         return []
     return ["train.init_from: the same text with the same seed: its first batches come again; set another seed"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
-from scale_cli.data.ledger import Ledger
+from scale_cli.data.ledger import Ledger, SourceTokens, TokenLedger
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import (
@@ -36,7 +36,6 @@ from scale_cli.storage.atomic import (
     load_tensors,
     new_folder,
     partial_folder,
-    read_json,
     remove_folder,
     save_tensors,
     verify_folder,
@@ -44,7 +43,7 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED
+from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, BranchPoint, TrainState
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
 from scale_cli.training.averaging import AVERAGE, first_averaged
 from scale_cli.training.optimiser import (
@@ -54,84 +53,10 @@ from scale_cli.training.optimiser import (
     trainable_parameters,
 )
 from scale_cli.training.sharding import changed_parts, is_sharded
-from scale_cli.upscale.base import BaseRecord, changed_tensors
+from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
 
 _OPTIMISER = "optimiser.safetensors"
-POSITION = "position.json"
-INIT_FROM = "init_from.json"
-CORPORA = "corpora.json"
-TOKEN_LEDGER = "token_ledger.json"
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """How far a run has come.
-
-    Args:
-        step: optimiser steps done.
-        num_tokens: target tokens trained on.
-        elapsed_s: seconds of training, evaluating and saving, over all resumes, as are the three that follow.
-        stepping_s: of those, seconds in steps.
-        evaluating_s: of those, seconds in periodic evaluations.
-        saving_s: of those, seconds that training has waited for checkpoints.
-        skipped_steps: of the steps done, those left out because their loss or gradient was not finite.
-        skipped_tokens: the target tokens of those.
-        evaluation_due: a signal came in this step's periodic evaluation, which a resume begins with.
-    """
-
-    step: int = 0
-    num_tokens: int = 0
-    elapsed_s: float = 0.0
-    stepping_s: float = 0.0
-    evaluating_s: float = 0.0
-    saving_s: float = 0.0
-    skipped_steps: int = 0
-    skipped_tokens: int = 0
-    evaluation_due: bool = False
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
-        return self.num_tokens / self.stepping_s if self.stepping_s else None
-
-    def rate_since(self, earlier: TrainState) -> float | None:
-        """Return target tokens a second of training since an earlier position; None where no step lies between."""
-        between_s = self.stepping_s - earlier.stepping_s
-        return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
-
-    def advanced(self, num_tokens: int) -> TrainState:
-        """Return the position one step on."""
-        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens)
-
-    def skipped(self, num_tokens: int) -> TrainState:
-        """Return the position one step on, that step left out."""
-        return replace(
-            self.advanced(0),
-            skipped_steps=self.skipped_steps + 1,
-            skipped_tokens=self.skipped_tokens + num_tokens,
-        )
-
-
-@dataclass(frozen=True)
-class BranchPoint:
-    """What a run began with, where another run had trained that (`train.init_from`).
-
-    Args:
-        content_sha256: of the manifest of the checkpoint or `final/`, which has the hash of each of its files.
-        step: that it was written after, in the run it is of.
-        num_tokens: that run had trained on.
-        moments: of the optimiser: `fresh`, or `kept` from there.
-    """
-
-    content_sha256: str
-    step: int
-    num_tokens: int
-    moments: str
-
-    def __str__(self) -> str:
-        message = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
-        return f"{message}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
 
 
 @dataclass(frozen=True)
@@ -156,14 +81,16 @@ class RunMetadata:
     batches: Batches
     branch_point: BranchPoint | None = None
 
-    def token_ledger(self, num_steps: int) -> dict[str, Any]:
+    def token_ledger(self, num_steps: int) -> TokenLedger:
         """Return, for every source, what was read, and what the first steps have trained and left for later."""
         trained = self.batches.trained_tokens(num_steps)
         names = [source.name for source in self.config.corpus.sources]
-        return {
-            name: {"corpus": ledger.to_json(), **asdict(tokens)}
-            for name, ledger, tokens in zip(names, self.ledgers, trained, strict=True)
-        }
+        return TokenLedger(
+            {
+                name: SourceTokens(**vars(tokens), corpus=ledger)
+                for name, ledger, tokens in zip(names, self.ledgers, trained, strict=True)
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -303,11 +230,11 @@ def raise_for_changed_base(changed: list[str], step: int) -> None:
 def describe_run(folder: Path, metadata: RunMetadata, model: MethodModel, state: TrainState) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
     describe_method(folder, model, metadata.config.method, metadata.record)
-    write_json(folder / POSITION, asdict(state))
+    state.save(folder)
     write_json(folder / CORPORA, metadata.contents)
     if metadata.branch_point is not None:
-        write_json(folder / INIT_FROM, asdict(metadata.branch_point))
-    write_json(folder / TOKEN_LEDGER, metadata.token_ledger(state.step))
+        metadata.branch_point.save(folder)
+    metadata.token_ledger(state.step).save(folder)
     write_text(folder / "scale.yaml", dump_config(metadata.config))
 
 
@@ -335,30 +262,10 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def read_train_state(folder: Path) -> TrainState:
-    """Read how far the run in a checkpoint or in `final/` had come."""
-    try:
-        state = read_json(folder / POSITION)
-        # Older folders know the whole time only, which they counted as training.
-        return TrainState(**{"stepping_s": state["elapsed_s"], **state})
-    except (TypeError, KeyError):
-        raise StorageError(f"{folder / POSITION}: damaged, not a position") from None
-
-
 def branch_point_at(folder: Path, moments: str) -> BranchPoint:
     """Return what a run begins with, of the folder that it begins with."""
-    state = read_train_state(folder)
+    state = TrainState.load(folder)
     return BranchPoint(file_sha256(folder / MANIFEST), state.step, state.num_tokens, moments)
-
-
-def read_branch_point(folder: Path | None) -> BranchPoint | None:
-    """Return what a run began with, by one of its own folders, if it has any; None where that was its own start."""
-    if folder is None or not (folder / INIT_FROM).is_file():
-        return None
-    try:
-        return BranchPoint(**read_json(folder / INIT_FROM))
-    except TypeError:
-        raise StorageError(f"{folder / INIT_FROM}: damaged, not what a run began with") from None
 
 
 def has_moments(folder: Path) -> bool:
@@ -372,7 +279,7 @@ def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Opt
     Raises:
         StorageError: it does not fit the model.
     """
-    state = read_train_state(folder)
+    state = TrainState.load(folder)
     begins = first_averaged(load_config(folder / "scale.yaml").train)
     beside = [AVERAGE] if begins is not None and state.step > begins else []
     if is_sharded(model) or has_shards(folder):

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
+from scale_cli.storage.records import Cost
 from scale_cli.training.loop import TrainingRun
 
 
-@dataclass(frozen=True)
-class TrainingCost:
-    """What a run cost.
-
-    Args:
-        trainable_parameters: that an optimiser moved.
-        total_parameters: of the whole model in training, frozen ones included; a tied one counts once.
-        tokens_per_s: target tokens over all processes, during optimiser steps only: no periodic evaluation, no
-            checkpoint; over all resumes. None where no step was taken.
-        peak_memory_bytes: of the main process since it started; on a GPU what PyTorch allocated there, elsewhere
-            resident memory, the libraries' own included.
-        device: `cpu`, or what the GPU calls itself.
-        num_processes: that shared the work.
-        saving_s: seconds that training has waited for checkpoints, over all resumes.
-    """
-
-    trainable_parameters: int
-    total_parameters: int
-    tokens_per_s: float | None
-    peak_memory_bytes: int
-    device: str
-    num_processes: int
-    saving_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `cost.json` holds."""
-        return asdict(self)
-
-
-def measure_cost(run: TrainingRun) -> TrainingCost:
+def measure_cost(run: TrainingRun) -> Cost:
     """Return what a run that has just ended cost."""
     parameters = list(run.model.parameters())
     device = run.accelerator.device
-    return TrainingCost(
+    return Cost(
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
         tokens_per_s=run.state.tokens_per_s,

@@ -26,10 +26,11 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.observing import TwoHeaded
 from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, Losses, MetricsLog, MetricsRecord
+from scale_cli.storage.records import TrainState
 from scale_cli.training.averaging import averaged, has_average
-from scale_cli.training.checkpoint import RunMetadata, TrainState
+from scale_cli.training.checkpoint import RunMetadata
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
-from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, MetricsLog
 from scale_cli.training.saving import Saver
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
@@ -245,19 +246,18 @@ class _Loop:
         tokens_per_s = state.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         self.logged = state
-        streams: dict[str, list[float | None]] = {}
+        record: MetricsRecord = {"step": state.step}
         if stream_ratios is not None:
             ratios = stream_ratios.tolist()
             self._warn_of_stream(ratios)
-            streams["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
+            record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
         if self.run.metrics is not None:
             self.run.metrics.append(
                 {
-                    "step": state.step,
+                    **record,
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "lr": result.lr,
-                    **streams,
                     "num_tokens": state.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
                     "elapsed_s": round(state.elapsed_s, 3),
@@ -271,7 +271,7 @@ class _Loop:
         """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
         self._learn()
         run, started_s = self.run, time.monotonic()
-        record: dict[str, Any] = {"step": run.state.step}
+        record: MetricsRecord = {"step": run.state.step}
         try:
             with self.stop.at_once():
                 record[EVALUATION] = _evaluate(run)
@@ -356,7 +356,7 @@ def _progress_bar(run: TrainingRun) -> Any:
     )
 
 
-def _evaluate(run: TrainingRun) -> dict[str, dict[str, float | None]]:
+def _evaluate(run: TrainingRun) -> Losses:
     """Score a few documents of every held-out corpus, shared among the processes; returned by corpus and head."""
     assert run.observed is not None, "opened where train.eval_every_steps is set"
     run.model.eval()
@@ -366,7 +366,7 @@ def _evaluate(run: TrainingRun) -> dict[str, dict[str, float | None]]:
     return losses
 
 
-def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> dict[str, dict[str, float | None]]:
+def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> Losses:
     """Return nats per token of every head on every held-out corpus; None for an infinite loss."""
     evaluation, losses = run.config.evaluation, {}
     for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):

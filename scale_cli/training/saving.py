@@ -12,14 +12,14 @@ from types import TracebackType
 import torch
 from accelerate import Accelerator
 
+from scale_cli.storage.metrics import MetricsLog
+from scale_cli.storage.records import TrainState
 from scale_cli.training.checkpoint import (
     RunMetadata,
-    TrainState,
     take_snapshot,
     write_checkpoint,
     write_sharded_checkpoint,
 )
-from scale_cli.training.metrics import MetricsLog
 from scale_cli.training.sharding import is_sharded
 from scale_cli.upscale.folder import MethodModel
 

@@ -25,7 +25,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.extras import require
 from scale_cli.storage.atomic import read_json, write_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.metrics import MetricsLog, place_of, read_records
+from scale_cli.storage.metrics import MetricsLog, MetricsRecord, place_of, read_records
 
 _TENSORBOARD = "tensorboard"
 
@@ -55,7 +55,7 @@ def tracked(log: MetricsLog | None, config: RunConfig, step: int) -> Iterator[No
     state = read_json(file) if step and file.is_file() else {}
     started: dict[str, GeneralTracker] = {}
 
-    def send(record: dict[str, Any]) -> None:
+    def send(record: MetricsRecord) -> None:
         values = figures(record)
         for name in list(started):
             if not values or list(place_of(record)) <= state[name]["sent"]:
@@ -88,7 +88,7 @@ def tracked(log: MetricsLog | None, config: RunConfig, step: int) -> Iterator[No
                 tracker.finish()
 
 
-def figures(record: dict[str, Any]) -> dict[str, float]:
+def figures(record: MetricsRecord) -> dict[str, float]:
     """Return the numbers of a record by their places in it, `evaluation_nats_per_token/news/base`."""
     flat = ((key.replace(".", "/"), value) for key, value in leaves(record) if key != "step")
     return {key: value for key, value in flat if isinstance(value, int | float) and not isinstance(value, bool)}

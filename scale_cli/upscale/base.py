@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.tokenizer_files import TokenizerPlace
 
-BASE_RECORD = "base.json"
 # What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
 _NOT_COMPUTING = {
     "_name_or_path",
@@ -56,42 +55,6 @@ SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
-@dataclass(frozen=True)
-class BaseRecord:
-    """Which base model an expansion belongs to."""
-
-    name: str  # hub id or folder, as the config gave it
-    revision: str | None  # the commit the hub served, where it came from one
-    dtype: str  # what the hashed tensors are held in
-    tensors: dict[str, str]  # SHA-256 of every tensor, by name
-    config_sha256: str = ""  # of what the configuration says about computing: sizes, norms, RoPE
-    tokenizer_sha256: str = ""  # of the files the tokenizer saves
-
-    @property
-    def content_sha256(self) -> str:
-        """One hash for the whole model, whatever folder it lies in."""
-        lines = "".join(f"{name} {sha256}\n" for name, sha256 in sorted(self.tensors.items()))
-        return hashlib.sha256(lines.encode()).hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `base.json` holds."""
-        return {
-            "name": self.name,
-            "revision": self.revision,
-            "dtype": self.dtype,
-            "content_sha256": self.content_sha256,
-            "config_sha256": self.config_sha256,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "tensors": self.tensors,
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> BaseRecord:
-        """Read what `base.json` holds."""
-        hashes = value["tensors"], value["config_sha256"], value["tokenizer_sha256"]
-        return cls(value["name"], value["revision"], value["dtype"], *hashes)
-
-
 def stage_folder(model: ModelConfig) -> Path | None:
     """Return the folder of the widened model that a config has for its base: a finished run's, or one of its own.
 
@@ -103,9 +66,9 @@ def stage_folder(model: ModelConfig) -> Path | None:
     run = RunFolder(Path(model.base))
     if run.final.is_dir():
         return run.final
-    if (run.root / BASE_RECORD).is_file():
+    if BaseRecord.is_in(run.root):
         return run.root
-    if (run.upscaled / BASE_RECORD).is_file():
+    if BaseRecord.is_in(run.upscaled):
         raise BaseModelError(f"model.base: {model.base} is a run that is not finished: it has no final/")
     return None
 

@@ -23,11 +23,9 @@ from scale_cli.errors import BaseModelError, RunFolderError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
-from scale_cli.storage.records import TRAINED
+from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.upscale.base import (
-    BASE_RECORD,
-    BaseRecord,
     base_without_weights,
     check_same_base,
     load_base,
@@ -50,7 +48,7 @@ def describe_method(folder: Path, model: MethodModel, method: MethodConfig, reco
     """Write what a folder says of itself: everything but the parameters."""
     model.config.save_pretrained(folder)
     write_json(folder / _METHOD, method.model_dump(mode="json"))
-    write_json(folder / BASE_RECORD, record.to_json())
+    record.save(folder)
 
 
 def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
@@ -58,18 +56,6 @@ def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record
     describe_method(folder, model, method, record)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     save_tensors(folder / TRAINED, trained)
-
-
-def read_record(folder: Path) -> BaseRecord:
-    """Read which base a method folder belongs to.
-
-    Raises:
-        StorageError: the record is missing or damaged.
-    """
-    try:
-        return BaseRecord.from_json(read_json(folder / BASE_RECORD))
-    except (KeyError, TypeError):
-        raise StorageError(f"{folder / BASE_RECORD}: damaged, or written by an older version") from None
 
 
 def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
@@ -145,7 +131,7 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
         BaseModelError: the base is not the one that the folder belongs to.
     """
     loaded = load_any_base(base)
-    check_same_base(loaded, read_record(folder), where=f"model.base {base.base}")
+    check_same_base(loaded, BaseRecord.load(folder), where=f"model.base {base.base}")
     method = _read_method(folder)
     model: MethodModel
     if method.widens:

@@ -17,9 +17,10 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import BaseRecord, check_tokenizer, load_tokenizer
+from scale_cli.storage.records import BaseRecord
+from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import MethodModel, load_model, read_record
+from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import set_router
 
 
@@ -45,7 +46,7 @@ def open_trained(folder: Path, base: ModelConfig) -> Trained:
         StorageError: it is damaged.
         BaseModelError: the base or its tokenizer is not at hand (ChangedBaseError: is another one).
     """
-    model, tokenizer, record = load_model(folder, base), load_tokenizer(base), read_record(folder)
+    model, tokenizer, record = load_model(folder, base), load_tokenizer(base), BaseRecord.load(folder)
     check_tokenizer(tokenizer, record)
     return Trained(folder, placed(model).eval(), tokenizer, record)
 

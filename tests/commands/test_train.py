@@ -16,8 +16,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.storage.atomic import load_tensors, write_json
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TrainState
 from scale_cli.training import checkpoint, loop, saving
-from scale_cli.training.checkpoint import read_train_state
 from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
@@ -122,12 +122,12 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     cost = json.loads((run.final / "cost.json").read_text(encoding="utf-8"))
     assert cost["tokens_per_s"] == position.tokens_per_s == position.num_tokens / 9
     assert f"in 9 s ({position.num_tokens / 9:,.0f} tokens/s); besides 14,400 s evaluating" in summary.lines()[0]
-    assert read_train_state(run.final) == position
+    assert TrainState.load(run.final) == position
 
 
 def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     write_json(tmp_path / "position.json", {"step": 3, "num_tokens": 600, "elapsed_s": 2.0, "skipped_steps": 0})
-    assert read_train_state(tmp_path).tokens_per_s == 300
+    assert TrainState.load(tmp_path).tokens_per_s == 300
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.average={kind: tail, steps: 7}",)], ids=["", "averaged"])

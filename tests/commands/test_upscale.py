@@ -15,8 +15,9 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, StorageError
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_tokenizer, load_tokenizer
-from scale_cli.upscale.folder import MethodModel, load_model, read_record
+from scale_cli.upscale.folder import MethodModel, load_model
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_the_folder_holds_the_expansion_and_what_it_belongs_to_but_no_base_weigh
     assert load_file(summary.folder / "trained.safetensors").keys() == {
         name for name, parameter in summary.model.named_parameters() if parameter.requires_grad
     }
-    assert read_record(summary.folder) == summary.record
+    assert BaseRecord.load(summary.folder) == summary.record
     assert {f"base.{name}" for name in summary.record.tensors} == {
         name for name, parameter in summary.model.named_parameters() if not parameter.requires_grad
     }

@@ -19,6 +19,7 @@ from scale_cli.evaluation.results import (
     Report,
 )
 from scale_cli.report.numbers import Interval
+from scale_cli.storage.records import BaseRecord
 
 BASE_BITS = {"en": 0.95, "ko": 2.6}
 _WIDENED = ("preserve", "adapt", "route")
@@ -35,7 +36,7 @@ class Made:
         width: half of every interval.
         benchmarks: name to (difference in accuracy, Holm-adjusted p).
         curve_steps: periodic evaluations.
-        base: content hash of the base.
+        base: hash of the base's only tensor.
         has_cost: whether there is a cost.json.
         train: keys of the config's train section.
     """
@@ -56,8 +57,8 @@ def write_run(folder: Path, made: Made) -> Path:
     (folder / "final").mkdir(parents=True)
     (folder / "evaluation").mkdir()
     write_json(folder / "final" / "position.json", {"step": 100, "num_tokens": 102_400, "elapsed_s": 20.0})
-    write_json(folder / "final" / "base.json", {"name": "some/base", "content_sha256": made.base})
-    write_json(folder / "final" / "manifest.json", {"files": {"trained.safetensors": {"sha256": "t" * 64}}})
+    BaseRecord("some/base", None, "float32", {"weight": made.base}, "", "").save(folder / "final")
+    write_json(folder / "final" / "manifest.json", {"files": {"trained.safetensors": {"bytes": 1, "sha256": "t" * 64}}})
     write_json(folder / "final" / "method.json", {"variant": made.variant})
     write_json(folder / "final" / "config.json", _model_config(made))
     (folder / "final" / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")

@@ -17,8 +17,8 @@ from scale_cli.config.schema import CollaborationConfig, ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
 from scale_cli.export.card import model_card
 from scale_cli.export.licence import Licence, base_licence
-from scale_cli.export.parity import Parity
 from scale_cli.storage.atomic import read_json
+from scale_cli.storage.records import Parity
 from tests.export.conftest import configured
 
 TrainedRun = Callable[..., RunConfig]

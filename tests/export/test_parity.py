@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.errors import ExportParityError
 from scale_cli.export.dense import dense_model, largest_stream_ratio
-from scale_cli.export.parity import Parity, check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.records import Parity
 from tests.widening import as_if_trained, tiny_llama, widen
 
 

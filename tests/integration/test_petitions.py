@@ -17,8 +17,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ForgettingError
 from scale_cli.evaluation.results import Report
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import changed_tensors, load_base
-from scale_cli.upscale.folder import read_record
 
 pytestmark = pytest.mark.long
 
@@ -86,7 +86,7 @@ def test_the_written_report_shows_both_rules_and_its_picture(config: RunConfig, 
 
 def test_the_base_is_untouched_and_the_export_is_a_plain_model(config: RunConfig, report: Report) -> None:
     run = RunFolder(config.output_dir)
-    assert changed_tensors(load_base(config.model), read_record(run.final)) == []
+    assert changed_tensors(load_base(config.model), BaseRecord.load(run.final)) == []
     folder = run.export("llama")
     assert {file.name for file in folder.glob("*.py")} == {"routed_scale.py", "routing.py"}
     exported = AutoModelForCausalLM.from_pretrained(folder)

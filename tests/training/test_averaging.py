@@ -18,8 +18,8 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
 from scale_cli.training.averaging import averaged, has_average, update_average
-from scale_cli.training.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from tests.training.test_muon import give_gradients, methods, model_of
 

@@ -17,9 +17,9 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import read_records
+from scale_cli.storage.records import TrainState
 from scale_cli.training import loop, spikes
-from scale_cli.training.checkpoint import read_train_state
-from scale_cli.training.metrics import read_records
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import TakenStep, train_step
 
@@ -100,7 +100,7 @@ def test_what_is_skipped_and_what_stops_does_not_depend_on_how_often_is_logged(
     with pytest.raises(TrainingError, match=r"^step 8: .* of petitions .*max_skipped_steps 2 are used up"):
         train(config, None, said_nothing)
     run = RunFolder(config.output_dir)
-    position = read_train_state(run.checkpoint(6))
+    position = TrainState.load(run.checkpoint(6))
     assert (position.step, position.skipped_steps) == (6, 2)
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records if "skipped" in record] == [2, 5]

@@ -18,9 +18,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256, new_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED
+from scale_cli.storage.records import CORPORA, TRAINED, TrainState
 from scale_cli.storage.tokenizer import tokenizer_sha256
-from scale_cli.training.checkpoint import CORPORA, read_train_state
 from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.sizes import check_processes
 
@@ -132,7 +131,7 @@ def test_a_finished_run_that_goes_on_ends_as_one_that_was_longer_from_the_start(
     upscale(other)
     train(other, None, lambda _: None)
     finals = [RunFolder(config.output_dir).final for config in (longer, other)]
-    assert [read_train_state(final).step for final in finals] == [4, 4]
+    assert [TrainState.load(final).step for final in finals] == [4, 4]
     assert file_sha256(finals[0] / TRAINED) == file_sha256(finals[1] / TRAINED)
 
 

@@ -25,8 +25,8 @@ from scale_cli.errors import StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import EVALUATION_OF_AVERAGE
 from scale_cli.storage.shards import load_shards, save_shards
-from scale_cli.training.metrics import EVALUATION_OF_AVERAGE
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
 from scale_cli.upscale.folder import MethodModel, load_model

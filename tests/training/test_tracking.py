@@ -15,8 +15,8 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, MissingExtraError
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import EVALUATION, MetricsLog, MetricsRecord
 from scale_cli.training import tracking
-from scale_cli.training.metrics import EVALUATION, MetricsLog
 from scale_cli.training.tracking import check_trackers, figures, tracked
 from tests.training.conftest import MakeConfig
 
@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_in_tensorboard_without_gap
     upscale(config)
     append = MetricsLog.append
 
-    def killed_after_step_5(log: MetricsLog, record: dict[str, Any]) -> None:
+    def killed_after_step_5(log: MetricsLog, record: MetricsRecord) -> None:
         append(log, record)
         if record["step"] == 5:
             raise Killed

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError
+from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale import tokenizer_files
 from scale_cli.upscale.base import (
-    BaseRecord,
     changed_tensors,
     check_same_base,
     load_base,
@@ -103,7 +103,7 @@ def test_the_content_hash_hangs_on_the_tensors_alone() -> None:
     assert one.content_sha256 == other_name.content_sha256
     assert record_base(tiny_llama(seed=1), named("here")).content_sha256 != one.content_sha256
     renamed = {f"{name}x": sha256 for name, sha256 in one.tensors.items()}
-    assert BaseRecord("here", None, "float32", renamed).content_sha256 != one.content_sha256
+    assert BaseRecord("here", None, "float32", renamed, "", "").content_sha256 != one.content_sha256
 
 
 def test_what_changed_is_named_and_nothing_else() -> None:
@@ -124,7 +124,7 @@ def test_a_missing_tensor_and_a_new_one_are_changes() -> None:
     record = record_base(base, named("tiny"))
     known = dict(record.tensors)
     sha256 = known.pop("model.norm.weight")
-    other = BaseRecord("tiny", None, "float32", {**known, "gone.weight": sha256})
+    other = BaseRecord("tiny", None, "float32", {**known, "gone.weight": sha256}, "", "")
     assert changed_tensors(base, other) == ["gone.weight", "model.norm.weight"]
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.training.metrics import MetricsLog
+from scale_cli.storage.metrics import MetricsLog, MetricsRecord
 
 
-def record(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0 / (step + 1), "source": "뉴스\u2028"}
+def record(step: int) -> MetricsRecord:
+    return {"step": step, "loss": 1.0 / (step + 1), "skipped": "뉴스\u2028"}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

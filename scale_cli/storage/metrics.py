@@ -6,16 +6,36 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Final, Required, TypedDict
 
 from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import write_text, writing
 
-EVALUATION = "evaluation_nats_per_token"
-EVALUATION_OF_AVERAGE = "evaluation_of_average_nats_per_token"
+EVALUATION: Final = "evaluation_nats_per_token"
+EVALUATION_OF_AVERAGE: Final = "evaluation_of_average_nats_per_token"
+Losses = dict[str, dict[str, float | None]]  # nats per token by head, by corpus; None: not finite
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+class MetricsRecord(TypedDict, total=False):
+    """One line: of a step that is logged or left out, or of the periodic evaluation that follows a step."""
+
+    step: Required[int]
+    stream_ratios: list[float | None]  # rms(u)/rms(x) by layer
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int  # target tokens trained on by then
+    tokens_per_s: float
+    elapsed_s: float
+    evaluating_s: float
+    saving_s: float
+    log_every_steps: int  # it may change at a resume
+    skipped: str  # why the step was left out
+    evaluation_nats_per_token: Losses
+    evaluation_of_average_nats_per_token: Losses
+
+
+def read_records(path: Path) -> list[MetricsRecord]:
     """Read every whole record of a log; there is none where there is no log.
 
     Raises:
@@ -40,7 +60,7 @@ def _whole_lines(path: Path) -> list[str]:
     return whole.splitlines()
 
 
-def place_of(record: dict[str, Any]) -> tuple[int, bool]:
+def place_of(record: MetricsRecord) -> tuple[int, bool]:
     """Return what records are in order of: the step, and whether it is the evaluation that follows it."""
     return int(record["step"]), EVALUATION in record
 
@@ -56,12 +76,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:
         self.path = path
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every record that is written
+        self.listeners: list[Callable[[MetricsRecord], None]] = []  # called with every record that is written
         lines = zip(_whole_lines(path), read_records(path), strict=True)
         kept = [line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)]
         write_text(path, "".join(f"{line}\n" for line in kept))
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: MetricsRecord) -> None:
         """Write one record; it is on its way to the disk before the next step starts.
 
         Raises:
