@@ -108,6 +108,20 @@ def tokenised(
     return corpus
 
 
+def content_name(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
+) -> str:
+    """Return a name for a source's text and settings as a tokenizer reads them: another for other content.
+
+    Raises:
+        CorpusError: the source cannot be read.
+    """
+    hashes = SourceHashes(cache_dir)
+    name = _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
+    hashes.remember()
+    return name
+
+
 def already_tokenised(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> TokenisedCorpus | None:

@@ -1,0 +1,106 @@
+"""The proof that a tokenizer with new tokens is the old one wherever their script is not."""
+
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+from tokenizers import Tokenizer
+
+from scale_cli.config.scripts import Script
+from scale_cli.errors import PreservationError
+
+_TEXTS_AT_ONCE = 1 << 10  # a document may be megabytes, and few are
+_NUM_RANDOM, _LONGEST_RANDOM = 20_000, 24
+_CODE_POINTS = range(0x110000)
+
+
+def check_extension(
+    old: Tokenizer, new: Tokenizer, script: Script, kept: Iterable[str], learned: Iterable[str], seed: int
+) -> int:
+    """Hold a tokenizer to the one it was made of; return how many texts were compared.
+
+    Old tokens and special ones keep their ids. The same ids are given to every character outside the script, to random
+    strings of them, and to the texts that are to be kept, with a line's end in place of the script's letters. The texts
+    of the script come back from their new ids as they do from the old ones.
+
+    Args:
+        old: before.
+        new: after.
+        script: of the new tokens.
+        kept: texts whose ids must not change.
+        learned: texts that the new tokens are for.
+        seed: of the random strings.
+
+    Raises:
+        PreservationError: naming the first text, or token, that is not as it was.
+    """
+    old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # settings of these are changed
+    _check_tokens(old, new)
+    outside = [chr(code) for code in _CODE_POINTS if _is_character(code) and not script.holds(code, code)]
+    count = 0
+    for text, before, after in _both(
+        old, new, _without(script, old, chain(outside, _random_strings(old, outside, seed), kept))
+    ):
+        count += 1
+        if before != after:
+            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} are not what they were")
+    for text, before, after in _both(old, new, learned):
+        count += 1
+        if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
+            raise PreservationError(f"method.vocabulary: {text[:80]!r} does not come back from its new tokens")
+    return count
+
+
+def _is_character(code: int) -> bool:
+    """Return whether Unicode has assigned a code point, to private use too; surrogates are no characters."""
+    return unicodedata.category(chr(code)) not in ("Cn", "Cs")
+
+
+def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
+    ids = new.get_vocab(with_added_tokens=True)
+    for token, index in old.get_vocab(with_added_tokens=True).items():
+        if ids.get(token) != index:
+            raise PreservationError(f"method.vocabulary: the token {token!r} had the id {index}, now {ids.get(token)}")
+    added = old.get_added_tokens_decoder()
+    if added != new.get_added_tokens_decoder():
+        raise PreservationError("method.vocabulary: the special tokens are not what they were")
+    for special in added.values():
+        before, after = (tokenizer.encode(special.content, add_special_tokens=False).ids for tokenizer in (old, new))
+        if before != after:
+            raise PreservationError(f"method.vocabulary: {special.content!r} was {before}, and is now {after}")
+
+
+def _random_strings(tokenizer: Tokenizer, outside: list[str], seed: int) -> Iterator[str]:
+    """Yield strings of ASCII, white space, any letters outside the script, and what special tokens are written as."""
+    draw = random.Random(seed)
+    common = [chr(code) for code in range(0x20, 0x7F)] + list(" \n\t\r\u00a0") * 5
+    basic = [char for char in outside if ord(char) < 0x10000]
+    special = [added.content for added in tokenizer.get_added_tokens_decoder().values()] or [" "]
+    for _ in range(_NUM_RANDOM):
+        length = draw.randint(1, _LONGEST_RANDOM)
+        yield "".join(map(draw.choice, draw.choices((common, basic, outside, special), (6, 4, 1, 0.2), k=length)))
+
+
+def _without(script: Script, tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts with a line's end for the script's letters; those that become letters only when read are left out."""
+    letters = re.compile(f"[{script.characters}]+")
+    for text in texts:
+        other = letters.sub("\n", text)
+        read = other if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(other)
+        if not letters.search(read):
+            yield other
+
+
+def _both(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Yield every text and its ids by both tokenizers, as corpora are read: a "</s>" in a text is text."""
+    iterator = iter(texts)
+    for tokenizer in (old, new):
+        tokenizer.encode_special_tokens = True
+    while some := list(islice(iterator, _TEXTS_AT_ONCE)):
+        both = (tokenizer.encode_batch_fast(some, add_special_tokens=False) for tokenizer in (old, new))
+        for text, before, after in zip(some, *both, strict=True):
+            yield text, before.ids, after.ids

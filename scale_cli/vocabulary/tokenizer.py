@@ -1,0 +1,156 @@
+"""The tokenizer of a run that adds tokens: learned once for the same texts, or given; proved, and kept by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, VocabularyConfig
+from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.tokens import content_name
+from scale_cli.errors import BaseModelError, ConfigError
+from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, writing
+from scale_cli.vocabulary.extension import extended
+from scale_cli.vocabulary.learning import count_words, learn
+from scale_cli.vocabulary.spelling import Spelling
+
+_FORMAT_VERSION = 1
+# Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
+_BYTES_READ = 1 << 28
+_MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
+TOKENIZER_JSON = "tokenizer.json"
+# What older tools would read in its place, and what holds the old tokens alone.
+_STALE = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def grown_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    first_id: int,
+    vocabulary: VocabularyConfig,
+    sources: Sequence[TextSource],
+    cache_dir: Path,
+    reading: ReadingConfig,
+) -> PreTrainedTokenizerBase:
+    """Return a base's tokenizer with the tokens that a config adds: from the cache, where they were learned before.
+
+    Args:
+        tokenizer: the base's.
+        first_id: of the new tokens: how many rows the base's embedding has.
+        vocabulary: what is added.
+        sources: the texts that they are learned on.
+        cache_dir: where what was learned lies, with the tokenised corpora.
+        reading: limits of the texts.
+
+    Raises:
+        BaseModelError: no token can be added to it, or it has the script already; a given folder is not of this base.
+        ConfigError: more tokens than the texts give, or a number that llama.cpp takes for another model.
+        CorpusError: a source cannot be read.
+    """
+    if vocabulary.folder is not None:
+        return _given(tokenizer, first_id, vocabulary.folder)
+    spelling = Spelling.of(tokenizer.backend_tokenizer, tokenizer.name_or_path)
+    script = Script.named(vocabulary.script)
+    _check_script_is_new(tokenizer, spelling, script, vocabulary.script)
+    num_new = vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
+    check_size(first_id + num_new)
+    learned = {
+        "format": _FORMAT_VERSION,
+        "sources": [content_name(source, tokenizer, cache_dir, reading) for source in sources],
+        "script": script.ranges,
+        "new_tokens": num_new,
+        "first_id": first_id,
+        "min_count": vocabulary.min_count,
+    }
+    folder = cache_dir / f"vocabulary-{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+    if not is_whole(folder):
+        words = count_words(read_texts(sources, reading, _BYTES_READ), tokenizer.backend_tokenizer, script)
+        new = learn(words, tokenizer.backend_tokenizer, spelling, script, most=num_new, min_count=vocabulary.min_count)
+        if len(new) < num_new:
+            raise ConfigError(
+                f"method.vocabulary.new_tokens: {num_new:,}, but the text gives {len(new):,} that occur "
+                f"{vocabulary.min_count:,} times (method.vocabulary.min_count)"
+            )
+        with new_folder(folder) as partial:
+            _write(partial, tokenizer, extended(tokenizer.backend_tokenizer, new, first_id))
+    return _load(folder)
+
+
+def check_size(vocab_size: int) -> None:
+    """Check that nobody takes a model of so many tokens for another.
+
+    Raises:
+        ConfigError: llama.cpp does.
+    """
+    if vocab_size in TAKEN_FOR_OTHERS:
+        raise ConfigError(
+            f"method.vocabulary.new_tokens: {vocab_size:,} tokens in all are what llama.cpp knows another model by; "
+            f"add {ROWS_MULTIPLE} more"
+        )
+
+
+def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: int) -> Iterator[str]:
+    """Yield the documents of some sources, of each up to so many bytes."""
+    for source in sources:
+        size = 0
+        for record in CorpusReader(source, reading.max_document_bytes):
+            if isinstance(record, Document):
+                yield record.text
+                size += record.num_bytes
+                if size >= most_bytes:
+                    break
+
+
+def _check_script_is_new(tokenizer: PreTrainedTokenizerBase, spelling: Spelling, script: Script, name: str) -> None:
+    tokens = tokenizer.get_vocab()
+    of_script = sum(script.alone_begins(spelling.to_bytes(token)) for token in tokens)
+    if of_script > _MOST_OF_THE_SCRIPT * len(tokens):
+        raise BaseModelError(
+            f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {tokenizer.name_or_path} are "
+            f"{name} already; leave method.vocabulary out"
+        )
+
+
+def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder, whose new ids begin where the base's rows end."""
+    try:
+        given = _load(Path(folder))
+        ids = sorted(given.get_vocab().values())
+    except Exception as error:  # of a damaged folder it may say anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {reason}") from None
+    old = tokenizer.get_vocab()
+    new = [index for index in ids if index >= first_id]
+    if not new or new != list(range(first_id, ids[-1] + 1)) or len(ids) - len(new) != first_id:
+        raise BaseModelError(
+            f"method.vocabulary.folder: {folder} does not add its tokens from {first_id:,} on, where the base's "
+            f"embedding of {first_id:,} rows ends, to a vocabulary without gaps"
+        )
+    if moved := next((token for token, index in given.get_vocab().items() if old.get(token, index) != index), None):
+        raise BaseModelError(f"method.vocabulary.folder: {folder} gives another id to the base's token {moved!r}")
+    check_size(first_id + len(new))
+    return given
+
+
+def _write(folder: Path, tokenizer: PreTrainedTokenizerBase, grown: Tokenizer) -> None:
+    """Save a tokenizer with another description, which whoever loads it takes as it stands."""
+    with writing(folder):
+        tokenizer.save_pretrained(folder)
+        for name in _STALE:
+            (folder / name).unlink(missing_ok=True)
+        grown.save(str(folder / TOKENIZER_JSON))
+    # The classes of single families put their own steps in the place of those that are described.
+    settings = read_json(folder / "tokenizer_config.json")
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return tokenizer

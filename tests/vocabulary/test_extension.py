@@ -1,0 +1,175 @@
+"""New tokens, and not one old id changed, in every kind of tokenizer that can take them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from scale_cli.config.scripts import Script
+from scale_cli.errors import BaseModelError, PreservationError
+from scale_cli.vocabulary.extension import extended, pieces
+from scale_cli.vocabulary.learning import NewToken, count_words, learn
+from scale_cli.vocabulary.proofs import check_extension
+from scale_cli.vocabulary.spelling import Spelling
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, llama_3
+
+HANGUL = Script.named("hangul")
+FIRST_ID = 512  # some rows more than any of them has tokens
+
+
+@dataclass(frozen=True)
+class Grown:
+    old: Tokenizer
+    new: Tokenizer
+    pieces: list[list[int]]
+    tokens: list[NewToken]
+
+    def in_old_ids(self, text: str) -> list[int]:
+        ids = self.new.encode(text, add_special_tokens=False).ids
+        return [old for index in ids for old in (self.pieces[index - FIRST_ID] if index >= FIRST_ID else [index])]
+
+
+@functools.cache
+def grown(kind: Callable[[], Tokenizer]) -> Grown:
+    old = kind()
+    spelling = Spelling.of(old, "a base")
+    tokens = learn(count_words([KOREAN], old, HANGUL), old, spelling, HANGUL, most=100, min_count=1)
+    new = extended(old, tokens, FIRST_ID)
+    return Grown(old, new, pieces(new, spelling, FIRST_ID), tokens)
+
+
+any_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+# Letters near the script's by their bytes, its own, those that are composed to its own, and anything.
+letters = st.one_of(
+    st.sampled_from(list("안녕하세국민은 앞에")),
+    st.characters(min_codepoint=0xAB00, max_codepoint=0xD7FF),
+    st.characters(min_codepoint=0x1100, max_codepoint=0x1175),
+    st.sampled_from(list(" \n\t.,'_▁Ġ가힣\u00a0é쀀ꀀ")),
+    st.characters(max_codepoint=0x7F),
+    st.characters(exclude_categories=["Cs"]),
+)
+texts = st.one_of(
+    st.text(letters, max_size=40), st.lists(st.sampled_from([*KOREAN.split(), *ENGLISH.split()[:20]])).map(" ".join)
+)
+
+
+@any_kind
+@settings(max_examples=60, deadline=None)
+@given(text=texts)
+@example(text="ᄀ\u1161 각")
+@example(text="<|end|> </s> 안녕<s>")
+def test_what_is_merged_are_the_old_tokens_in_their_order_and_of_the_script_alone(
+    kind: Callable[[], Tokenizer], text: str
+) -> None:
+    tokenizers = grown(kind)
+
+    assert tokenizers.in_old_ids(text) == tokenizers.old.encode(text, add_special_tokens=False).ids
+    new = {token.token for token in tokenizers.tokens} & set(
+        tokenizers.new.encode(text, add_special_tokens=False).tokens
+    )
+    assert all(HANGUL.alone_begins(Spelling.of(tokenizers.old, "a base").to_bytes(token)) for token in new)
+
+
+@any_kind
+def test_new_tokens_save_tokens_and_what_is_written_is_read_back(kind: Callable[[], Tokenizer]) -> None:
+    tokenizers = grown(kind)
+    before, after = (
+        tokenizer.encode(KOREAN, add_special_tokens=False).ids for tokenizer in (tokenizers.old, tokenizers.new)
+    )
+
+    assert len(tokenizers.tokens) == 100
+    assert len(after) < len(before) / 2.5
+    assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
+    assert any(token.token.startswith(("Ġ", "▁")) for token in tokenizers.tokens)
+
+
+@pytest.mark.usefixtures("few_characters")
+def test_the_proof_holds_and_finds_one_token_that_other_texts_have() -> None:
+    tokenizers = grown(llama_3)
+    check_extension(tokenizers.old, tokenizers.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
+
+    left, right = tokenizers.old.encode("epoch", add_special_tokens=False).tokens[-2:]
+    damaged = extended(tokenizers.old, [NewToken(left + right, (left, right))], FIRST_ID)
+    with pytest.raises(PreservationError, match="are not what they were"):
+        check_extension(tokenizers.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
+
+
+def test_special_tokens_that_the_model_lacks_keep_their_ids() -> None:
+    tokenizers = grown(llama_3)
+
+    for content, added in [
+        (token.content, index) for index, token in tokenizers.old.get_added_tokens_decoder().items()
+    ]:
+        assert tokenizers.new.token_to_id(content) == added
+        assert tokenizers.new.encode(content, add_special_tokens=False).ids == [added]
+
+
+def test_merges_of_the_same_words_are_the_same_whatever_their_order() -> None:
+    old = llama_3()
+    spelling = Spelling.of(old, "a base")
+    words = count_words([KOREAN], old, HANGUL)
+    backwards = dict(reversed(words.items()))
+
+    learned = [learn(w, old, spelling, HANGUL, most=80, min_count=1) for w in (words, backwards)]
+    assert learned[0] == learned[1]
+
+
+def test_each_token_occurs_as_often_as_a_plain_learner_counts() -> None:
+    """Against byte-pair encoding by the book, over one line of letters that are one token each."""
+    old = grown(llama_3).new  # every letter of the text is a token here
+    spelling = Spelling.of(old, "a base")
+    line = "국민은국민의국민은국민은법은"
+    learned = learn({line: 1}, old, spelling, HANGUL, most=3, min_count=2)
+    units = old.encode(line, add_special_tokens=False).tokens
+
+    by_the_book: list[str] = []
+    while len(by_the_book) < len(learned):
+        pairs = list(itertools.pairwise(units))
+        left, right = max(pairs, key=lambda pair: (pairs.count(pair), -pairs.index(pair)))
+        by_the_book.append(left + right)
+        merged: list[str] = []
+        for unit in units:
+            if merged and (merged[-1], unit) == (left, right):
+                merged[-1] += unit
+            else:
+                merged.append(unit)
+        units = merged
+    assert [token.token for token in learned] == by_the_book
+
+
+def test_a_tokenizer_of_another_kind_is_refused_by_name() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(BaseModelError, match=r"the tokenizer of a base \(WordLevel\) is neither"):
+        Spelling.of(words, "a base")
+
+
+@settings(max_examples=100, deadline=None)
+@given(first=st.integers(0x80, 0x10FFFF), length=st.integers(0, 70_000), cut=st.integers(1, 3), inside=st.booleans())
+def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
+    first: int, length: int, cut: int, inside: bool
+) -> None:
+    last = min(first + length, 0x10FFFF)
+    script = Script(((first, last),))
+    letter = max(last if inside else first - 1, 0x80)
+    assume(not 0xD800 <= letter <= 0xDFFF)
+    spelt = chr(letter).encode()
+    beginning = spelt[: max(cut, len(spelt) - 2)]  # two bytes are missing at the most
+    near = (code for code in range(letter - 2**12, letter + 2**12) if 0 <= code < 0x110000)
+    completed = [c for c in near if not 0xD800 <= c <= 0xDFFF and chr(c).encode().startswith(beginning)]
+
+    expected = all(first <= code <= last for code in completed)
+    assert script.alone_begins(beginning) == script.alone_begins(b" " + beginning) == expected
+    assert not script.alone_begins(b"a" + beginning)
+
+
+def test_the_extension_of_a_tokenizer_is_json_that_any_reader_takes() -> None:
+    described = json.loads(grown(llama_3).new.to_str())
+    assert sorted(described["model"]["vocab"].values()) == list(range(FIRST_ID + 100))

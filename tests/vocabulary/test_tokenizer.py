@@ -1,0 +1,100 @@
+"""The tokenizer of a run: learned once, kept by content, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.vocabulary import VocabularyConfig
+from scale_cli.errors import BaseModelError, ConfigError, ScaleError
+from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
+from scale_cli.vocabulary.tokenizer import grown_tokenizer
+from tests.vocabulary.tokenizers_at_hand import KOREAN
+
+ROWS = 8192
+
+
+@pytest.fixture(scope="module")
+def base(shared_data: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(shared_data / "ckpt-novels-en/hf")
+
+
+def grow(
+    base: PreTrainedTokenizerBase, tmp_path: Path, *, text: str = KOREAN, first_id: int = ROWS, **keys: Any
+) -> PreTrainedTokenizerBase:
+    (tmp_path / "ko.txt").write_text(text, encoding="utf-8")
+    source = TextSource(name="ko", path=str(tmp_path / "ko.txt"), language="ko")
+    vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
+    return grown_tokenizer(base, first_id, vocabulary, [source], tmp_path / "cache", ReadingConfig())
+
+
+def test_what_was_learned_is_kept_by_content(
+    base: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = grow(base, tmp_path)
+    assert len(first) == ROWS + 64
+    assert len(first(KOREAN).input_ids) < len(base(KOREAN).input_ids) / 2
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vocabulary_tokenizer, "learn", None)
+        assert grow(base, tmp_path).get_vocab() == first.get_vocab()
+    assert grow(base, tmp_path, text=KOREAN + " 나라").get_vocab() != first.get_vocab()
+
+
+def test_all_tokens_together_are_a_multiple_of_64_after_the_rows_of_the_base(
+    base: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    grown = grow(base, tmp_path, new_tokens=10, first_id=ROWS + 7)
+    assert len(grown) == ROWS + 64
+    assert max(grown(KOREAN).input_ids) >= ROWS + 7
+    assert not set(range(ROWS, ROWS + 7)) & set(grown(KOREAN).input_ids)
+
+
+def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
+    base: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    grown = grow(base, tmp_path)
+    grown.save_pretrained(tmp_path / "given")
+    assert grow(base, tmp_path, folder=str(tmp_path / "given")).get_vocab() == grown.get_vocab()
+
+    described = json.loads((tmp_path / "given/tokenizer.json").read_text())
+    vocab = described["model"]["vocab"]
+    vocab["h"], vocab["e"] = vocab["e"], vocab["h"]
+    (tmp_path / "given/tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(BaseModelError, match="gives another id to the base's token"):
+        grow(base, tmp_path, folder=str(tmp_path / "given"))
+    with pytest.raises(BaseModelError, match=r"does not add its tokens from 9,000 on"):
+        grow(base, tmp_path, first_id=9000, folder=str(tmp_path / "given"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "said"),
+    [
+        ({"new_tokens": 4096}, ConfigError, r"4,096, but the text gives \d+ that occur 1 times"),
+        ({"new_tokens": 49_152 - ROWS}, ConfigError, "49,152 tokens in all are what llama.cpp knows another model by"),
+        ({"folder": "/nowhere"}, BaseModelError, "/nowhere holds no tokenizer"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(
+    base: PreTrainedTokenizerBase, tmp_path: Path, keys: dict[str, Any], error: type[ScaleError], said: str
+) -> None:
+    with pytest.raises(error, match=said) as raised:
+        grow(base, tmp_path, **keys)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_script_that_the_base_has_already_is_refused(shared_data: Path, tmp_path: Path) -> None:
+    knows = AutoTokenizer.from_pretrained(shared_data / "ckpt-eltec/hf")
+    with pytest.raises(BaseModelError, match=r"are hangul already; leave method\.vocabulary out"):
+        grow(knows, tmp_path)
+
+
+@pytest.mark.parametrize("script", ["hangeul", "AC00", "D7A3-AC00", "D000-DFFF", "41-5A"])
+def test_a_script_is_a_name_or_ranges_beyond_ascii(script: str) -> None:
+    with pytest.raises(ValueError, match="no range"):
+        VocabularyConfig(script=script)

@@ -1,0 +1,90 @@
+"""Tokenizers of the kinds whose vocabulary can grow, small, and learned on English alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+ENGLISH = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
+    "it was the epoch of belief; we're all going direct to Heaven, don't you know, in 1775. "
+) * 20
+KOREAN = (
+    "안녕하세요 모든 국민은 법 앞에 평등하다. 누구든지 성별 종교 또는 사회적 신분에 의하여 차별을 받지 아니한다. "
+    "국민 여러분 안녕하세요, the law는 국민의 것이다. 대한민국의 주권은 국민에게 있고, 모든 권력은 국민으로부터 나온다."
+)
+# Llama 3's and Qwen's, but for their digits.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPECIALS = ["<|begin|>", "<|end|>"]
+
+
+def _byte_level(*, ignore_merges: bool, nfc: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([ENGLISH], trainer)
+    tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in _SPECIALS])
+    return tokenizer
+
+
+def llama_3() -> Tokenizer:
+    """Byte-level, with whole words taken from the vocabulary before any merge; specials that the model lacks."""
+    return _byte_level(ignore_merges=True, nfc=False)
+
+
+def qwen() -> Tokenizer:
+    """Byte-level, on composed characters."""
+    return _byte_level(ignore_merges=False, nfc=True)
+
+
+def _with_byte_fallback() -> Tokenizer:
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    learned.train_from_iterator([ENGLISH], trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    model = json.loads(learned.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[(left, right) for left, right in model["merges"]],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def llama_2() -> Tokenizer:
+    """SentencePiece's BPE with byte fallback, spaces made by the normalizer."""
+    tokenizer = _with_byte_fallback()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def mistral() -> Tokenizer:
+    """The same, spaces made by the pre-tokenizer."""
+    tokenizer = _with_byte_fallback()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+KINDS: list[Callable[[], Tokenizer]] = [llama_3, qwen, llama_2, mistral]
