@@ -33,16 +33,15 @@ from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
-from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.join.scoring import HeldOut, score
-from scale_cli.model.base_and_trained import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.observing import TwoHeaded
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TRAINED, BaseRecord
@@ -192,8 +191,8 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
     router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
     settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
 
-    def scores(model: TwoHeaded) -> list[Tensor]:
-        losses = score_corpus(model, corpus, router, sequence_length=16, **settings)
+    def scores(model: HeadedModel) -> list[Tensor]:
+        losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
         answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
         asked = [Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))]
         told: list[float] = []
@@ -202,7 +201,8 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
             told.extend(score for score, _ in answers.loglikelihood(asked))
         shares = first_token_accuracy(model, [Question([1, 2, 3], [4]), Question([5, 6], [7])], router, "no")
         told.extend(shares.values())
-        return [torch.tensor(told), *(torch.from_numpy(values) for values in vars(losses).values())]
+        of_documents = [losses.num_tokens, *losses.heads.values(), *losses.rules.values(), *losses.served.values()]
+        return [torch.tensor(told), *map(torch.from_numpy, of_documents)]
 
     here, moved = scores(make()), make().to(device)
     assert embedded_on(lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)) == {device.type}

@@ -13,15 +13,8 @@ from torch import Tensor
 
 from scale_cli.biography.tasks import Question
 from scale_cli.config.schema import RouterConfig
-from scale_cli.model.observing import TwoHeaded, observe_logits
-from scale_cli.model.routing import (
-    cosine_serves_base,
-    head_log_probs,
-    log_prior,
-    logit_cosine,
-    mix_log_probs,
-    posterior_log_weights,
-)
+from scale_cli.model.heads import HeadedModel, log_probs_of
+from scale_cli.model.routing import head_log_probs, mix_log_probs
 
 # The two heads alone, and both routing rules over them.
 SERVED = ("base", "adapted", "posterior", "cosine")
@@ -29,7 +22,7 @@ _QUESTIONS_AT_ONCE = 256
 
 
 def first_token_accuracy(
-    model: TwoHeaded, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
+    model: HeadedModel, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, float]:
     """Return the share of questions answered, for each of SERVED.
 
@@ -56,25 +49,19 @@ def first_token_accuracy(
 
 
 def _answered(
-    model: TwoHeaded, batch: Sequence[Question], router: RouterConfig, mixed_precision: str
+    model: HeadedModel, batch: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     prompt_BT = torch.tensor([asked.prompt for asked in batch], device=device)
     answer_B = torch.tensor([asked.first_answer_id for asked in batch], device=device)
+    next_BT = torch.cat([prompt_BT[:, 1:], answer_B[:, None]], dim=1)
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
         logits_at = model.head_logits(prompt_BT)
-        base_B1V, adapted_B1V = logits_at(slice(-1, None))
-        said_KBT = observe_logits(logits_at, prompt_BT[:, 1:], base_B1V.shape[-1]).log_probs_KBT
-    base_BV, adapted_BV = base_B1V[:, 0].float(), adapted_B1V[:, 0].float()
-    prior_K = log_prior(router.prior, device=device)
-    start_KB = prior_K[:, None].expand(-1, len(batch))
-    log_weights_KB = posterior_log_weights(said_KBT, start_KB, prior_K, router.switch_rate)[..., -1]
-    said_KBV = torch.stack([head_log_probs(base_BV), head_log_probs(adapted_BV)])
-    serves_base_B = cosine_serves_base(logit_cosine(base_BV, adapted_BV), router.threshold)
-    predicted = {
-        "base": base_BV.argmax(-1),
-        "adapted": adapted_BV.argmax(-1),
-        "posterior": mix_log_probs(log_weights_KB.unsqueeze(-1).to(said_KBV.dtype), said_KBV).argmax(-1),
-    }
-    predicted["cosine"] = torch.where(serves_base_B, predicted["base"], predicted["adapted"])
-    return {name: ids_B == answer_B for name, ids_B in predicted.items()}
+        logits_KBV = torch.stack([logits[:, 0].float() for logits in logits_at(slice(-1, None))])
+        tokens = log_probs_of(logits_at, next_BT, model.config.vocab_size)
+    likeliest = dict(zip(SERVED[:2], logits_KBV.argmax(dim=-1), strict=True))
+    log_probs_KBV = head_log_probs(logits_KBV)
+    for rule in SERVED[2:]:
+        weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
+        likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(dim=-1)
+    return {name: ids_B == answer_B for name, ids_B in likeliest.items()}

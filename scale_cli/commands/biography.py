@@ -24,7 +24,7 @@ from scale_cli.data.biography import ATTRIBUTES
 from scale_cli.data.sequences import SequenceWindows
 from scale_cli.errors import RunFolderError
 from scale_cli.extras import require
-from scale_cli.model.observing import TwoHeaded
+from scale_cli.model.heads import HeadedModel
 from scale_cli.report.numbers import percent
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
@@ -174,7 +174,7 @@ def _learn_task_1(
     model = start_model(load_base(base), compared.method, config.seed)
     work = _work(config, config.task_1, curriculum.sequences(curriculum.task_1), compared.lr)
     num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
-    observed: TwoHeaded | None = None
+    observed: HeadedModel | None = None
     steps: list[int] = []
     accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in SERVED} for task in ("task_0", "task_1")}
     training_s, resumed_s = 0.0, time.monotonic()

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import ConfigError
-from scale_cli.evaluation.scoring import observe_documents
-from scale_cli.model.observing import TwoHeaded
+from scale_cli.evaluation.scoring import Passes, score_documents
+from scale_cli.model.heads import HeadedModel
+from scale_cli.model.routing import cosine_serves_base
 from scale_cli.processes import is_main, main_first, share
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.session import check_run, open_final
@@ -36,7 +38,7 @@ class Sample:
 
     def loss(self, threshold: float) -> float:
         """Return nats per token under the cosine rule."""
-        serves_base = ~(self.cosine < threshold)
+        serves_base = cosine_serves_base(torch.from_numpy(self.cosine), threshold).numpy()
         return float(np.where(serves_base, self.base, self.adapted).mean())
 
 
@@ -90,23 +92,14 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
     return choose_threshold(samples["retention"], samples["acquisition"])
 
 
-def _sample(model: TwoHeaded, corpora: list[TokenisedCorpus], config: RunConfig, num_documents: int) -> Sample:
-    evaluation = config.evaluation
-    observed = [
-        document
+def _sample(model: HeadedModel, corpora: list[TokenisedCorpus], config: RunConfig, num_documents: int) -> Sample:
+    said = [
+        document.tokens
         for corpus in corpora
-        for document in observe_documents(
-            model,
-            corpus,
-            range(min(num_documents, len(corpus))),
-            evaluation.sequence_length or config.corpus.sequence_length,
-            evaluation.batch_size,
-            evaluation.mixed_precision,
-            share(),
-        )
+        for document in score_documents(model, corpus, Passes.of(config), max_documents=num_documents, share=share())
     ]
-    base, adapted = (np.concatenate([-d.log_probs_KT[head].double().numpy() for d in observed]) for head in (0, 1))
-    return Sample(base, adapted, np.concatenate([document.cosine_T.double().numpy() for document in observed]))
+    base, adapted = torch.cat([tokens.log_probs_KBT[:, 0] for tokens in said], dim=1).double().neg().numpy()
+    return Sample(base, adapted, torch.cat([tokens.cosine_BT[0] for tokens in said]).double().numpy())
 
 
 def choose_threshold(retention: Sample, acquisition: Sample) -> Calibration:

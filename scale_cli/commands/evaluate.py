@@ -14,7 +14,7 @@ from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
-from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
@@ -66,9 +66,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
             model,
             corpus,
             config.method.router,
-            sequence_length=config.evaluation.sequence_length or config.corpus.sequence_length,
-            batch_size=config.evaluation.batch_size,
-            mixed_precision=config.evaluation.mixed_precision,
+            Passes.of(config),
             progress=f"evaluating {source.name}" if main else None,
             share=share(),
         )

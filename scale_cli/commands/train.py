@@ -22,9 +22,8 @@ from scale_cli.data.corpora import (
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.model.base_and_trained import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.observing import TwoHeaded
 from scale_cli.processes import main_decides, main_first, on_main, process_state
 from scale_cli.storage.atomic import (
     changed_versions,
@@ -353,7 +352,7 @@ def _opened_log(run_folder: RunFolder, state: TrainState) -> MetricsLog:
     return MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due)
 
 
-def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> TwoHeaded:
+def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:
     """Return what this process scores in a periodic evaluation."""
     if not is_sharded(model):
         return two_headed(model, config.model)

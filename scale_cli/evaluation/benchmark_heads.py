@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import RouterConfig
 from scale_cli.errors import RunError
 from scale_cli.evaluation.results import HEADS
-from scale_cli.model.observing import Observation, TwoHeaded
-from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
+from scale_cli.evaluation.scoring import score_tokens
+from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.processes import ALONE, Share, gathered
 
 # A context and a continuation, as text and as token ids: what lm-eval hands on.
@@ -47,7 +47,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     def __init__(
         self,
-        model: TwoHeaded,
+        model: HeadedModel,
         tokenizer: PreTrainedTokenizerBase,
         router: RouterConfig,
         *,
@@ -145,9 +145,11 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         device = next(self._model.parameters()).device
         ids = ids.to(device)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._mixed_precision == "bf16"):
-            observed = self._model.observe_tokens(ids[:, :-1], ids[:, 1:])
-        scores = score_heads(observed, scored_BT, self._router)
-        return torch.stack([scores[head] for head in HEADS], dim=1)
+            tokens = token_log_probs(self._model, ids[:, :-1], ids[:, 1:])
+        on_cpu = TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu())
+        scores = score_tokens(on_cpu, self._router)
+        log_probs = scores.heads | scores.rules
+        return torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refuse: perplexity is measured without lm-eval."""
@@ -156,26 +158,3 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Refuse: only multiple choice is measured."""
         raise NotImplementedError
-
-
-def score_heads(observed: Observation, scored_BT: Tensor, router: RouterConfig) -> dict[str, Tensor]:
-    """Return (B,) log-likelihoods under each head and each routing rule.
-
-    Args:
-        observed: what the heads said of every token, context and continuation.
-        scored_BT: which of them are the continuation's.
-        router: settings of both rules.
-    """
-    log_probs_KBT = observed.log_probs_KBT.cpu().double()
-    base_BT, adapted_BT = log_probs_KBT
-    prior_K = log_prior(router.prior)
-    start_KB = prior_K[:, None].expand(-1, len(scored_BT))
-    log_weights_KBS = posterior_log_weights(log_probs_KBT, start_KB, prior_K, router.switch_rate)
-    serves_base_BT = cosine_serves_base(observed.cosine_BT.cpu(), router.threshold)
-    heads = {
-        "base": base_BT,
-        "adapted": adapted_BT,
-        "posterior": mix_log_probs(log_weights_KBS[..., :-1], log_probs_KBT),
-        "cosine": torch.where(serves_base_BT, base_BT, adapted_BT),
-    }
-    return {name: torch.where(scored_BT, said_BT, 0.0).sum(dim=-1) for name, said_BT in heads.items()}

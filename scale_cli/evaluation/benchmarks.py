@@ -21,7 +21,7 @@ from scale_cli.evaluation.benchmark_summary import (
 )
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, quiet_lm_eval
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
-from scale_cli.model.observing import TwoHeaded
+from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import is_main, share
 from scale_cli.upscale.base import load_base_config, load_tokenizer
 
@@ -43,7 +43,7 @@ class OpenedBenchmarks:
         """
         return cls(*open_benchmarks(sources))
 
-    def measure(self, model: TwoHeaded, config: RunConfig) -> MeasuredBenchmarks:
+    def measure(self, model: HeadedModel, config: RunConfig) -> MeasuredBenchmarks:
         """Measure every benchmark under every head.
 
         Args:

@@ -150,14 +150,13 @@ class Report:
 
 def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples: int, seed: int) -> CorpusResult:
     """Return the figures of one corpus from its documents' losses."""
-    bits = losses.num_bytes * math.log(2)
+    bits, by_name = losses.num_bytes * math.log(2), losses.heads | losses.rules
 
     def head(name: str) -> HeadResult:
-        nats = getattr(losses, name)
-        shares = getattr(losses, f"{name}_base_share", None)
+        nats, served_KN = by_name[name], losses.served.get(name)
         nats_per_token = float(nats.sum() / losses.num_tokens.sum())
         per_token, per_byte = (
-            paired_difference(losses.base, nats, units, num_resamples=num_resamples, seed=seed)
+            paired_difference(by_name["base"], nats, units, num_resamples=num_resamples, seed=seed)
             for units in (losses.num_tokens, bits)
         )
         return HeadResult(
@@ -166,8 +165,8 @@ def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples
             bits_per_byte=finite(nats.sum() / bits.sum()),
             nats_per_token_difference=per_token,
             bits_per_byte_difference=per_byte,
-            worst_document_nats=finite(np.max(nats - losses.base)),
-            base_share=None if shares is None else float(shares.sum() / losses.num_tokens.sum()),
+            worst_document_nats=finite(np.max(nats - by_name["base"])),
+            base_share=None if served_KN is None else float(served_KN[0].sum() / losses.num_tokens.sum()),
         )
 
     return CorpusResult(

@@ -22,16 +22,17 @@ from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.router_keys import head_names, routed_class
 from scale_cli.generation.streaming import Decoder, HeadStreamer, PrintableStreamer
 from scale_cli.model.cache_scale import ScaleCache
+from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed
-from scale_cli.model.routing import cosine_serves_base, posterior_log_weights
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import load_tokenizer, load_written, one_line
 from scale_cli.upscale.folder import load_any_base
+from scale_cli.upscale.method import router_of
 from scale_cli.upscale.session import open_trained
 
 
@@ -267,18 +268,11 @@ class Generator:
         if not names:
             return [None] * (len(ids_T) - 1)
         if isinstance(model, Routed):
-            shares_TK = model.log_weights(ids_T[None, :-1])[:, 0].exp().T.tolist()
-            return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
-        observed = model.observe_tokens(ids_T[None, :-1], ids_T[None, 1:])
-        if self._routes_by_cosine():
-            serves_base_T = cosine_serves_base(observed.cosine_BT[0], model.config.router_threshold)
-            return [{"base": float(serves), "trained": 1.0 - float(serves)} for serves in serves_base_T]
-        prior_K = model.log_prior(ids_T.device)
-        weights_KBS = posterior_log_weights(
-            observed.log_probs_KBT, prior_K[:, None], prior_K, model.config.router_switch_rate
-        )
-        shares_TK = weights_KBS[:, 0, :-1].exp().T.tolist()
-        return [dict(zip(names, shares_K, strict=True)) for shares_K in shares_TK]
+            log_weights_KBT = model.log_weights(ids_T[None, :-1])
+        else:
+            router = router_of(model)
+            log_weights_KBT = token_log_probs(model, ids_T[None, :-1], ids_T[None, 1:]).log_weights(router.rule, router)
+        return [dict(zip(names, shares_K, strict=True)) for shares_K in log_weights_KBT[:, 0].exp().T.tolist()]
 
 
 def _opened_base(base: ModelConfig) -> tuple[Any, Any]:

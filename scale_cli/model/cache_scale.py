@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-
-@dataclass
-class RouterState:
-    """What the posterior rule remembers between two calls.
-
-    Args:
-        log_weights_KB: weight of each head before the next token.
-        last_log_probs_KBV: what each head predicts the next token to be; it is judged when that token comes.
-    """
-
-    log_weights_KB: Tensor
-    last_log_probs_KBV: Tensor
+from .routing import RouterMemory
 
 
 class ScaleCache(DynamicCache):
-    """A DynamicCache with one slot for each stream of each layer, and the router's state beside it.
+    """A DynamicCache with one slot for each stream of each layer, and the router's memory beside it.
 
     With L layers and K expansions, slot i holds base layer i, slot kL + i the heads of the k-th expansion in it, and
     slot (K + k)L + i the base's heads as the stream that the k-th adapts sees them: from its first collaborating layer
@@ -32,7 +19,7 @@ class ScaleCache(DynamicCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router: RouterState | None = None
+        self.router: RouterMemory | None = None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -66,6 +53,4 @@ class ScaleCache(DynamicCache):
     def _select_router(self, indices: Tensor) -> None:
         if self.router is not None:
             indices = indices.to(self.router.log_weights_KB.device)
-            self.router = RouterState(
-                self.router.log_weights_KB[:, indices], self.router.last_log_probs_KBV[:, indices]
-            )
+            self.router = RouterMemory(*(tensor[:, indices] for tensor in self.router))

@@ -15,7 +15,7 @@ from .branches_scale import Branch
 from .cache_scale import ScaleCache
 from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
-from .serving_scale import WidenedModel, kept_positions
+from .serving_scale import WidenedModel
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -73,6 +73,5 @@ class JoinedForCausalLM(WidenedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = self._own_cache(past_key_values) if use_cache else None
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
-        kept = kept_positions(logits_to_keep)
-        logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
+        logits = self._posterior_logits(states, logits_to_keep, input_ids, attention_mask, cache)
         return self._output(logits, labels, cache, **kwargs)

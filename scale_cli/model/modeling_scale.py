@@ -127,7 +127,7 @@ class ScaleForCausalLM(WidenedModel):
         elif self.config.router_rule == "cosine":
             logits = self._cosine_logits(states.at(kept))
         else:
-            logits = self._posterior_logits(states, kept, input_ids, attention_mask, cache)
+            logits = self._posterior_logits(states, logits_to_keep, input_ids, attention_mask, cache)
         return self._output(logits, labels, cache, **kwargs)
 
     def _training_loss(

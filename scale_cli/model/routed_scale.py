@@ -12,9 +12,8 @@ Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +22,7 @@ from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwe
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .routing import log_prior, mix_logits, posterior_log_weights
-
-_LOGITS_AT_ONCE = 2**22  # of each head: 16 MB in float32
-
-
-class RouterMemory(NamedTuple):
-    """What the router knows after a token.
-
-    Args:
-        log_weights_KB: weight of each head before the next token.
-        logits_KBV: what each head says the next token is; it is judged when that token comes.
-        sizes_KB: their log-sum-exps.
-    """
-
-    log_weights_KB: Tensor
-    logits_KBV: Tensor
-    sizes_KB: Tensor
+from .routing import RouterMemory, evidence_of, log_prior, route
 
 
 class RouterLayer:
@@ -195,7 +178,7 @@ class Routed(nn.Module):
             raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")
         num_positions = input_ids.shape[1]
         if evidence_mask is None and attention_mask is not None:
-            evidence_mask = _evidence_mask(attention_mask, num_positions)
+            evidence_mask = evidence_of(attention_mask, num_positions)
         layer = None if past_key_values is None else _router_layer(past_key_values)
         outputs = self.model(
             input_ids=input_ids,
@@ -226,36 +209,23 @@ class Routed(nn.Module):
         )
 
     def _mixture(
-        self,
-        rows_BTD: Tensor,
-        ids_BT: Tensor,
-        evidence_mask: Tensor | None,
-        layer: RouterLayer | None,
-        first: int,
+        self, rows_BTD: Tensor, ids_BT: Tensor, evidence_BT: Tensor | None, layer: RouterLayer | None, first: int
     ) -> Tensor:
         """Return the mixture's scores from a position on, and leave the router's memory in the cache."""
-        last = self._last(layer)
-        prior_K = log_prior(self._prior, self.num_heads, rows_BTD.device)
-        weights, scores = [], []
-        for at, logits_KBTV in self._logits_in_parts(rows_BTD):
-            device = logits_KBTV.device
-            sizes_KBT = logits_KBTV.logsumexp(dim=-1)
-            evidence_KBT = _evidence(last, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
-            if evidence_mask is not None:
-                evidence_KBT = torch.where(evidence_mask[:, at].to(device), evidence_KBT, 0.0)
-            prior_K = prior_K.to(device)
-            start_KB = prior_K[:, None].expand(-1, len(ids_BT)) if last is None else last.log_weights_KB
-            log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self._switch_rate)
-            weights.append(log_weights_KBS[..., 1:])
-            if at.stop > first:
-                kept = slice(max(0, first - at.start), None)
-                scores.append(mix_logits(weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]))
-            last = RouterMemory(log_weights_KBS[..., -1], logits_KBTV[:, :, -1], sizes_KBT[..., -1])
-        if layer is not None and last is not None:
-            layer.keep(
-                RouterMemory(*(tensor.detach() for tensor in last)), rows_BTD.detach(), torch.cat(weights, -1).detach()
-            )
-        return torch.cat(scores, dim=1)
+        routed = route(
+            lambda at: self._head_logits(rows_BTD[:, at]),
+            ids_BT,
+            self.config.vocab_size,
+            prior_K=log_prior(self._prior, self.num_heads, rows_BTD.device),
+            switch_rate=self._switch_rate,
+            memory=self._last(layer),
+            evidence_BT=evidence_BT,
+            first=first,
+        )
+        if layer is not None:
+            memory = RouterMemory(*(tensor.detach() for tensor in routed.memory))
+            layer.keep(memory, rows_BTD.detach(), routed.log_weights_KBT.detach())
+        return routed.scores_BTV
 
     def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
         """Return what is known after the last token; where tokens were taken back, their predecessor is read anew."""
@@ -266,14 +236,6 @@ class Routed(nn.Module):
             logits_KBV = self._head_logits(rows_BTD[:, -1:])[:, :, 0]
             layer.last = RouterMemory(log_weights_KBT[..., -1], logits_KBV, logits_KBV.logsumexp(dim=-1))
         return layer.last
-
-    def _logits_in_parts(self, rows_BTD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Give (K, B, positions, V) of as many positions at a time as fit."""
-        num_rows, num_positions = rows_BTD.shape[:2]
-        at_once = max(1, _LOGITS_AT_ONCE // (num_rows * self.config.vocab_size))
-        for start in range(0, num_positions, at_once):
-            at = slice(start, min(start + at_once, num_positions))
-            yield at, self._head_logits(rows_BTD[:, at])
 
     def _head_logits(self, rows_BTD: Tensor) -> Tensor:
         """Return (K, B, T, V) float32: one product, and one read of the matrix.
@@ -308,7 +270,7 @@ class Routed(nn.Module):
         if isinstance(ids, Tensor) and mask is None:
             inputs["evidence_mask"] = torch.ones_like(ids, dtype=torch.bool)
         elif isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.ndim == 2:
-            inputs["evidence_mask"] = _evidence_mask(mask, ids.shape[1])
+            inputs["evidence_mask"] = evidence_of(mask, ids.shape[1])
         return inputs
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -349,32 +311,3 @@ def _router_layer(cache: Any) -> RouterLayer | None:
     if cache.get_seq_length() > 0:
         raise ValueError("past_key_values: another model filled this cache; the router has to read its tokens itself")
     return None
-
-
-def _evidence_mask(attention_mask: Any, num_positions: int) -> Tensor:
-    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding.
-
-    Raises:
-        ValueError: the mask is not one of padding.
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
-    seen = attention_mask[:, -num_positions - 1 :].bool()
-    if seen.shape[1] == num_positions:
-        seen = F.pad(seen, (1, 0))
-    return seen[:, 1:] & seen[:, :-1]
-
-
-def _evidence(last: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return (K, B, T): what each head had said of every token; 0 of one before which nothing was said."""
-    num_heads = len(logits_KBTV)
-    if last is None:
-        of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
-    else:
-        ids_KB1 = ids_BT[:, :1].expand(num_heads, -1, -1)
-        of_first_KB1 = last.logits_KBV.gather(-1, ids_KB1) - last.sizes_KB.unsqueeze(-1)
-    if ids_BT.shape[1] == 1:
-        return of_first_KB1
-    ids_KBT1 = ids_BT[:, 1:].expand(num_heads, -1, -1).unsqueeze(-1)
-    said_KBT = logits_KBTV[:, :, :-1].gather(-1, ids_KBT1).squeeze(-1) - sizes_KBT[..., :-1]
-    return torch.cat([of_first_KB1, said_KBT], dim=-1)

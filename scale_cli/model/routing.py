@@ -22,10 +22,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+# Of each head, held at once: 16 MB in float32.
+LOGITS_AT_ONCE = 2**22
 # Of a head's logits; a head gone astray says more, and beside it float32 would round away what the others say.
 _LARGEST_SIZE = 256.0
 
@@ -52,16 +57,17 @@ def log_prior(base_prior: float, num_heads: int = 2, device: torch.device | None
     return torch.tensor(weights, dtype=torch.float64, device=device).log()
 
 
-def posterior_log_weights(log_probs_KBT: Tensor, start_KB: Tensor, prior_K: Tensor, switch_rate: float = 0.0) -> Tensor:
+def posterior_log_weights(
+    log_probs_KBT: Tensor, prior_K: Tensor, switch_rate: float = 0.0, start_KB: Tensor | None = None
+) -> Tensor:
     """Return the log-weights before each token and after the last one.
 
     Args:
         log_probs_KBT: what each head gave the token that came, natural logarithm; -inf and NaN are allowed and
             count as probability zero. Where every head says zero the token says nothing about them and is skipped.
-        start_KB: log-weights before the first token (`prior_K` for a new document, the last result for the next
-            window of the same one).
-        prior_K: where weight is shared back to, and where it starts over once every head has failed.
+        prior_K: of a new document; where weight is shared back to, and where it starts over once every head has failed.
         switch_rate: alpha; 0 needs no loop over tokens, unless every head has failed.
+        start_KB: log-weights before the first token where the document has begun before: the last result's last.
 
     Returns:
         (K, B, T + 1) in float64, each column normalised.
@@ -69,18 +75,18 @@ def posterior_log_weights(log_probs_KBT: Tensor, start_KB: Tensor, prior_K: Tens
     evidence_KBT = log_probs_KBT.double()
     evidence_KBT = torch.where(torch.isnan(evidence_KBT), -torch.inf, evidence_KBT)
     evidence_KBT = torch.where((evidence_KBT == -torch.inf).all(dim=0), 0.0, evidence_KBT)
-    start_KB = start_KB.double()
+    prior_KB = prior_K[:, None].expand(-1, log_probs_KBT.shape[1])
+    start_KB = (prior_KB if start_KB is None else start_KB).double()
     if switch_rate == 0.0 and evidence_KBT.shape[-1] > 1:
         sums_KBS = torch.cat([start_KB.unsqueeze(-1), evidence_KBT], dim=-1).cumsum(dim=-1)
         # Once every head has failed, each at its own token, a sum cannot start over; the loop below can.
         if not (sums_KBS == -torch.inf).all(dim=0).any():
             return _normalise(sums_KBS, prior_K[:, None, None])
-    weights = [_normalise(start_KB, prior_K[:, None])]
+    weights = [_normalise(start_KB, prior_KB)]
     for evidence_KB in evidence_KBT.unbind(dim=-1):
-        updated_KB = _normalise(weights[-1] + evidence_KB, prior_K[:, None])
+        updated_KB = _normalise(weights[-1] + evidence_KB, prior_KB)
         if switch_rate > 0.0:
-            share_KB = (prior_K[:, None] + math.log(switch_rate)).expand_as(updated_KB)
-            updated_KB = torch.logaddexp(updated_KB + math.log1p(-switch_rate), share_KB)
+            updated_KB = torch.logaddexp(updated_KB + math.log1p(-switch_rate), prior_KB + math.log(switch_rate))
         weights.append(updated_KB)
     return torch.stack(weights, dim=-1)
 
@@ -96,7 +102,7 @@ def mix_log_probs(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     return torch.logsumexp(log_weights + log_probs, dim=0)
 
 
-def mix_logits(log_weights: Tensor, logits: Tensor, sizes: Tensor | None = None) -> Tensor:
+def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Tensor | None = None) -> Tensor:
     """Return scores (..., V) whose softmax is the mixture over the heads, dimension 0, and whose size is a logit's.
 
     To the mixture's log-probabilities is added sum_k w_k lse_k, with lse_k the log-sum-exp of head k's logits: a
@@ -107,17 +113,27 @@ def mix_logits(log_weights: Tensor, logits: Tensor, sizes: Tensor | None = None)
     Args:
         log_weights: (K, ...).
         logits: (K, ..., V); a head with a NaN or a positive infinity at a position has broken and has no say there.
-        sizes: (K, ...), their log-sum-exps where they are known already.
+        sizes: (K, ...), their log-sum-exps where they are known already. With them the logits may be those of a share
+            of the vocabulary, so devices that share it need not see each other's.
     """
-    logits = logits.float()
-    sizes = torch.logsumexp(logits, dim=-1) if sizes is None else sizes
+    logits = [of_head.float() for of_head in logits]
+    sizes = torch.stack([of_head.logsumexp(dim=-1) for of_head in logits]) if sizes is None else sizes
     sound = sizes.isfinite()
     log_weights = torch.where(sound, log_weights, -torch.inf)
     log_weights = torch.where(sound, log_weights - torch.logsumexp(log_weights, dim=0), -torch.inf)
     bounded = torch.where(sound, sizes.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
-    size = (log_weights.exp() * bounded).sum(dim=0)
-    weighted = logits - sizes.unsqueeze(-1) + (log_weights + size).float().unsqueeze(-1)
-    return functools.reduce(torch.logaddexp, torch.where(sound.unsqueeze(-1), weighted, -torch.inf).unbind())
+    added = (log_weights + (log_weights.exp() * bounded).sum(dim=0)).float()
+    weighted = [
+        torch.where(is_sound.unsqueeze(-1), of_head - size.unsqueeze(-1) + more.unsqueeze(-1), -torch.inf)
+        for of_head, is_sound, size, more in zip(logits, sound, sizes, added, strict=True)
+    ]
+    return functools.reduce(_log_of_sum if torch.compiler.is_compiling() else torch.logaddexp, weighted)
+
+
+def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
+    """Return the logarithm of a sum: torch.logaddexp within 1e-7, in half of its time once it is compiled."""
+    most = torch.maximum(left, right)
+    return torch.where(most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log())
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:
@@ -130,3 +146,102 @@ def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:
 def cosine_serves_base(cosine: Tensor, threshold: float) -> Tensor:
     """Return where the paper's rule answers with the base head: cos >= tau, or no cosine at all (a broken head)."""
     return ~(cosine < threshold)
+
+
+def cosine_log_weights(cosine_BT: Tensor, threshold: float) -> Tensor:
+    """Return (2, B, T): the paper's rule as weights, all on the base head or all on the other."""
+    serves_base_BT = cosine_serves_base(cosine_BT, threshold)
+    return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
+
+
+def parts_of_positions(ids_BT: Tensor, vocab_size: int) -> Iterator[slice]:
+    """Yield as many of the positions at a time as have logits that are held at once."""
+    num_rows, num_positions = ids_BT.shape
+    at_once = max(1, LOGITS_AT_ONCE // (num_rows * vocab_size))
+    for start in range(0, num_positions, at_once):
+        yield slice(start, min(start + at_once, num_positions))
+
+
+class RouterMemory(NamedTuple):
+    """What the posterior rule knows after a token."""
+
+    log_weights_KB: Tensor  # of each head before the next token
+    logits_KBV: Tensor  # what each head says the next token is; it is judged when that token comes
+    sizes_KB: Tensor  # their log-sum-exps
+
+
+class Routed(NamedTuple):
+    """What the posterior rule makes of some tokens."""
+
+    scores_BTV: Tensor  # their softmax is the mixture of the heads
+    log_weights_KBT: Tensor  # of each head after each token
+    memory: RouterMemory  # after the last token
+
+
+def route(
+    logits_at: Callable[[slice], Tensor],
+    ids_BT: Tensor,
+    vocab_size: int,
+    *,
+    prior_K: Tensor,
+    switch_rate: float,
+    memory: RouterMemory | None = None,
+    evidence_BT: Tensor | None = None,
+    first: int = 0,
+) -> Routed:
+    """Weigh the heads by each token, and mix what they say of the next.
+
+    Args:
+        logits_at: gives (K, B, positions, V) float32: what the heads say after the tokens at some positions.
+        ids_BT: the tokens.
+        vocab_size: V.
+        prior_K: log-weights before the first token of a document.
+        switch_rate: alpha.
+        memory: of the tokens before these; None where there are none.
+        evidence_BT: whether a token says anything of the heads (`evidence_of`); None for all.
+        first: position from which on scores are wanted.
+    """
+    log_weights, scores = [], []
+    for at in parts_of_positions(ids_BT, vocab_size):
+        logits_KBTV = logits_at(at)
+        device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
+        said_KBT = _said(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
+        if evidence_BT is not None:
+            said_KBT = torch.where(evidence_BT[:, at].to(device), said_KBT, 0.0)
+        start_KB = None if memory is None else memory.log_weights_KB
+        log_weights_KBS = posterior_log_weights(said_KBT, prior_K.to(device), switch_rate, start_KB)
+        log_weights.append(log_weights_KBS[..., 1:])
+        if at.stop > first:
+            kept = slice(max(0, first - at.start), None)
+            scores.append(mix_logits(log_weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]))
+        memory = RouterMemory(log_weights_KBS[..., -1], logits_KBTV[:, :, -1], sizes_KBT[..., -1])
+    assert memory is not None, "there is at least one token"
+    return Routed(torch.cat(scores, dim=1), torch.cat(log_weights, dim=-1), memory)
+
+
+def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return (K, B, T): what each head had said of every token; 0 of one before which nothing was said."""
+    if memory is None:
+        of_first_KB1 = torch.zeros_like(sizes_KBT[..., :1])
+    else:
+        ids_KB1 = ids_BT[:, :1].expand(len(logits_KBTV), -1, -1)
+        of_first_KB1 = memory.logits_KBV.gather(-1, ids_KB1) - memory.sizes_KB.unsqueeze(-1)
+    if ids_BT.shape[1] == 1:
+        return of_first_KB1
+    ids_KBT1 = ids_BT[:, 1:].expand(len(logits_KBTV), -1, -1).unsqueeze(-1)
+    of_others = logits_KBTV[:, :, :-1].gather(-1, ids_KBT1).squeeze(-1) - sizes_KBT[..., :-1]
+    return torch.cat([of_first_KB1, of_others], dim=-1)
+
+
+def evidence_of(attention_mask: Any, num_positions: int) -> Tensor:
+    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding.
+
+    Raises:
+        ValueError: the mask is not one of padding.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
+    seen = attention_mask[:, -num_positions - 1 :].bool()
+    if seen.shape[1] == num_positions:
+        seen = F.pad(seen, (1, 0))
+    return seen[:, 1:] & seen[:, :-1]

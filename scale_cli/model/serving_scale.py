@@ -5,19 +5,17 @@ Shapes: B batch, T positions, V vocabulary, K heads (those that are routed among
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
-from .cache_scale import RouterState, ScaleCache
-from .observing import HeadLogits, Observation, observe_logits
-from .routing import head_log_probs, log_prior, mix_logits, posterior_log_weights
+from .cache_scale import ScaleCache
+from .routing import evidence_of, log_prior, route
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -168,23 +166,10 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
         return states.logits_of(self.root.lm_head, self.routed_heads)
 
-    def observe(self, states: FinalStates, next_ids_BT: Tensor) -> Observation:
-        """Return what the heads said of the tokens that came, without holding the logits of all positions.
-
-        Args:
-            states: with the preserved stream, T positions.
-            next_ids_BT: the token after each position.
-        """
-        return observe_logits(lambda at: self.routed_logits(states.at(at)), next_ids_BT, self.config.vocab_size)
-
-    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+    def head_logits(self, input_ids: Tensor) -> Callable[[slice], Sequence[Tensor]]:
         """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
         states = self.final_states(input_ids, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
-
-    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
-        """Return what the heads said of the tokens that came after each of `input_ids` (B, T)."""
-        return self.observe(self.final_states(input_ids, preserved=True), next_ids_BT)
 
     def _output(
         self, logits: Tensor, labels: Tensor | None, cache: ScaleCache | None, **kwargs: Any
@@ -201,52 +186,27 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def _posterior_logits(
         self,
         states: FinalStates,
-        kept: slice | Tensor,
+        logits_to_keep: int | Tensor,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         cache: ScaleCache | None,
     ) -> Tensor:
-        """Return the mixture's scores at the kept positions, and leave the router's state in the cache."""
-        prior_K = self.log_prior(input_ids.device)
-        past = None if cache is None else cache.router
-        evidence_KBT = self._evidence(states, input_ids, attention_mask, past)
-        start_KB = prior_K[:, None].expand(-1, len(input_ids)) if past is None else past.log_weights_KB
-        log_weights_KBS = posterior_log_weights(evidence_KBT, start_KB, prior_K, self.config.router_switch_rate)[
-            ..., 1:
-        ]
-        logits_KBTV = self._stacked_logits(states.at(kept))
+        """Return the mixture's scores at the kept positions, and leave the router's memory in the cache."""
+        num_positions = input_ids.shape[1]
+        index = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        routed = route(
+            lambda at: torch.stack([logits.float() for logits in self.routed_logits(states.at(at))]),
+            input_ids,
+            self.config.vocab_size,
+            prior_K=self.log_prior(input_ids.device),
+            switch_rate=self.config.router_switch_rate,
+            memory=None if cache is None else cache.router,
+            evidence_BT=None if attention_mask is None else evidence_of(attention_mask, num_positions),
+            first=0 if index is not None or not logits_to_keep else max(0, num_positions - int(logits_to_keep)),
+        )
         if cache is not None:
-            ends_last = isinstance(kept, slice)
-            last_KBTV = logits_KBTV if ends_last else self._stacked_logits(states.at(slice(-1, None)))
-            cache.router = RouterState(log_weights_KBS[..., -1], head_log_probs(last_KBTV[:, :, -1]))
-        return mix_logits(log_weights_KBS[..., kept], logits_KBTV)
-
-    def _stacked_logits(self, states: FinalStates) -> Tensor:
-        return torch.stack([logits.float() for logits in self.routed_logits(states)])
-
-    def _evidence(
-        self,
-        states: FinalStates,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        past: RouterState | None,
-    ) -> Tensor:
-        """Return (K, B, T): what each head had said of every token of `input_ids`; 0 where nothing had been said."""
-        num_heads = len(self.routed_heads)
-        if past is None:
-            first_KB1 = torch.zeros(num_heads, len(input_ids), 1, device=input_ids.device)
-        else:
-            ids = input_ids[:, :1].expand(num_heads, -1, -1)
-            first_KB1 = past.last_log_probs_KBV.gather(-1, ids)
-        evidence_KBT = first_KB1
-        if input_ids.shape[1] > 1:
-            said = self.observe(states.at(slice(0, -1)), input_ids[:, 1:]).log_probs_KBT
-            evidence_KBT = torch.cat([first_KB1, said], dim=-1)
-        if attention_mask is None:
-            return evidence_KBT
-        # A padding token is no evidence, and neither is the token after one: nothing was predicted from padding.
-        seen = F.pad(attention_mask.bool(), (1, 0))[:, -input_ids.shape[1] - 1 :]
-        return torch.where(seen[:, 1:] & seen[:, :-1], evidence_KBT, 0.0)
+            cache.router = routed.memory
+        return routed.scores_BTV if index is None else routed.scores_BTV[:, index]
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -15,8 +15,6 @@ D channels, V vocabulary, or one device's share of it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 _WORDS_ALIGNED = 4  # rows that start at multiples of 16 bytes are multiplied faster
-_LARGEST_SIZE = 256.0  # as in model/routing.py
 
 
 class Heads(Protocol):
@@ -179,35 +176,6 @@ def _products(tokens_TKK: Tensor, since_T: Tensor, longest: int) -> Tensor:
         tokens_TKK = torch.cat([tokens_TKK[:shift], torch.where(within, joined, tokens_TKK[shift:])])
         shift *= 2
     return tokens_TKK
-
-
-def mixed_scores(log_weights_RK: Tensor, logits: Sequence[Tensor], sizes_RK: Tensor) -> Tensor:
-    """Return what `model.routing.mix_logits` does, of heads whose log-sum-exps are known.
-
-    It is the same of a share of the vocabulary as of all of it, so devices need not see each other's logits.
-
-    Args:
-        log_weights_RK: of the heads.
-        logits: of each head (R, V), float32.
-        sizes_RK: the log-sum-exps over the whole vocabulary; one that is not finite silences its head.
-    """
-    sound_RK = sizes_RK.isfinite()
-    log_weights_RK = torch.where(sound_RK, log_weights_RK.float(), -torch.inf)
-    log_weights_RK = log_weights_RK - torch.logsumexp(log_weights_RK, dim=-1, keepdim=True)
-    sizes_RK = torch.where(sound_RK, sizes_RK, 0.0)
-    weighted_RK = torch.where(sound_RK, log_weights_RK.exp() * sizes_RK.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
-    offset_RK = log_weights_RK - sizes_RK + weighted_RK.sum(dim=-1, keepdim=True)
-    weighted = [
-        torch.where(sound_RK[:, head, None], logits_RV + offset_RK[:, head, None], -torch.inf)
-        for head, logits_RV in enumerate(logits)
-    ]
-    return functools.reduce(_log_of_sum, weighted)
-
-
-def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
-    """Return the logarithm of a sum: torch.logaddexp within 1e-7, in half of its time once it is compiled."""
-    most = torch.maximum(left, right)
-    return torch.where(most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log())
 
 
 def attach_state(hidden_TD: Tensor, log_weights_TK: Tensor, rows_T: Tensor) -> Tensor:

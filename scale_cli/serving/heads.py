@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .block_router import mixed_scores
+from ..model.routing import mix_logits
 
 _ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
 
@@ -45,7 +45,7 @@ def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], length: int) -> Te
 
 def scores_of(parts: Sequence[Tensor], parents: Sequence[int], log_weights_TK: Tensor, sizes_TK: Tensor) -> Tensor:
     """Return (T, V): the scores of the heads' mixture."""
-    return mixed_scores(log_weights_TK, _added_up(parts, parents), sizes_TK)
+    return mix_logits(log_weights_TK.T, _added_up(parts, parents), sizes_TK.T)
 
 
 def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:

@@ -21,9 +21,9 @@ from scale_cli.data.batches import Batches, BatchSource
 from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
-from scale_cli.evaluation.scoring import score_corpus
+from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.observing import TwoHeaded
 from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, Losses, MetricsLog, MetricsRecord
@@ -63,7 +63,7 @@ class TrainingRun:
     config: RunConfig
     accelerator: Accelerator
     model: MethodModel
-    observed: TwoHeaded | None
+    observed: HeadedModel | None
     wrapped: nn.Module
     metadata: RunMetadata
     optimiser: torch.optim.Optimizer
@@ -366,27 +366,21 @@ def _evaluate(run: TrainingRun) -> Losses:
     return losses
 
 
-def _held_out_losses(run: TrainingRun, observed: TwoHeaded) -> Losses:
+def _held_out_losses(run: TrainingRun, observed: HeadedModel) -> Losses:
     """Return nats per token of every head on every held-out corpus; None for an infinite loss."""
-    evaluation, losses = run.config.evaluation, {}
-    for source, corpus in zip(evaluation.perplexity, run.held_out, strict=True):
+    losses = {}
+    for source, corpus in zip(run.config.evaluation.perplexity, run.held_out, strict=True):
         scored = score_corpus(
             observed,
             corpus,
             run.config.method.router,
-            sequence_length=evaluation.sequence_length or run.config.corpus.sequence_length,
-            batch_size=evaluation.batch_size,
-            mixed_precision=evaluation.mixed_precision,
+            Passes.of(run.config),
             max_documents=run.config.train.eval_max_documents,
             progress=f"evaluating {source.name}" if run.accelerator.is_main_process else None,
             # The parts of a sharded model are only together while all processes run the same batch.
             share=ALONE if is_sharded(run.model) else share(),
         )
-        heads = {
-            "base": scored.base,
-            "adapted": scored.adapted,
-            "routed": getattr(scored, run.config.method.router.rule),
-        }
+        heads = scored.heads | {"routed": scored.rules[run.config.method.router.rule]}
         per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
         losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
     return losses

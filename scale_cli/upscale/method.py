@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
 from scale_cli.errors import ConfigError
-from scale_cli.model.base_and_trained import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained, HeadedModel
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.observing import TwoHeaded
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
 from scale_cli.upscale.folder import MethodModel
@@ -53,7 +53,15 @@ def set_router(model: MethodModel, router: RouterConfig) -> None:
         model.config.router_threshold = router.threshold
 
 
-def two_headed(model: MethodModel, base: ModelConfig) -> TwoHeaded:
+def router_of(model: ScaleForCausalLM | JoinedForCausalLM) -> RouterConfig:
+    """Return the router that a model has; several expansions are routed among by the posterior rule."""
+    rule = {"prior": model.config.router_prior, "switch_rate": model.config.router_switch_rate}
+    if isinstance(model, ScaleForCausalLM):
+        rule |= {"rule": model.config.router_rule, "threshold": model.config.router_threshold}
+    return RouterConfig.model_validate(rule)
+
+
+def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
     """Return a model whose base head and trained head are observed together.
 
     A widened model is one already; any other gets the untouched base at its side, a second model in memory.

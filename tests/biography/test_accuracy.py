@@ -9,7 +9,7 @@ import torch
 from scale_cli.biography.accuracy import first_token_accuracy
 from scale_cli.biography.tasks import Question
 from scale_cli.config.schema import RouterConfig
-from scale_cli.model.base_and_trained import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained
 from tests.widening import as_if_trained, tiny_llama, widen
 
 

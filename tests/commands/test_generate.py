@@ -19,8 +19,9 @@ from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.generation.streaming import Decoder, HeadStreamer
-from scale_cli.model.cache_scale import RouterState, ScaleCache
+from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import RouterMemory
 from scale_cli.printable import printable
 from tests.export.conftest import configured
 
@@ -153,7 +154,7 @@ def test_heads_are_shown_token_by_token_as_they_are_afterwards(
     streamer.put(torch.tensor([[5]]))
     assert capsys.readouterr().out == ""
     assert isinstance(streamer.cache, ScaleCache)
-    streamer.cache.router = RouterState(torch.tensor([[-9.0], [0.0]]), torch.zeros(2, 1, 1))
+    streamer.cache.router = RouterMemory(torch.tensor([[-9.0], [0.0]]), torch.zeros(2, 1, 1), torch.zeros(2, 1))
     for token in continued[0].tokens[:1]:
         streamer.put(torch.tensor([Generator(run.output_dir).prompt_ids(token.text)[-1]]))
         assert "\x1b[33m" in capsys.readouterr().out, "before the next token is there"

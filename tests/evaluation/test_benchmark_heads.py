@@ -10,6 +10,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from transformers import LlamaConfig
 
 from scale_cli.config.schema import BenchmarkSource, ModelConfig, RouterConfig
 from scale_cli.errors import RunError
@@ -18,8 +19,8 @@ from scale_cli.evaluation.benchmark_tasks import open_benchmarks
 from scale_cli.evaluation.benchmarks import measure_items
 from scale_cli.evaluation.results import HEADS
 from scale_cli.export.dense import dense_model
+from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.observing import Observation
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.base import load_tokenizer
 from tests.threads_as_processes import in_processes
@@ -155,16 +156,18 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
 class CountingHeads:
     """Two heads, of which the trained one has broken: it gives nothing any probability."""
 
+    config = LlamaConfig(vocab_size=512)
+
     def __init__(self) -> None:
         self.num_rows = 0
 
     def parameters(self) -> Any:
         return iter([torch.nn.Parameter(torch.zeros(1))])
 
-    def observe_tokens(self, input_ids: Tensor, next_ids_BT: Tensor) -> Observation:
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
         self.num_rows += len(input_ids)
-        said = torch.stack([torch.full(next_ids_BT.shape, -2.0), torch.full(next_ids_BT.shape, -math.inf)])
-        return Observation(said, torch.full(next_ids_BT.shape, math.nan))
+        even = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        return lambda at: [even[:, at], torch.full_like(even[:, at], math.nan)]
 
 
 def test_a_request_is_observed_once_for_all_heads(shared_data: Path) -> None:
@@ -182,7 +185,7 @@ def test_a_broken_head_says_minus_infinity_and_routing_survives_it(shared_data: 
     for answers.head in HEADS:
         ((got[answers.head], is_greedy),) = answers.loglikelihood(asked(("One fine", " day")))
         assert not is_greedy
-    num_tokens = -got["base"] / 2.0
+    num_tokens = -got["base"] / math.log(CountingHeads.config.vocab_size)
     assert got["adapted"] == -math.inf
     assert got["cosine"] == got["base"]
     assert got["posterior"] >= got["base"] - num_tokens * 0.01 - 0.01 + math.log(1.0 - ROUTER.switch_rate) * num_tokens

@@ -19,7 +19,7 @@ def cost(prior: float, losses_T: list[tuple[float, float]], head: int) -> float:
     """Nats that routing costs a document more than one head."""
     said_K1T = -torch.tensor(losses_T, dtype=torch.float64).T.unsqueeze(1)
     start_K = log_prior(prior)
-    weights = posterior_log_weights(said_K1T, start_K.unsqueeze(-1), start_K)
+    weights = posterior_log_weights(said_K1T, start_K)
     routed = mix_log_probs(weights[..., :-1], said_K1T)
     return float((said_K1T[head] - routed).sum())
 

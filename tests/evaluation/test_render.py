@@ -31,7 +31,9 @@ def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> Doc
     if broken:
         adapted[0] = math.inf
     posterior = np.minimum(base, adapted) + math.log(2)
-    return DocumentLosses(num_tokens, 4.0 * num_tokens, base, adapted, posterior, base, 0.25 * num_tokens, num_tokens)
+    served = {"posterior": num_tokens * [[0.25], [0.75]], "cosine": num_tokens * [[1.0], [0.0]]}
+    heads, rules = {"base": base, "adapted": adapted}, {"posterior": posterior, "cosine": base}
+    return DocumentLosses(num_tokens, 4.0 * num_tokens, heads, rules, served)
 
 
 def corpus(name: str, language: Any, role: Any, *, seed: int = 0, **of_losses: Any) -> CorpusResult:
@@ -119,14 +121,15 @@ def test_figures_are_the_documents_own() -> None:
     scored = losses(0, 2.0)
     result = corpus("petitions", "ko", "acquisition")
     assert result.num_tokens == scored.num_tokens.sum() and result.num_documents == 12
+    nats_of = scored.heads | scored.rules
     for name in HEADS:
-        nats, head = getattr(scored, name), result.heads[name]
+        nats, head = nats_of[name], result.heads[name]
         assert head.nats_per_token == pytest.approx(nats.sum() / scored.num_tokens.sum())
         assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
         assert head.bits_per_byte == pytest.approx(nats.sum() / scored.num_bytes.sum() / math.log(2))
-        assert head.worst_document_nats == pytest.approx((nats - scored.base).max())
+        assert head.worst_document_nats == pytest.approx((nats - nats_of["base"]).max())
         assert head.nats_per_token_difference.value == pytest.approx(
-            (nats - scored.base).sum() / scored.num_tokens.sum()
+            (nats - nats_of["base"]).sum() / scored.num_tokens.sum()
         )
     assert [result.heads[name].base_share for name in HEADS] == [None, None, 0.25, 1.0]
 

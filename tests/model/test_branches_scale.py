@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
@@ -190,11 +191,11 @@ def test_routing_costs_at_most_ln_of_the_number_of_heads_over_the_best_head_on_e
     ids = torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(seed))
     routed = router(input_ids=ids[:, :-1], use_cache=False).logits.log_softmax(-1)
     loss_B = -routed.gather(-1, ids[:, 1:, None]).squeeze(-1).double().sum(-1)
-    said_KBT = router.observe_tokens(ids[:, :-1], ids[:, 1:]).log_probs_KBT.double()
+    said_KBT = token_log_probs(router, ids[:, :-1], ids[:, 1:]).log_probs_KBT.double()
     best_B = (-said_KBT.sum(-1)).amin(0)
     assert (loss_B <= best_B * (1 + 1e-6) + math.log(len(stds) + 1) + 1e-4).all()
     prior_K = router.log_prior()
-    weights_KBS = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, 3), prior_K)
+    weights_KBS = posterior_log_weights(said_KBT, prior_K)
     # A softmax hands the share of a head that has broken to the others.
     sound_KBT = torch.where(said_KBT.isfinite(), weights_KBS[..., :-1], -torch.inf)
     exact_B = -mix_log_probs(sound_KBT - torch.logsumexp(sound_KBT, 0), said_KBT).sum(-1)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.model import observing
+from scale_cli.model import routing
+from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_serves_base, log_prior, mix_log_probs, posterior_log_weights
@@ -176,9 +177,9 @@ def test_posterior_logits_are_what_evaluation_computes_from_observations(layers:
     model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3))
     ids = some_ids(4, 40)
     input_ids, next_ids = ids[:, :-1], ids[:, 1:]
-    observed = model.observe(model.final_states(input_ids, preserved=True), next_ids)
+    observed = token_log_probs(model, input_ids, next_ids)
     prior_K = log_prior(0.3)
-    weights = posterior_log_weights(observed.log_probs_KBT, prior_K[:, None].expand(-1, 4), prior_K, switch_rate)
+    weights = posterior_log_weights(observed.log_probs_KBT, prior_K, switch_rate)
     expected = mix_log_probs(weights[..., :-1], observed.log_probs_KBT.double())
     routed = model(input_ids=input_ids, use_cache=False).logits
     came = routed.log_softmax(-1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
@@ -206,7 +207,7 @@ def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> Non
     model = as_if_trained(widen(tiny_llama(), "route", "top:1", rule="cosine"))
     input_ids = some_ids(4, 40)
     states = model.final_states(input_ids, preserved=True)
-    cosine = model.observe(states, input_ids).cosine_BT
+    cosine = token_log_probs(model, input_ids, input_ids).cosine_BT
     model.config.router_threshold = cosine.quantile(0.3).item()
     serves_base = cosine_serves_base(cosine, model.config.router_threshold)
     assert 0.5 < serves_base.float().mean() < 0.9, "both heads serve"
@@ -222,13 +223,12 @@ def test_observations_are_both_heads_log_softmax_however_they_are_chunked(
 ) -> None:
     model = as_if_trained(widen(tiny_llama(), "route", layers))
     input_ids, next_ids = some_ids(3, 17), some_ids(3, 17, seed=1)
-    states = model.final_states(input_ids, preserved=True)
-    whole = model.observe(states, next_ids)
+    whole = token_log_probs(model, input_ids, next_ids)
     for head, logits in enumerate((base_path(model, input_ids), adaptation(model, input_ids))):
         expected = torch.log_softmax(logits, -1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(whole.log_probs_KBT[head], expected, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(observing, "_LOGITS_AT_ONCE", 3 * 61 * 5)
-    chunked = model.observe(states, next_ids)
+    monkeypatch.setattr(routing, "LOGITS_AT_ONCE", 3 * 61 * 5)
+    chunked = token_log_probs(model, input_ids, next_ids)
     torch.testing.assert_close(chunked.log_probs_KBT, whole.log_probs_KBT, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chunked.cosine_BT, whole.cosine_BT, rtol=1e-5, atol=1e-5)
 

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.export.dense import dense_model
 from scale_cli.export.router_keys import router_keys
-from scale_cli.model import routed_scale
+from scale_cli.model import routed_scale, routing
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed, RouterLayer
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
@@ -105,7 +105,7 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
         read.append(rows_BTD.shape[1])
         return head_logits(self, rows_BTD)
 
-    monkeypatch.setattr(routed_scale, "_LOGITS_AT_ONCE", 3 * 2 * 61)
+    monkeypatch.setattr(routing, "LOGITS_AT_ONCE", 3 * 2 * 61)
     monkeypatch.setattr(Routed, "_head_logits", reading)
     index = torch.tensor([13, 2, 19])
     for keep, expected in ((0, whole), (1, whole[:, -1:]), (8, whole[:, -8:]), (99, whole), (index, whole[:, index])):
@@ -127,7 +127,7 @@ def test_of_several_heads_the_rule_mixes_all(parents: list[int]) -> None:
         heads_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, IDS[None, :, 1:, None].expand(3, -1, -1, -1)).squeeze(-1)
     )
     prior_K = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64).log()
-    weights_KBT = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, 2), prior_K, 0.02)
+    weights_KBT = posterior_log_weights(said_KBT, prior_K, 0.02)
     wanted = mix_log_probs(weights_KBT.unsqueeze(-1).float(), heads_KBTV.log_softmax(-1))
     close(answered(one_row).log_softmax(-1), wanted)
     cache = one_row(IDS[:, :-1], use_cache=True).past_key_values

@@ -44,7 +44,7 @@ class Said:
     def weights(self, switch_rate: float = 0.0) -> Tensor:
         """(K, T + 1), logarithms."""
         log_probs_KBT = torch.from_numpy(self.log_probs_KT).unsqueeze(1)
-        return posterior_log_weights(log_probs_KBT, self.prior_K[:, None], self.prior_K, switch_rate)[:, 0]
+        return posterior_log_weights(log_probs_KBT, self.prior_K, switch_rate)[:, 0]
 
     def routed_loss(self, switch_rate: float = 0.0) -> float:
         log_probs_KT = torch.from_numpy(self.log_probs_KT)
@@ -148,7 +148,7 @@ def test_windows_with_carried_weights_are_the_whole_document(
     cut = data.draw(st.integers(0, said.log_probs_KT.shape[1]))
     log_probs_KBT, start_KB, windows = torch.from_numpy(said.log_probs_KT).unsqueeze(1), said.prior_K[:, None], []
     for window in (log_probs_KBT[..., :cut], log_probs_KBT[..., cut:]):
-        weights_KBS = posterior_log_weights(window, start_KB, said.prior_K, switch_rate)
+        weights_KBS = posterior_log_weights(window, said.prior_K, switch_rate, start_KB)
         start_KB = weights_KBS[..., -1]
         windows.append(weights_KBS[:, 0, :-1])
     whole = said.weights(switch_rate)
@@ -184,7 +184,7 @@ def test_documents_of_a_batch_do_not_touch_each_other() -> None:
     prior_K = log_prior(0.3)
     for switch_rate in (0.0, 0.01):
         start_KB = prior_K[:, None].expand(-1, 5)
-        together = posterior_log_weights(log_probs_KBT, start_KB, prior_K, switch_rate)
+        together = posterior_log_weights(log_probs_KBT, prior_K, switch_rate, start_KB)
         for index in range(5):
             alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights(switch_rate)
             torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scale_cli.model.routing import head_log_probs, log_prior, mix_logits, posterior_log_weights
-from scale_cli.serving.block_router import BlockRouter, Step, attach_state, detach_state, mixed_scores
+from scale_cli.serving.block_router import BlockRouter, Step, attach_state, detach_state
 
 VOCABULARY = 5
 unhurried = settings(deadline=None, max_examples=40)
@@ -52,7 +52,7 @@ class Document:
         log_probs_KTV = head_log_probs(heads.logits(self.hidden_TD[:-1]).transpose(0, 1))
         said_KT = log_probs_KTV.gather(-1, self.ids_T[1:].expand(heads.num_heads, -1)[..., None])[..., 0]
         evidence_KT = torch.cat([torch.zeros(heads.num_heads, 1), said_KT], dim=-1)
-        return posterior_log_weights(evidence_KT[:, None], prior_K[:, None], prior_K, switch_rate)[:, 0, 1:].T
+        return posterior_log_weights(evidence_KT[:, None], prior_K, switch_rate)[:, 0, 1:].T
 
 
 class Blocks:
@@ -210,7 +210,7 @@ def test_every_document_is_weighed_as_if_it_were_alone(
     scale=st.sampled_from([1.0, 30.0, 1000.0]),
 )
 @unhurried
-def test_scores_mixed_with_known_sizes_are_those_of_the_model(
+def test_scores_of_shares_of_the_vocabulary_mixed_with_known_sizes_are_those_of_the_whole(
     seed: int, num_heads: int, broken: float, scale: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -218,8 +218,8 @@ def test_scores_mixed_with_known_sizes_are_those_of_the_model(
     logits_KRV[torch.rand(logits_KRV.shape, generator=generator) < broken / 7] = math.nan
     log_weights_KR = torch.log_softmax(5 * torch.randn(num_heads, 3, generator=generator), dim=0)
     expected = mix_logits(log_weights_KR, logits_KRV)
-    sizes_RK = torch.logsumexp(logits_KRV, dim=-1).T
-    halves = [mixed_scores(log_weights_KR.T, list(half), sizes_RK) for half in logits_KRV.split([4, 3], dim=-1)]
+    sizes_KR = torch.logsumexp(logits_KRV, dim=-1)
+    halves = [mix_logits(log_weights_KR, list(half), sizes_KR) for half in logits_KRV.split([4, 3], dim=-1)]
     some_head = logits_KRV.isfinite().all(dim=-1).any(dim=0)
     found = torch.cat(halves, dim=-1)
     torch.testing.assert_close(found[some_head], expected[some_head], atol=1e-3, rtol=1e-5)

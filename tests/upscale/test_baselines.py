@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
-from scale_cli.model.base_and_trained import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import deeper_order, prepare_baseline
@@ -129,6 +129,6 @@ def test_a_model_beside_its_base_is_observed_as_both_models_own_losses() -> None
     disturb(trained)
     ids = torch.randint(0, 64, (2, 17))
     with torch.no_grad():
-        observed = BaseAndTrained(base, trained).observe_tokens(ids[:, :-1], ids[:, 1:])
+        observed = token_log_probs(BaseAndTrained(base, trained), ids[:, :-1], ids[:, 1:])
         for said, model in zip(observed.log_probs_KBT, (base, trained), strict=True):
             torch.testing.assert_close(-said.mean(), model(ids, labels=ids).loss)

@@ -62,7 +62,7 @@ def routed_log_probs(model: Any, switch_rate: float) -> Tensor:
     next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
     prior_K = log_prior(PRIOR, len(STREAMS))
-    weights = posterior_log_weights(said_KBT, prior_K[:, None].expand(-1, len(IDS)), prior_K, switch_rate)
+    weights = posterior_log_weights(said_KBT, prior_K, switch_rate)
     mixed = mix_logits(weights[..., :-1].float(), logits_KBTV[:, :, :-1]).log_softmax(-1)
     return mixed.gather(-1, IDS[:, 1:, None])[..., 0]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_cli.model.heads import token_log_probs
 from tests.serving.engine.conftest import DOCUMENT_LENGTH, DOCUMENTS, PROMPT_LENGTH, PROMPTS, Ask, Trained
 
 NEW = 28  # tokens of a continuation: with its prompt more than two blocks hold
@@ -81,7 +82,7 @@ def continuations(trained: Trained) -> list[list[int]]:
 def losses(trained: Trained) -> Tensor:
     """(K, documents): nats that each head costs, from the second token on."""
     of = [
-        -trained.model.observe_tokens(ids[:, :-1], ids[:, 1:]).log_probs_KBT.sum(dim=-1)
+        -token_log_probs(trained.model, ids[:, :-1], ids[:, 1:]).log_probs_KBT.sum(dim=-1)
         for ids in trained.documents.split(20)
     ]
     return torch.cat(of, dim=1)

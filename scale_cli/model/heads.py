@@ -1,0 +1,103 @@
+"""What several heads say of the tokens of a text, and how a rule weighs them, one number a token and head.
+
+The heads are a widened model's, or two models': a trained one beside the untouched base, which is what any method can
+be given without widening anything, and what SCALE-Route has to be weighed against.
+
+Shapes: K heads (the first the base's, the last the trained one's), B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .routing import (
+    cosine_log_weights,
+    log_prior,
+    logit_cosine,
+    observed_log_probs,
+    parts_of_positions,
+    posterior_log_weights,
+)
+
+# (B, positions, V) logits of every head at some positions of one forward pass.
+HeadLogits = Callable[[slice], Sequence[Tensor]]
+
+
+class RouterSettings(Protocol):
+    """What the rules are set by: of the config, or of a model."""
+
+    @property
+    def prior(self) -> float:
+        """Weight of the base head at the first token."""
+
+    @property
+    def switch_rate(self) -> float:
+        """Fixed share of the posterior rule, per token."""
+
+    @property
+    def threshold(self) -> float:
+        """Tau of the cosine rule."""
+
+
+class HeadedModel(Protocol):
+    """A model with several heads over one vocabulary."""
+
+    config: Any
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return its parameters: they tell its device."""
+
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """What the heads said of tokens that came, and how alike their predictions were."""
+
+    log_probs_KBT: Tensor  # of the token that came, under each head, nats
+    cosine_BT: Tensor  # of the logit vectors of the first and the last head
+
+    def log_weights(self, rule: str, router: RouterSettings) -> Tensor:
+        """Return (K, B, T): how a rule weighs the heads in the prediction of each of the tokens, as logarithms."""
+        if rule == "cosine":
+            return cosine_log_weights(self.cosine_BT, router.threshold)
+        prior_K = log_prior(router.prior, len(self.log_probs_KBT), self.log_probs_KBT.device)
+        return posterior_log_weights(self.log_probs_KBT, prior_K, router.switch_rate)[..., :-1]
+
+
+def token_log_probs(model: HeadedModel, input_ids: Tensor, next_ids_BT: Tensor) -> TokenLogProbs:
+    """Return what a model's heads say of the token that comes after each of `input_ids` (B, T)."""
+    return log_probs_of(model.head_logits(input_ids), next_ids_BT, model.config.vocab_size)
+
+
+def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) -> TokenLogProbs:
+    """Return what heads say of the token after each position, without the logits of all positions at once."""
+    log_probs, cosines = [], []
+    for at in parts_of_positions(next_ids_BT, vocab_size):
+        heads = [logits.float() for logits in logits_at(at)]
+        log_probs.append(torch.stack([observed_log_probs(logits, next_ids_BT[:, at]) for logits in heads]))
+        cosines.append(logit_cosine(heads[0], heads[-1]))
+    return TokenLogProbs(torch.cat(log_probs, dim=-1), torch.cat(cosines, dim=-1))
+
+
+class BaseAndTrained(nn.Module):
+    """Two causal language models of one vocabulary, whose heads are scored as the two of a widened model are."""
+
+    def __init__(self, base: Any, trained: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.trained = trained
+        self.config = base.config
+
+    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+        """Run both models over `input_ids` (B, T) and return what gives their logits at any positions."""
+        models = (self.base, self.trained)
+        hidden = [model.get_decoder()(input_ids, use_cache=False).last_hidden_state for model in models]
+        heads = [model.get_output_embeddings() for model in models]
+        return lambda positions: [head(states[:, positions]) for head, states in zip(heads, hidden, strict=True)]
