@@ -21,9 +21,8 @@ from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import every_source
 from scale_cli.errors import ConfigError, UsageError
-from scale_cli.planning.counting import count_saved_tensors
+from scale_cli.planning.counting import count_flops, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device
-from scale_cli.planning.flops import ideal_flops_per_token
 from scale_cli.planning.memory import Parameters, training_memory
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import base_without_weights, load_base_config
@@ -130,7 +129,7 @@ def fitting_sizes(base_config: Any, minutes: float) -> Sizes:
         model = build_model(base_without_weights(base_config, "float32"), _METHOD, seed=0)
     settings = {"max_steps": 1, "mixed_precision": mixed_precision}
     parameters = Parameters.of(model, TrainConfig.model_validate(settings))
-    saved = count_saved_tensors(model, mixed_precision)
+    flops, saved = count_flops(model, _LENGTHS[-1]), count_saved_tensors(model, mixed_precision)
 
     def memory(length: int, at_once: int) -> int:
         batch = {"global_batch_size": at_once, "micro_batch_size": at_once}
@@ -145,7 +144,7 @@ def fitting_sizes(base_config: Any, minutes: float) -> Sizes:
         ).total
 
     def tokens_in_time(length: int) -> float:
-        return 60 * minutes * device.sustained_flops_per_s / ideal_flops_per_token(base_config, _METHOD, length).total
+        return 60 * minutes * device.sustained_flops_per_s / flops.total(length)
 
     step_tokens = min(max(tokens_in_time(_LENGTHS[-1]) / _WANTED_STEPS, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS)
     longest = min(base_config.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)

@@ -14,9 +14,8 @@ from scale_cli.data.corpora import cache_dir
 from scale_cli.data.doubtful import num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
-from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
+from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device, stated_device
-from scale_cli.planning.flops import TokenFlops, ideal_flops_per_token
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
@@ -35,15 +34,14 @@ class MethodPlan:
     variant: str  # its name
     chosen: bool  # whether it is the config's
     parameters: Parameters  # frozen and trainable
-    ideal_flops: TokenFlops  # per token, every needed product once
-    counted_flops_per_token: float  # of the real model's products; attention over every key
+    flops: TokenFlops  # what training on a token computes
+    flops_per_token: float  # all of it, in the run's windows
     memory: Memory  # of one process
-    time_s: float  # the run's ideal FLOPs at what the devices sustain
+    time_s: float  # the run's FLOPs at what the devices sustain
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--output` holds of it."""
         totals = {
-            "ideal_flops_per_token": self.ideal_flops.total,
             "memory_bytes": self.memory.total,
             "checkpoint_bytes": self.parameters.checkpoint_bytes,
         }
@@ -164,7 +162,7 @@ def _plan_method(
     with torch.device("meta"):
         model = build_model(base_without_weights(base_config, config.model.dtype), method, config.seed)
     parameters = Parameters.of(model, config.train)
-    counted = count_flops_per_token(model, length)
+    flops = count_flops(model, length)
     memory = training_memory(
         parameters,
         count_saved_tensors(model, config.train.mixed_precision),
@@ -175,10 +173,10 @@ def _plan_method(
         device_type=device.type,
         distils=method.distils,
     )
-    ideal = ideal_flops_per_token(base_config, method, length)
+    per_token = flops.total(length)
     num_tokens = config.train.max_steps * config.train.global_batch_size * length
-    time_s = num_tokens * ideal.total / (device.sustained_flops_per_s * num_processes)
-    return MethodPlan(method.variant, method == config.method, parameters, ideal, counted, memory, time_s)
+    time_s = num_tokens * per_token / (device.sustained_flops_per_s * num_processes)
+    return MethodPlan(method.variant, method == config.method, parameters, flops, per_token, memory, time_s)
 
 
 def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
@@ -235,13 +233,13 @@ def _device_line(device: Device) -> str:
 
 
 def _work_table(plan: Plan) -> list[str]:
-    titles = ["", "frozen", "trainable", "FLOPs/token", "counted", "run's FLOPs", "time"]
+    titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
     rows = []
     for method in plan.methods:
-        ideal, sizes = method.ideal_flops.total, method.parameters
-        counts = (sizes.num_frozen, sizes.num_trainable, ideal, method.counted_flops_per_token, ideal * plan.num_tokens)
+        sizes, flops = method.parameters, method.flops_per_token
+        counts = (sizes.num_frozen, sizes.num_trainable, flops, flops * plan.num_tokens)
         rows.append([_name(method), *map(quantity, counts), _duration(method.time_s)])
-    return Table(titles, rows, "lrrrrrr").lines()
+    return Table(titles, rows, "lrrrrr").lines()
 
 
 def _memory_table(plan: Plan) -> list[str]:
@@ -263,9 +261,8 @@ def _footnotes(plan: Plan) -> list[str]:
     lines += [
         "",
         "> is the config's method; the others at the config's sizes, collaborating where they do by default.",
-        "FLOPs/token: every product that training needs, once, attention causal; counted: those of the real",
-        "model on tensors without numbers, attention over every key. The time is that of the former, without",
-        "evaluation and checkpoints.",
+        "FLOPs/token: the products of the real model, counted on tensors without numbers, attention causal.",
+        "The time is theirs, without evaluation and checkpoints.",
         f"memory: of one process; saved: for the backward pass of a micro-batch of {at_once:,}, {precision};",
         f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments.",
     ]

@@ -8,13 +8,11 @@ dispatch, autocast and fused attention included, without storage.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -33,38 +31,37 @@ _UNMASKED = "sdpa_without_mask"
 AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
 
 
-# What FLOPs each operation has: torch's own registry, and a product that is summed in place, which it leaves out.
-_FLOPS_OF = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+# The counter does not know a product that is summed in place.
+_SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
 
 
-class _ProductCounter(TorchDispatchMode):
-    """Sums up FLOPs by torch's own registry, as FlopCounterMode does, which also follows modules and takes longer."""
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs of training on one token, forward and backward: every product of matrices that a real model computes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+    products: float  # linear maps and the vocabulary head
+    attention_per_key: float  # of queries, keys and values, for every position that a token sees
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if (flops_of := _FLOPS_OF.get(func._overloadpacket)) is not None:
-            self.flops += flops_of(*args, **kwargs, out_val=result)
-        return result
+    def total(self, sequence_length: int) -> float:
+        """Return all of them in windows of some length; attention is causal: a token sees (T + 1) / 2 keys."""
+        return self.products + self.attention_per_key * (sequence_length + 1) / 2
 
 
-def count_flops_per_token(model: MethodModel, sequence_length: int) -> float:
-    """Return the FLOPs of the products of one training window, forward and backward, per token.
+def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
+    """Return the FLOPs of a token of one training window.
 
-    Attention is counted over every key, causal or not: two products forward, four backward.
+    On the meta device attention is products of its own, over every key: two forward, four backward where all train.
 
     Args:
         model: on the meta device.
         sequence_length: T.
     """
-    with torch.device("meta"), _ProductCounter() as counter:
+    with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=_SUMMED_IN_PLACE) as counter:
         _loss(model, sequence_length).backward()
     model.zero_grad(set_to_none=True)
-    return counter.flops / sequence_length
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    products = counter.get_total_flops() - attention
+    return TokenFlops(products / sequence_length, attention / sequence_length**2)
 
 
 @dataclass(frozen=True)

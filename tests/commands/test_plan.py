@@ -13,10 +13,10 @@ from scale_cli.cli import main
 from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
 from scale_cli.data.tokens import tokenised
-from scale_cli.planning.flops import ideal_flops_per_token
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
-from tests.planning.test_flops import LLAMA_3_2_1B
+from scripts.benchmark.algebra import ideal_flops_per_token
+from tests.benchmark.test_algebra import LLAMA_3_2_1B
 
 
 def tree(folder: Path, base: Path, **method: Any) -> dict[str, Any]:
@@ -51,19 +51,13 @@ def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
     assert planned.keys() == set(get_args(Variant)) and not llama_1b.refused
     full = planned["full"]
     assert (full.parameters.num_frozen, full.parameters.num_trainable) == (0, 1_235_814_400)
-    assert round(full.ideal_flops.total / 1e9, 2) == 9.03
+    assert round(full.flops_per_token / 1e9, 2) == 9.03
     assert planned["route"].parameters.num_frozen == 1_235_814_400
     assert planned["route"].memory.frozen == 2 * 1_235_814_400
     assert [method.variant for method in llama_1b.methods if method.chosen] == ["route"]
 
 
-def test_counted_products_are_the_ideal_ones_and_those_with_the_keys_a_token_does_not_see(llama_1b: Plan) -> None:
-    for method in llama_1b.methods:
-        unseen = method.ideal_flops.attention * (8192 / (8193 / 2) - 1)
-        assert method.counted_flops_per_token == pytest.approx(method.ideal_flops.total + unseen, rel=1e-12)
-
-
-def test_the_time_is_the_runs_flops_over_what_its_processes_sustain(llama_1b: Plan) -> None:
+def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(llama_1b: Plan) -> None:
     assert llama_1b.num_tokens == 10 * 4 * 8192
     for method in llama_1b.methods:
         ideal = ideal_flops_per_token(
@@ -71,6 +65,8 @@ def test_the_time_is_the_runs_flops_over_what_its_processes_sustain(llama_1b: Pl
             MethodConfig(variant=method.variant, expansion=llama_1b.config.method.expansion),  # type: ignore[arg-type]
             8192,
         )
+        assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
+        assert method.flops.products == ideal.linear + ideal.head
         assert method.time_s == pytest.approx(llama_1b.num_tokens * ideal.total / (2 * 4e14))
 
 

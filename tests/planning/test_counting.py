@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, Variant
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.counting import count_flops_per_token, count_saved_tensors
+from scale_cli.planning.counting import count_flops, count_saved_tensors
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import build_model, start_model
@@ -51,13 +51,15 @@ def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
 @methods
 def test_products_without_numbers_are_counted_as_those_of_the_real_model(method: MethodConfig) -> None:
     base, length = tiny_llama(), 24
-    counted = count_flops_per_token(without_weights(base, method), length)
+    counted = count_flops(without_weights(base, method), length)
     real = start_model(base, method, seed=0).train()
     real.set_attn_implementation("eager")
     summed_in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
     with FlopCounterMode(display=False, custom_mapping=summed_in_place) as counter:
         for_training(real, TrainConfig(max_steps=1))(**window(61, length)).loss.backward()
-    assert counted == counter.get_total_flops() / length
+    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert counted.products * length == counter.get_total_flops() - of_attention
+    assert counted.attention_per_key * length**2 == pytest.approx(of_attention, rel=1e-12)
 
 
 @methods

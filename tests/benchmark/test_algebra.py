@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.flops import ideal_flops_per_token
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.widening import tiny_llama
 
 SEQUENCE_LENGTH = 24
