@@ -7,6 +7,8 @@ dispatch, autocast and fused attention included, without storage.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +34,7 @@ AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
 
 
 # The counter does not know a product that is summed in place.
-_SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
+SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
         model: on the meta device.
         sequence_length: T.
     """
-    with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=_SUMMED_IN_PLACE) as counter:
+    with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
         _loss(model, sequence_length).backward()
     model.zero_grad(set_to_none=True)
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
@@ -100,23 +102,33 @@ def _loss(model: MethodModel, sequence_length: int) -> Tensor:
 
 def _saved_bytes(model: MethodModel, mixed_precision: str, sequence_length: int) -> tuple[int, int]:
     """Return the bytes that a window's forward keeps: all that is not of the vocabulary's width, and what is."""
+    with kept_for_backward(model, "cpu", mixed_precision) as kept:
+        _loss(model, sequence_length)
+    wide = num_bytes(tensor for tensor in kept.values() if tensor.shape[-1:] == (model.config.vocab_size,))
+    return num_bytes(kept.values()) - wide, wide
+
+
+@contextmanager
+def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) -> Iterator[dict[int, Tensor]]:
+    """Yield what autograd keeps of a forward pass, parameters left out, by storage: one tensor of each."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+    kept: dict[int, Tensor] = {}  # held with its storage's address, which another one could get otherwise
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            # The storage is held with its address, which another one could get otherwise.
-            kept[storage._cdata] = (storage, tensor.shape[-1:] == (model.config.vocab_size,))
+        if (storage := tensor.untyped_storage()._cdata) not in parameters:
+            kept[storage] = tensor
         return tensor
 
     with (
-        torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
+        torch.autocast(device_type, torch.bfloat16, enabled=mixed_precision == "bf16"),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        _loss(model, sequence_length)
-    wide = sum(storage.nbytes() for storage, is_wide in kept.values() if is_wide)
-    return sum(storage.nbytes() for storage, _ in kept.values()) - wide, wide
+        yield kept
+
+
+def num_bytes(kept: Iterable[Tensor]) -> int:
+    """Return the bytes of some tensors' whole storages."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
 
 def _put_on_fake_cpu(model: nn.Module) -> None:

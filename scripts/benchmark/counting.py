@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.planning.counting import SUMMED_IN_PLACE, kept_for_backward, num_bytes
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -24,14 +24,9 @@ def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *
     return sdpa_backward_flop_count(grad_out, query, key, value)
 
 
-def _addmm_flops(_total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    rows, inner = left
-    return int(2 * rows * inner * right[1])
-
-
 # The counter knows sums of products and the attention kernels of GPUs; in place and on a CPU they are counted the same.
 _UNKNOWN_TO_THE_COUNTER = {
-    torch.ops.aten.addmm_: _addmm_flops,
+    **SUMMED_IN_PLACE,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
@@ -60,22 +55,10 @@ def saved_activation_bytes(model: Any, input_ids: Tensor, mixed_precision: str) 
 
 
 def _saved_bytes(model: Any, input_ids: Tensor, mixed_precision: str) -> int:
-    saved: dict[int, int] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)  # alive until counted: a freed address may come again
-        return tensor
-
-    with (
-        saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast(input_ids.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"),
-    ):
+    with kept_for_backward(model, input_ids.device.type, mixed_precision) as kept:
         states = run_decoder(model, input_ids)
     del states
-    return sum(saved.values())
+    return num_bytes(kept.values())
 
 
 def run_decoder(model: Any, input_ids: Tensor) -> Any:
