@@ -41,10 +41,17 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     if train.activation_checkpointing:
         plain.gradient_checkpointing_enable({"use_reentrant": False})
-    head = plain.get_output_embeddings()
+    head = trained_head(plain)
     if type(head) is not nn.Linear or head.bias is not None:
         return model
     return ChunkedLossModel(plain, train.compile)
+
+
+def trained_head(plain: Any) -> Any:
+    """Return a plain model's vocabulary head; of one that PEFT trains whole beside its adapters, what trains of it."""
+    head = plain.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapter]
 
 
 def set_attention(model: MethodModel, implementation: str) -> None:
@@ -112,6 +119,6 @@ class ChunkedLossModel(nn.Module):
             position_ids: (B, T), restarting where attention may not look back; None: counted from 0.
             **_: what transformers' own models take besides: `labels`, `use_cache`.
         """
-        head: nn.Linear = self.model.get_output_embeddings()
+        head = trained_head(self.model)
         loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)

@@ -17,7 +17,7 @@ from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import compiled, for_training
+from scale_cli.upscale.objective import ChunkedLossModel, compiled, for_training
 from scripts.benchmark.counting import peak_bytes
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"variant": "full"},
     "freeze": {"variant": "freeze", "freeze": {"num_layers": 1}},
     "lora": {"variant": "lora"},
+    "lora, whole embeddings": {"variant": "lora", "lora": {"embeddings": True}},
     "llama-pro": {"variant": "llama-pro"},
 }
 
@@ -56,7 +57,7 @@ def losses(model: MethodModel, num_steps: int = 4, **settings: Any) -> list[floa
     ]
 
 
-@pytest.mark.parametrize("name", ["full", "freeze", "lora", "llama-pro"])
+@pytest.mark.parametrize("name", ["full", "freeze", "lora", "lora, whole embeddings", "llama-pro"])
 def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> None:
     ours, theirs = start(name), start(name)
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant")
@@ -72,6 +73,15 @@ def test_adapters_in_the_head_keep_transformers_own_loss() -> None:
     losses(model)
     moved = [name for name, p in trainable_parameters(model).items() if not torch.equal(p, before[name])]
     assert any("lm_head" in name for name in moved)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_beside_whole_embeddings_learn_without_logits_of_all_positions(tied: bool) -> None:
+    model = start("lora, whole embeddings", tie_word_embeddings=tied)
+    assert isinstance(for_training(model, TrainConfig(max_steps=1)), ChunkedLossModel)
+    before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+    losses(model)
+    assert not [name for name, p in trainable_parameters(model).items() if torch.equal(p, before[name])]
 
 
 @pytest.mark.parametrize("name", [*METHODS, "stack"])
