@@ -25,7 +25,8 @@ from scale_cli.export.router_keys import routed_class
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_base, train_tokenizer
-from scale_cli.upscale.base import load_tokenizer, load_written
+from scale_cli.upscale.base import load_written
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 NUM_TRAIN, NUM_VALID = 5000, 200

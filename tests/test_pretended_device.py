@@ -48,11 +48,12 @@ from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
-from scale_cli.upscale.base import load_tokenizer, load_written
+from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.pretended_device import pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.widening import as_if_trained, joined, tiny_llama, widen

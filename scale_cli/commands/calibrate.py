@@ -21,7 +21,7 @@ from scale_cli.model.heads import HeadedModel
 from scale_cli.model.routing import cosine_serves_base
 from scale_cli.processes import is_main, main_first, share
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.session import check_run, open_final
+from scale_cli.upscale.session import open_final
 
 Values = npt.NDArray[np.float64]
 
@@ -82,9 +82,9 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
     for role in ("retention", "acquisition"):
         if role not in roles:
             raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
-    trained, main = open_final(check_run(config), config), is_main()
-    model = two_headed(trained.model, config.model)
-    corpora = main_first(lambda: open_held_out_corpora(config, trained.tokenizer, show_progress=main))
+    session, main = open_final(config), is_main()
+    model = two_headed(session.load(), config.model)
+    corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
     samples = {
         role: _sample(model, [c for c, r in zip(corpora, roles, strict=True) if r == role], config, num_documents)
         for role in ("retention", "acquisition")

@@ -18,10 +18,11 @@ from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.extras import how_to_install, is_installed, require
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
-from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.atomic import new_folder, write_text
+from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState, trained_sha256
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.session import check_run, open_final
+from scale_cli.upscale.session import open_final
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
@@ -55,11 +56,10 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     sources = config.evaluation.perplexity
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
-    run = check_run(config)
+    run, session, main = RunFolder(config.output_dir), open_final(config), is_main()
     benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
-    trained, main = open_final(run, config), is_main()
-    model = two_headed(trained.model, config.model)
-    corpora = main_first(lambda: open_held_out_corpora(config, trained.tokenizer, show_progress=main))
+    model = two_headed(session.load(), config.model)
+    corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
     results = []
     for source, corpus in zip(sources, corpora, strict=True):
         losses = score_corpus(
@@ -117,7 +117,7 @@ def write_report(
     with new_folder(folder) as partial:
         for name, of_benchmark in (items or {}).items():
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
-        write_json(partial / "report.json", report.to_json())
+        report.save(partial)
         drawn = is_drawable(report) and is_installed("matplotlib")
         write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
         if drawn:

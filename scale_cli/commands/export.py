@@ -36,7 +36,7 @@ from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_trained
 from scale_cli.upscale.preservation import sample_ids
-from scale_cli.upscale.session import check_run, open_final
+from scale_cli.upscale.session import open_final, open_folder
 
 CARD = "README.md"
 _DOCUMENTS_PER_CORPUS = 4
@@ -126,11 +126,10 @@ def export(config: RunConfig) -> ExportSummary:
         RunFolderError: nothing has been trained, or with another config.
         ExportParityError: what was written does not compute what was trained; nothing is left behind then.
     """
-    run, settings = check_run(config), config.export
+    settings, session = config.export, open_final(config)
     (export_format,) = settings.formats
     check_format(config)
-    trained = open_final(run, config)
-    model, tokenizer = trained.model, trained.tokenizer
+    model, tokenizer = session.load(), session.tokenizer
     prompts = _prompts(config, tokenizer)
     folder = export_folder(config)
     with new_folder(folder) as partial:
@@ -143,14 +142,14 @@ def export(config: RunConfig) -> ExportSummary:
             assert isinstance(lowered, ScaleForCausalLM), "check_format"
             write_self_contained(lowered, tokenizer, partial)
         elif config.method.variant == "lora":
-            from scale_cli.upscale.peft_folder import write_peft
+            from scale_cli.upscale.folder import write_peft
 
-            describe_method(partial, model, config.method, trained.record)
+            describe_method(partial, model, config.method, session.record)
             copy_tokenizer(tokenizer, config.model, partial)
             write_peft(partial, model, config.model)
         else:
             tokenizer.save_pretrained(partial)
-            write_trained(partial, model, config.method, trained.record)
+            write_trained(partial, model, config.method, session.record)
         parity = _check(partial, model, prompts, config)
         licence = base_licence(config.model)
         licence.copy_files(partial)
@@ -193,8 +192,8 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     run = RunFolder(config.output_dir)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")
-    trained = open_final(run, config)
-    _check(folder, trained.model, _prompts(config, trained.tokenizer), config)
+    session = open_folder(run.final, config.model, config.method.router)
+    _check(folder, session.load(), _prompts(config, session.tokenizer), config)
 
 
 def check_format(config: RunConfig) -> None:

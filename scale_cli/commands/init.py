@@ -26,8 +26,8 @@ from scale_cli.planning.device import Device, measured_device
 from scale_cli.planning.memory import Parameters, training_memory
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import base_without_weights, load_base_config
-from scale_cli.upscale.before_writing import check_before_writing
 from scale_cli.upscale.method import build_model
+from scale_cli.upscale.session import check_before_writing
 
 SCHEMA_FILE = "scale.schema.json"
 _HELD_OUT_DOCUMENTS = 32

@@ -19,7 +19,8 @@ from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
-from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.atomic import new_folder, write_text
+from scale_cli.storage.records import RunRecord
 from scale_cli.storage.replaceable import check_replaceable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
@@ -28,9 +29,10 @@ KIND = "scale join"
 
 
 @dataclass(frozen=True)
-class JoinReport:
+class JoinReport(RunRecord):
     """What was joined, and what it costs."""
 
+    FILE = "report.json"
     base: str  # name of the plain base
     base_sha256: str  # of its tensors
     members: list[dict[str, Any]]  # of every expansion name, parent (0 for the base), where it was read, and SHA-256
@@ -104,7 +106,7 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
     )
     with new_folder(output) as partial:
         write_self_contained(joined.model, joined.tokenizer, partial)
-        write_json(partial / "report.json", report.to_json())
+        report.save(partial)
         licence = base_licence(joined.configs[0].model)
         licence.copy_files(partial)
         card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate)

@@ -20,9 +20,10 @@ from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import write_json
-from scale_cli.upscale.base import base_without_weights, load_base_config, load_tokenizer, stage_folder
+from scale_cli.upscale.base import base_without_weights, load_base_config, stage_folder
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
 

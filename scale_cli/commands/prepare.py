@@ -8,9 +8,10 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora, open_training_corpora
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.upscale.base import load_base_config, load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
+from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.sizes import context_warnings
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.training.branching import check_init_from
 from scale_cli.training.tracking import check_trackers
-from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
+from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:

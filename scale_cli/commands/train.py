@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from scale_cli.config.compare import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
+from scale_cli.config.compare import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
@@ -52,12 +52,13 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.upscale.base import check_same_base, check_tokenizer, load_base, load_base_config, load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import MethodModel, load_any_base, load_onto_base, load_trained
+from scale_cli.upscale.base import check_same_base, load_base, load_base_config
+from scale_cli.upscale.folder import MethodModel, load_any_base, load_trained
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.session import check_before_writing, open_start
 from scale_cli.upscale.sizes import context_warnings
+from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         verify_folder(final)
     except StorageError as error:
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
-    changed = _check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted)
+    changed = check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted)
     check_tokenizer(load_tokenizer(config.model), BaseRecord.load(final))
     if changed:
         _check_same_content(final, config)
@@ -216,7 +217,7 @@ def _starting_point(
             )
         verify_folder(start)
     if start is not None:
-        for line in _check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        for line in check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
             log(f"changed        {line}")
         if (step := TrainState.load(start).step) > config.train.max_steps:
             raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
@@ -225,16 +226,6 @@ def _starting_point(
         if changed := changed_versions(start):
             log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
     return start
-
-
-def _check_same_run(
-    folder: Path,
-    config: RunConfig,
-    sections: tuple[str, ...],
-    ignored_keys: str,
-    accepted: Collection[str] | None = None,
-) -> list[str]:
-    return check_same_run(folder, load_config(folder / "scale.yaml"), config, sections, ignored_keys, accepted)
 
 
 def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> bool:
@@ -273,10 +264,8 @@ def _open_run(
     config: RunConfig, accelerator: Accelerator, start: Path | None, log: Callable[[str], None]
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
-    verify_folder(run_folder.upscaled)
-    _check_same_run(run_folder.upscaled, config, UPSCALE_SECTIONS, BASE_KEYS)
-    tokenizer = load_tokenizer(config.model)
-    check_tokenizer(tokenizer, BaseRecord.load(run_folder.upscaled))
+    session = open_start(config)
+    tokenizer = session.tokenizer
     main = accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
     corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
@@ -292,7 +281,7 @@ def _open_run(
     elif init_from is not None:
         for warning in repetition_warnings(init_from, config, contents):
             log(f"warning: {warning}")
-    model = load_onto_base(run_folder.upscaled, config.model, config.seed)
+    model = session.load_to_train(config.seed)
     if init_from is not None:
         load_trained(model, init_from)
     if (begun := start or init_from) is not None:
@@ -319,9 +308,7 @@ def _open_run(
         model=model,
         observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
-        metadata=RunMetadata(
-            config, BaseRecord.load(run_folder.upscaled), contents, base_parts, ledgers, batches, branch_point
-        ),
+        metadata=RunMetadata(config, session.record, contents, base_parts, ledgers, batches, branch_point),
         optimiser=optimiser,
         batches=batches,
         held_out=held_out,

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from scale_cli.commands.export import check_written_export
+from scale_cli.commands.join import JoinReport
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger, TokenLedger
@@ -46,10 +47,11 @@ from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verif
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
 from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, ExportRecord, TrainState
-from scale_cli.upscale.base import load_tokenizer, load_written, record_base
+from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.session import open_trained
+from scale_cli.upscale.session import open_folder
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 @dataclass
@@ -223,10 +225,11 @@ def _check_token_ledger(folder: Path) -> None:
 
 def _check_method(check: FolderCheck, base: ModelConfig) -> None:
     def prove_base() -> None:
-        trained = open_trained(check.folder, base)  # holds the base and its tokenizer to their hashes
-        if isinstance(trained.model, ScaleForCausalLM):
+        session = open_folder(check.folder, base)
+        model = session.load()  # holds the base to its hashes
+        if isinstance(model, ScaleForCausalLM):
             plain = placed(load_any_base(base))
-            check_preservation(trained.model, trained.tokenizer, own_logits(plain, sample_ids(trained.tokenizer)))
+            check_preservation(model, session.tokenizer, own_logits(plain, sample_ids(session.tokenizer)))
 
     _hold(check, "base and its preservation", prove_base)
 
@@ -237,11 +240,11 @@ def _architecture(folder: Path) -> str | None:
 
 
 def _check_joined(folder: Path) -> None:
-    report = read_json(folder / "report.json")
+    report = JoinReport.load(folder)
     model = placed(load_written(JoinedForCausalLM, folder)).eval()
-    now = record_base(model.base, ModelConfig(base=report["base"])).content_sha256
-    if now != report["base_sha256"]:
-        raise VerificationError(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report['base_sha256'][:12]}")
+    now = record_base(model.base, ModelConfig(base=report.base)).content_sha256
+    if now != report.base_sha256:
+        raise VerificationError(f"{folder}: its base is SHA-256 {now[:12]}, joined was {report.base_sha256[:12]}")
     prompts = sample_ids(load_tokenizer(ModelConfig(base=str(folder))))
     with torch.no_grad():
         heads = [model.routed_logits(model.final_states(ids, preserved=True))[0] for ids in prompts]

@@ -135,7 +135,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
     run = RunFolder(folder)
     _check_finished(run)
     try:
-        raw_report = read_json(run.evaluation / "report.json")
+        raw_report = read_json(run.evaluation / Report.FILE)
         report = Report.from_json(raw_report)
         state, base, cost = TrainState.load(run.final), BaseRecord.load(run.final), Cost.load_if_there(run.final)
         layers_run_twice, num_layers = _layers_of_routing(read_json(run.final / "config.json"))
@@ -170,7 +170,7 @@ def _check_finished(run: RunFolder) -> None:
         run.final / "scale.yaml": "train",
         run.final / MANIFEST: "train",
         run.metrics: "train",
-        run.evaluation / "report.json": "evaluate",
+        run.evaluation / Report.FILE: "evaluate",
     }
     for path, verb in needed.items():
         if not path.is_file():

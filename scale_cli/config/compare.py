@@ -9,57 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.values import Change
 from scale_cli.errors import ConfigError, RunFolderError
 
-# Cadences and places, and how the work is cut up: they change what is written, when and by whom, not what is computed.
-_FREE = {
-    "output_dir",
-    "corpus.cache_dir",
-    "corpus.max_bad_fraction",
-    "corpus.max_unknown_fraction",
-    "corpus.num_workers",
-    "train.micro_batch_size",
-    "train.sharding",
-    "train.max_hours",
-    "train.log_every_steps",
-    "train.save_every_steps",
-    "train.keep_checkpoints",
-    "train.trackers",
-    "train.project",
-    "train.run_name",
-    "train.eval_every_steps",
-    "train.eval_max_documents",
-}
-# How it is trained from here on: a run that goes on may change these where it is told to, and only then.
-ACCEPTABLE = {
-    "method.distillation.weight",
-    "train.max_steps",
-    "train.lr",
-    "train.min_lr_ratio",
-    "train.schedule",
-    "train.warmup_steps",
-    "train.decay_steps",
-    "train.decay_shape",
-    "train.cooldown_steps",
-    "train.constant_lr_ratio",
-    "train.weight_decay",
-    "train.adam_beta1",
-    "train.adam_beta2",
-    "train.adam_epsilon",
-    "train.max_grad_norm",
-    "train.mixed_precision",
-    "train.on_nonfinite",
-    "train.max_skipped_steps",
-    "train.attention",
-    "train.compile",
-    "train.activation_checkpointing",
-}
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path|revision)"
 NO_KEYS = r"(?!)"
 _MAX_LISTED = 8
+
+
+def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if mark in field.metadata:
+            yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _marked(field.annotation, mark, f"{prefix}{name}.")
+
+
+_FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE, Change.ACCEPTED))
 # The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
 _ROUTER = "method.router."
 # Distillation acts in training only, so it may be set after upscaling.
@@ -83,9 +55,8 @@ def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ig
 
 
 def check_same_run(
-    where: Path,
-    before: RunConfig,
-    now: RunConfig,
+    folder: Path,
+    config: RunConfig,
     sections: tuple[str, ...],
     ignored_keys: str = NO_KEYS,
     accepted: Collection[str] | None = None,
@@ -93,9 +64,8 @@ def check_same_run(
     """Hold whoever goes on from a folder to the config that it was made with.
 
     Args:
-        where: the folder.
-        before: the config in it.
-        now: this one.
+        folder: with the config that it was made with.
+        config: this one.
         sections: that count.
         ignored_keys: a pattern of keys that do not count, as in `differences`.
         accepted: keys that may have changed; None where the verb trains nothing, so that none may.
@@ -110,11 +80,11 @@ def check_same_run(
     for key in accepted or ():
         if key not in ACCEPTABLE:
             raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
-    changes = _changes(before, now, sections)
+    changes = _changes(load_config(folder / "scale.yaml"), config, sections)
     refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(ignored_keys, c.key)]
     if refused:
         remedy = _remedy(refused, trains=accepted is not None)
-        raise RunFolderError(f"{where}: was made with another config ({_listed(refused)}); {remedy}")
+        raise RunFolderError(f"{folder}: was made with another config ({_listed(refused)}); {remedy}")
     return [str(change) for change in changes]
 
 

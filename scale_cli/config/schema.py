@@ -10,10 +10,12 @@ from pydantic_core import CoreSchema
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
+    Accepted,
     BatchSize,
     Documents,
     Folder,
     Fraction,
+    Free,
     Language,
     Length,
     MixedPrecision,
@@ -140,7 +142,7 @@ class LlamaProConfig(Section):
 class DistillationConfig(Section):
     """Learning from the base's own predictions, where the text is of what it knows: on sources with the role replay."""
 
-    weight: float = Field(
+    weight: Accepted[float] = Field(
         default=0.0,
         ge=0.0,
         le=1e6,
@@ -325,11 +327,13 @@ class ReadingConfig(Section):
     max_document_bytes: int = Field(
         default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
     )
-    max_bad_fraction: Fraction = Field(default=0.001, description="more of a source's records or files: it is refused")
-    max_unknown_fraction: Fraction = Field(
+    max_bad_fraction: Free[Fraction] = Field(
+        default=0.001, description="more of a source's records or files: it is refused"
+    )
+    max_unknown_fraction: Free[Fraction] = Field(
         default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
     )
-    num_workers: int | None = Field(
+    num_workers: Free[int | None] = Field(
         default=None,
         ge=1,
         le=1024,
@@ -344,7 +348,7 @@ class CorpusConfig(ReadingConfig):
     isolate_documents: bool = Field(
         default=False, description="in a window, positions restart and attention ends at every document's beginning"
     )
-    cache_dir: Folder | None = Field(
+    cache_dir: Free[Folder | None] = Field(
         default=None,
         description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
     )
@@ -407,7 +411,7 @@ class ExportConfig(Section):
 class RunConfig(Section):
     """The whole file: one YAML serves upscale, train, evaluate and export."""
 
-    output_dir: Folder = Field(description="everything is written under it")
+    output_dir: Free[Folder] = Field(description="everything is written under it")
     seed: int = Field(default=0, ge=0, lt=2**32, description="of the start, the order of the data, the bootstrap")
     model: ModelConfig
     method: MethodConfig = MethodConfig()

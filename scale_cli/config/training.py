@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from scale_cli.config.values import (
+    Accepted,
     BatchSize,
     Documents,
     Fraction,
+    Free,
     LearningRate,
     MixedPrecision,
     Name,
@@ -48,12 +50,12 @@ class AverageConfig(Section):
 class TrainConfig(Section):
     """How it is trained."""
 
-    max_steps: Steps = Field(description="optimiser steps, one global batch each")
+    max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
-    micro_batch_size: BatchSize | None = Field(
+    micro_batch_size: Free[BatchSize | None] = Field(
         default=None, description="sequences a process holds at once; null: as many as divide its share, at most 8"
     )
-    sharding: Literal["none", "expansion", "all"] = Field(
+    sharding: Free[Literal["none", "expansion", "all"]] = Field(
         default="none",
         description="what is split over the processes: nothing, what trains, or the frozen base too: docs/processes.md",
     )
@@ -69,7 +71,7 @@ class TrainConfig(Section):
         default="adamw",
         description="muon: on the matrices, each block by itself, updates of AdamW's size; AdamW on the rest",
     )
-    lr: LearningRate = Field(
+    lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
         description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, 1e-5 full, freeze, lora",
     )
@@ -77,65 +79,67 @@ class TrainConfig(Section):
     average: AverageConfig | None = Field(
         default=None, description="final/ holds the mean of the weights over several steps; null: the last ones"
     )
-    min_lr_ratio: Fraction = Field(default=0.1, description="the last rate, relative to lr")
-    schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = Field(
+    min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="the last rate, relative to lr")
+    schedule: Accepted[Literal["cosine", "linear", "constant", "wsd", "infinite"]] = Field(
         default="cosine",
         description="after the warm-up; wsd: constant, then a decay over the last steps; infinite: from lr down to "
         "constant_lr_ratio, constant, then a decay",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="the first steps, up to lr in a line")
-    decay_steps: int | None = Field(
+    warmup_steps: Accepted[int] = Field(default=0, ge=0, description="the first steps, up to lr in a line")
+    decay_steps: Accepted[int | None] = Field(
         default=None,
         ge=0,
         description="the last steps, of wsd and infinite, down to min_lr_ratio; null: a fifth of max_steps; 0: none, "
         "for a trunk that others branch off",
     )
-    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] | None = Field(
+    decay_shape: Accepted[Literal["linear", "cosine", "1-sqrt", "exponential"] | None] = Field(
         default=None, description="of that decay; null: of wsd 1-sqrt, of infinite exponential"
     )
-    cooldown_steps: int | None = Field(
+    cooldown_steps: Accepted[int | None] = Field(
         default=None, ge=0, description="of infinite: steps from lr down to the constant; null: a fifth of max_steps"
     )
-    constant_lr_ratio: float = Field(
+    constant_lr_ratio: Accepted[float] = Field(
         default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
     )
-    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0, description="by either optimiser")
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="of the gradient's average")
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
-    adam_epsilon: float = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
-    max_grad_norm: float = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
-    mixed_precision: MixedPrecision = Field(default="no", description="autocast")
-    on_nonfinite: Literal["stop", "skip"] = Field(
+    weight_decay: Accepted[float] = Field(default=0.1, ge=0.0, le=100.0, description="by either optimiser")
+    adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="of the gradient's average")
+    adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
+    adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
+    max_grad_norm: Accepted[float] = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
+    mixed_precision: Accepted[MixedPrecision] = Field(default="no", description="autocast")
+    on_nonfinite: Accepted[Literal["stop", "skip"]] = Field(
         default="stop",
         description="a loss or gradient that is not finite, which never reaches the weights: stop, or leave it out",
     )
-    max_skipped_steps: int = Field(
+    max_skipped_steps: Accepted[int] = Field(
         default=10, ge=0, le=10_000_000, description="steps that `skip` may leave out in the whole run"
     )
-    max_hours: float | None = Field(
+    max_hours: Free[float | None] = Field(
         default=None,
         gt=0.0,
         le=1e6,
         description="of one invocation: when they are over, a checkpoint is written and it ends",
     )
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None = Field(
+    attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = Field(
         default=None,
         description="kernels by transformers' name, null: its choice; on a GPU flex_attention skips what is isolated",
     )
-    compile: bool = Field(default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU")
-    activation_checkpointing: bool = Field(default=False, description="less memory for more time")
-    log_every_steps: Steps = Field(default=10, description="a record in metrics.jsonl")
-    save_every_steps: Steps = Field(default=500, description="a checkpoint")
-    keep_checkpoints: int = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+    compile: Accepted[bool] = Field(
+        default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU"
+    )
+    activation_checkpointing: Accepted[bool] = Field(default=False, description="less memory for more time")
+    log_every_steps: Free[Steps] = Field(default=10, description="a record in metrics.jsonl")
+    save_every_steps: Free[Steps] = Field(default=500, description="a checkpoint")
+    keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    trackers: Free[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]]] = Field(
         default=[], description="that get what metrics.jsonl gets; none unless named, each set up as its own docs say"
     )
-    project: Name = Field(default="scale", description="in a tracker (MLflow calls it an experiment)")
-    run_name: Name | None = Field(default=None, description="in a tracker; null: the name of output_dir")
-    eval_every_steps: Steps | None = Field(
+    project: Free[Name] = Field(default="scale", description="in a tracker (MLflow calls it an experiment)")
+    run_name: Free[Name | None] = Field(default=None, description="in a tracker; null: the name of output_dir")
+    eval_every_steps: Free[Steps | None] = Field(
         default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
     )
-    eval_max_documents: Documents = Field(default=32, description="per corpus, at each periodic evaluation")
+    eval_max_documents: Free[Documents] = Field(default=32, description="per corpus, at each periodic evaluation")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -14,6 +15,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+
+class Change(Enum):
+    """What marks a key that may change between two verbs of one run; one that is not marked never may."""
+
+    FREE = "a cadence, a place, or how work is cut up: what is written, when and by whom, not what is computed"
+    ACCEPTED = "how it is trained from here on, where a run that goes on is told so"
+
+
+Value = TypeVar("Value")
+Free = Annotated[Value, Change.FREE]
+Accepted = Annotated[Value, Change.ACCEPTED]
 
 Language = Annotated[str, Field(pattern=r"^[a-z]{2,3}$", description="ISO 639 code: en, ko, ...")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]

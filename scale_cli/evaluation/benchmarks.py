@@ -23,7 +23,8 @@ from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, qui
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import is_main, share
-from scale_cli.upscale.base import load_base_config, load_tokenizer
+from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

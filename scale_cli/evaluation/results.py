@@ -7,16 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from scale_cli.config.compare import EVALUATE_SECTIONS, differences
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import EvaluationSource, RunConfig
 from scale_cli.evaluation.statistics import finite, paired_difference
 from scale_cli.report.numbers import Interval
-from scale_cli.storage.atomic import file_sha256, is_whole, read_json
+from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import trained_sha256
+from scale_cli.storage.records import RunRecord, trained_sha256
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
@@ -107,9 +106,10 @@ class LanguageAverage:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(RunRecord):
     """A forgetting report."""
 
+    FILE = "report.json"
     variant: str  # of the method
     served: str  # which of the heads is what the model answers with
     step: int  # optimiser steps trained
@@ -141,11 +141,6 @@ class Report:
         """Return the report as JSON values, with the shares per language beside it."""
         shares = {rule: self.base_share_by_language(rule) for rule in ("posterior", "cosine")}
         return {**asdict(self), "base_share_by_language": shares}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Report:
-        """Read what `to_json` wrote."""
-        return TypeAdapter(cls).validate_python({k: v for k, v in value.items() if k != "base_share_by_language"})
 
 
 def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples: int, seed: int) -> CorpusResult:
@@ -185,12 +180,12 @@ def finished_report(config: RunConfig) -> Report | None:
     run = RunFolder(config.output_dir)
     if not is_whole(run.evaluation):
         return None
-    report = Report.from_json(read_json(run.evaluation / "report.json"))
+    report = Report.load(run.evaluation)
     changed = differences(load_config(run.evaluation / "scale.yaml"), config, EVALUATE_SECTIONS)
     return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
 
 
 def report_sha256(config: RunConfig) -> str | None:
     """Return the hash of the report that `finished_report` returns; None where there is none."""
-    report = RunFolder(config.output_dir).evaluation / "report.json"
+    report = RunFolder(config.output_dir).evaluation / Report.FILE
     return None if finished_report(config) is None else file_sha256(report)

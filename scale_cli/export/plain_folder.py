@@ -20,8 +20,9 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.router_keys import KEY, add_router
 from scale_cli.storage.atomic import write_text
-from scale_cli.upscale.base import load_base_config, one_line, root_model, tokenizer_place
+from scale_cli.upscale.base import load_base_config, one_line, root_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
+from scale_cli.upscale.tokenizer import tokenizer_place
 
 _CONFIG = "config.json"
 _TOKENIZER = (

@@ -30,10 +30,11 @@ from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import load_tokenizer, load_written, one_line
+from scale_cli.upscale.base import load_written, one_line
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.method import router_of
-from scale_cli.upscale.session import open_trained
+from scale_cli.upscale.session import open_folder
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 # What of transformers' GenerationConfig may be set beside the options that have names of their own.
@@ -284,8 +285,8 @@ def _opened(path: Path) -> tuple[Any, Any]:
     if not (folder / "config.json").is_file():
         raise RunFolderError(f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export")
     if BaseRecord.is_in(folder):
-        opened = open_trained(folder, load_config(folder / "scale.yaml").model)
-        return opened.model, opened.tokenizer
+        session = open_folder(folder, load_config(folder / "scale.yaml").model)
+        return session.load(), session.tokenizer
     kind = read_json(folder / "config.json").get("model_type")
     loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
     return placed(load_written(routed_class(folder) or loader, folder)).eval(), load_tokenizer(

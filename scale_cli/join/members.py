@@ -21,17 +21,10 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import (
-    check_same_base,
-    check_tokenizer,
-    load_tokenizer,
-    record_base,
-    root_model,
-    stage_folder,
-    tensor_sha256,
-)
+from scale_cli.upscale.base import check_same_base, record_base, root_model, stage_folder, tensor_sha256
 from scale_cli.upscale.preservation import own_logits, sample_ids
-from scale_cli.upscale.session import open_trained
+from scale_cli.upscale.session import Session, open_folder
+from scale_cli.upscale.tokenizer import check_tokenizer
 
 # What a member's expansion takes of its run's configuration; the router is the joined model's own.
 _SIZES = (
@@ -83,29 +76,30 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
         RunFolderError: a run that is not finished, or has no expansion.
         BaseModelError: a run on another base than the first.
     """
-    widened, folder, config = _open_run(runs[0])
-    base, tokenizer = widened.root, load_tokenizer(config.model)
+    widened, session, config = _open_run(runs[0])
+    base, tokenizer = widened.root, session.tokenizer
     record, prompts = record_base(base, root_model(config.model), tokenizer), sample_ids(tokenizer)
     members: list[Member] = []
     configs = []
     for run in runs:
         if run is not runs[0]:
-            widened, folder, config = _open_run(run)
+            widened, session, config = _open_run(run)
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
-            check_tokenizer(load_tokenizer(config.model), record)
-        _add_stages(members, widened, folder, config, prompts)
-        configs.append(_where_it_lies(config, folder))
+            check_tokenizer(session.tokenizer, record)
+        _add_stages(members, widened, session.folder, config, prompts)
+        configs.append(_where_it_lies(config, session.folder))
     base_logits = own_logits(base, prompts)
     return JoinedRuns(stack_reads(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
 
 
-def _open_run(run: Path) -> tuple[ScaleForCausalLM, Path, RunConfig]:
+def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
     folder = _finished_folder(run)
     config = load_config(folder / "scale.yaml")
-    widened = open_trained(folder, config.model).model
+    session = open_folder(folder, config.model)
+    widened = session.load()
     if not isinstance(widened, ScaleForCausalLM):
         raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
-    return widened, folder, config
+    return widened, session, config
 
 
 def _finished_folder(run: Path) -> Path:

@@ -10,7 +10,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.model.head_loss import rows_at_once
 from scale_cli.planning.counting import SavedTensors
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.kinds import kinds_of_parameters, moments_of
+from scale_cli.upscale.method import kinds_of_parameters, moments_of
 
 
 @dataclass(frozen=True)

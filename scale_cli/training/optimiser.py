@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
-from scale_cli.upscale.kinds import Kind, kinds_of_parameters, moments_of
+from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
@@ -17,7 +17,6 @@ from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
-from scale_cli.upscale.tokenizer_files import TokenizerPlace
 
 # What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
 _NOT_COMPUTING = {
@@ -37,7 +36,7 @@ _NOT_COMPUTING = {
     "variant",
 }
 _LONGEST_REASON = 200
-_REMEDY = "give back the one that was, or start anew in another output_dir"
+REMEDY = "give back the one that was, or start anew in another output_dir"
 # Sizes in a base's config.json; well above any model that there is.
 _LARGEST = {
     "hidden_size": 2**17,
@@ -189,46 +188,6 @@ def _check_stays_inside(folder: Path) -> None:
         raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is no file of the folder")
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer: the one that the config names, or the base's own.
-
-    Raises:
-        BaseModelError: there is none, or it needs remote code.
-    """
-    place = tokenizer_place(model)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place.name, revision=place.revision, trust_remote_code=False
-        )
-    except Exception as error:  # of a damaged folder it may say anything
-        reason = place.problem() or one_line(error)
-        raise BaseModelError(f"{place.key}: the tokenizer of {place.name} cannot be loaded: {reason}") from None
-    return tokenizer
-
-
-def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
-    """Return where a model's tokenizer lies; of a widened base, that of what it stands on."""
-    while model.tokenizer is None and (folder := stage_folder(model)) is not None:
-        model = load_config(folder / "scale.yaml").model
-    if model.tokenizer is not None:
-        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
-    return TokenizerPlace("model.base", model.base, model.revision)
-
-
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int) -> None:
-    """Check that a base has an embedding for every id of a tokenizer.
-
-    Raises:
-        BaseModelError: it has fewer.
-    """
-    if len(tokenizer) > vocab_size:
-        place = tokenizer_place(model)
-        raise BaseModelError(
-            f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, "
-            f"the base's embedding {vocab_size:,}"
-        )
-
-
 def looks_local(name: str) -> bool:
     """Return whether a base is meant as a folder rather than as a hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
@@ -276,20 +235,6 @@ def record_base(
     )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
-    """Check that a tokenizer is the one that was recorded.
-
-    Raises:
-        ChangedBaseError: it is another.
-    """
-    now = tokenizer_sha256(tokenizer)
-    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
-        raise ChangedBaseError(
-            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
-            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {_REMEDY}"
-        )
-
-
 def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
     """Return the names of the tensors that are not what was recorded: other bytes, missing, or new."""
     tensors = dict(base.named_parameters())
@@ -318,9 +263,9 @@ def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> No
     """
     if changed := changed_tensors(base, record):
         raise ChangedBaseError(
-            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {_REMEDY}"
+            f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
         )
     if record.config_sha256 and config_sha256(base) != record.config_sha256:
         raise ChangedBaseError(
-            f"{where}: not the base that was widened ({record.name}): its config.json differs; {_REMEDY}"
+            f"{where}: not the base that was widened ({record.name}): its config.json differs; {REMEDY}"
         )

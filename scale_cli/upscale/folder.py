@@ -4,17 +4,18 @@
 - method.json: the method section of the config
 - base.json: which base it belongs to: name, revision, SHA-256 of every tensor
 - trained.safetensors: every parameter that trains, by name (the `upscaled/` of a baseline needs none); in a sharded
-  checkpoint `shards/` in its place (`storage/shards.py`), in a LoRA adapter PEFT's own files (`peft_folder.py`)
+  checkpoint `shards/` in its place (`storage/shards.py`), in a LoRA adapter PEFT's own files
 - manifest.json: size and SHA-256 of every file
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from scale_cli.config.load import load_config
@@ -37,7 +38,9 @@ from scale_cli.upscale.baselines import prepare_baseline
 if TYPE_CHECKING:
     from peft import PeftModel  # takes a moment to import, and only LoRA needs it
 
-PEFT_WEIGHTS = "adapter_model.safetensors"
+# As PEFT keeps adapters, which `PeftModel.from_pretrained` and servers of adapters load: rank, alpha, targets and the
+# base's name as the config has it; A and B, by PEFT's names, which say nothing of `default`, its name for the only one.
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _METHOD = "method.json"
 
 # What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
@@ -141,9 +144,7 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
     if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)
     elif method.variant == "lora" and (folder / PEFT_WEIGHTS).exists():
-        from scale_cli.upscale.peft_folder import load_peft
-
-        load_peft(model, folder)
+        _load_peft(model, folder)
     return model.eval()
 
 
@@ -164,3 +165,38 @@ def load_trained(model: MethodModel, folder: Path) -> None:
         model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         raise StorageError(f"{folder / TRAINED}: does not fit this model ({error})") from None
+
+
+def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
+    """Write the adapters of a PeftModel."""
+    named = {"base_model_name_or_path": base.base, "revision": base.revision, "inference_mode": True}
+    settings = {**model.peft_config["default"].to_dict(), **named}
+    in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}
+    write_json(folder / PEFT_CONFIG, in_order)
+    # A tied embedding is there under both its names, as in PEFT's own files.
+    save_tensors(folder / PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
+
+
+def _load_peft(model: Any, folder: Path) -> None:
+    """Load adapters into a PeftModel that has the same ones.
+
+    Raises:
+        StorageError: a tensor is missing, unknown, or of another shape.
+    """
+    path, wanted = folder / PEFT_WEIGHTS, _adapters(model)
+    tensors = load_tensors(path)
+    if odd := sorted(wanted.keys() ^ tensors.keys()):
+        raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
+    if odd := sorted(name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape):
+        raise StorageError(f"{path}: does not fit this model ({odd[0]} has another shape)")
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, tensors)
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    # The base's embedding is the base's: not looking whether it has grown also asks nothing of the hub.
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return tensors

@@ -1,7 +1,10 @@
-"""From a config to the model that its method trains, at its start; and that model beside its base."""
+"""From a config to the model that its method trains, at its start; that model beside its base; what trains in it."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+from torch import nn
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
@@ -14,6 +17,9 @@ from scale_cli.upscale.baselines import prepare_baseline
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import initialise_expansion
 from scale_cli.upscale.sizes import plan_expansion
+
+# Of parameters: learning rates, weight decay and optimisers tell them apart.
+Kind = Literal["embedding", "head", "gains", "matrix"]
 
 
 def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
@@ -70,3 +76,26 @@ def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
         return model
     beside: BaseAndTrained = BaseAndTrained(load_base(base), model).to(model.device)
     return beside.eval()
+
+
+def kinds_of_parameters(model: nn.Module) -> dict[str, Kind]:
+    """Return of every parameter that trains, by name, what it is; a tied embedding is an embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: _kind(name, parameter, id(parameter) in embeddings)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _kind(name: str, parameter: nn.Parameter, embeds: bool) -> Kind:
+    if embeds:
+        return "embedding"
+    if parameter.ndim < 2:
+        return "gains"
+    return "head" if "lm_head" in name else "matrix"
+
+
+def moments_of(kind: Kind, optimiser: Literal["adamw", "muon"]) -> tuple[str, ...]:
+    """Return what an optimiser keeps of a parameter, each as large as it, by torch's names."""
+    return ("momentum_buffer",) if optimiser == "muon" and kind == "matrix" else ("exp_avg", "exp_avg_sq")

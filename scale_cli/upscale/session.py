@@ -1,78 +1,133 @@
-"""A trained model, opened: what every verb does after training begins with, so that all of them check the same.
+"""A run, opened: what every verb begins with, so that all of them check the same.
 
-Held to what was written: the files of its folder, the base tensor by tensor, the tokenizer, and, where a config asks
-for the run, that config. It computes on the device of this process (`processes.py`).
+| opened by     | what                                    | is held to its                    |
+|---------------|-----------------------------------------|-----------------------------------|
+| `open_start`  | `upscaled/`, to be trained              | files, tokenizer and config       |
+| `open_final`  | `final/`, to be measured or exported    | the same                          |
+| `open_folder` | any method folder, wherever it lies     | files and tokenizer               |
+
+The base is held to its hashes, tensor by tensor, when the model is loaded. What can be known before a verb writes
+anything is found by `check_before_writing`: no weight is loaded and no text is read, so it takes a moment.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.compare import BASE_KEYS, TRAIN_SECTIONS, check_same_run
-from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.errors import RunFolderError
+from scale_cli.config.compare import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
+from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig, TextSource
+from scale_cli.data.sources import check_source
+from scale_cli.data.tokens import DocumentMarkers
+from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.processes import placed
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import check_tokenizer, load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
-from scale_cli.upscale.folder import MethodModel, load_model
-from scale_cli.upscale.method import set_router
+from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load_onto_base
+from scale_cli.upscale.method import build_model, set_router
+from scale_cli.upscale.sizes import check_context, check_processes
+from scale_cli.upscale.tokenizer import check_tokenizer, check_tokenizer_fits, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that was upscaled or trained."""
+class Session:
+    """A method folder that was found good; its model is loaded when it is asked for."""
 
     folder: Path
-    model: MethodModel  # on this process's device, in evaluation mode
+    base: ModelConfig  # where its base is
     tokenizer: PreTrainedTokenizerBase
     record: BaseRecord  # of the base that it stands on
+    router: RouterConfig | None = None  # that a widened model gets; None: the one in the folder
+
+    def load(self) -> MethodModel:
+        """Return the model in evaluation mode, on this process's device.
+
+        Raises:
+            BaseModelError: the base is not at hand (ChangedBaseError: is another one).
+        """
+        model = placed(load_onto_base(self.folder, self.base))
+        if self.router is not None:
+            set_router(model, self.router)
+        return model
+
+    def load_to_train(self, seed: int) -> MethodModel:
+        """Return the model where it was read to, to be placed or sharded; a baseline's start is drawn by the seed."""
+        return load_onto_base(self.folder, self.base, seed)
 
 
-def open_trained(folder: Path, base: ModelConfig) -> Trained:
+def open_folder(folder: Path, base: ModelConfig, router: RouterConfig | None = None) -> Session:
     """Open a method folder: `upscaled/`, a checkpoint, `final/` or an adapter.
-
-    Args:
-        folder: which one.
-        base: where its base is.
 
     Raises:
         RunFolderError: the folder is not there.
         StorageError: it is damaged.
         BaseModelError: the base or its tokenizer is not at hand (ChangedBaseError: is another one).
     """
-    model, tokenizer, record = load_model(folder, base), load_tokenizer(base), BaseRecord.load(folder)
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
+    verify_folder(folder)
+    load_base_config(base)
+    tokenizer, record = load_tokenizer(base), BaseRecord.load(folder)
     check_tokenizer(tokenizer, record)
-    return Trained(folder, placed(model).eval(), tokenizer, record)
+    return Session(folder, base, tokenizer, record, router)
 
 
-def check_run(config: RunConfig) -> RunFolder:
-    """Check that a run has been trained, and with this config, before anything is loaded.
+def open_start(config: RunConfig) -> Session:
+    """Open what a run begins with, made with this config."""
+    session = open_folder(RunFolder(config.output_dir).upscaled, config.model)
+    check_same_run(session.folder, config, UPSCALE_SECTIONS, BASE_KEYS)
+    return session
+
+
+def open_final(config: RunConfig) -> Session:
+    """Open what a run has trained, with this config, and with the router that it asks for now.
 
     Raises:
-        RunFolderError: it has not.
+        RunFolderError: nothing has been trained, or with another config.
         UsageError: something else that is certain to fail (`check_before_writing`).
     """
-    run = RunFolder(config.output_dir)
-    if not run.final.is_dir():
-        raise RunFolderError(f"{run.final}: not there; run `scale train` first")
-    check_same_run(run.final, load_config(run.final / "scale.yaml"), config, TRAIN_SECTIONS, BASE_KEYS)
+    final = RunFolder(config.output_dir).final
+    if not final.is_dir():
+        raise RunFolderError(f"{final}: not there; run `scale train` first")
+    check_same_run(final, config, TRAIN_SECTIONS, BASE_KEYS)
     check_before_writing(config, config.evaluation.perplexity)
-    return run
+    return replace(open_folder(final, config.model), router=config.method.router)
 
 
-def open_final(run: RunFolder, config: RunConfig) -> Trained:
-    """Open what a run, which `check_run` has found good, has trained, with the router that the config asks for now.
+def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_processes: int = 1) -> None:
+    """Refuse what is certain to fail later on.
+
+    Args:
+        config: the resolved config.
+        sources: the texts that the verb reads, or a verb after it.
+        num_processes: that will share a step.
 
     Raises:
-        StorageError: the folder is damaged.
-        BaseModelError: the base or its tokenizer is not at hand (ChangedBaseError: is another one).
+        RunFolderError: something is in the way of what will be written, or it cannot be written there.
+        BaseModelError: the base is not there, or not supported; or its tokenizer has no mark that isolates documents.
+        ConfigError: windows, batches or the method's sizes do not fit the base or the processes.
+        CorpusError: a source is not there, or cannot be read.
     """
-    trained = open_trained(run.final, config.model)
-    set_router(trained.model, config.method.router)
-    return trained
+    RunFolder(config.output_dir).check()
+    if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
+        check_folder("corpus.cache_dir", config.corpus.cache_dir)
+    base_config = load_base_config(config.model)
+    check_context(config, base_config)
+    check_processes(config, num_processes)
+    with torch.device("meta"):
+        build_model(any_base_without_weights(config.model), config.method, config.seed)
+    tokenizer = load_tokenizer(config.model)
+    check_tokenizer_fits(tokenizer, config.model, base_config.vocab_size)
+    if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
+        raise BaseModelError(
+            f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "
+            "first token would be predicted from the document before"
+        )
+    for source in sources:
+        check_source(source)

@@ -11,7 +11,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
 from scale_cli.errors import CorpusError
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 
 def write_config(folder: Path, base: Path, lines: list[str]) -> RunConfig:

@@ -24,7 +24,8 @@ from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
-from scale_cli.upscale.base import load_base, load_tokenizer
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import as_if_trained, widen
 
 PROMPTS = ["Once upon a time", "학교에서", "Lily saw a big"]

@@ -16,8 +16,8 @@ from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, 
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import check_tokenizer, load_tokenizer
 from scale_cli.upscale.folder import MethodModel, load_model
+from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 
 
 @pytest.fixture

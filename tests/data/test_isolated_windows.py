@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
 from scale_cli.data.corpora import build_batches
 from scale_cli.data.tokens import tokenised
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.config.small_config import SMALLEST, load_text
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=2, max_size=12)

@@ -22,7 +22,7 @@ from scale_cli.export.dense import dense_model
 from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 

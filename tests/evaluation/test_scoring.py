@@ -14,7 +14,7 @@ from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 

@@ -14,8 +14,9 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
 from scale_cli.export.plain_folder import write_plain
-from scale_cli.upscale.base import load_base, load_tokenizer, load_written
+from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.model.test_families import FAMILIES, answered, tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 

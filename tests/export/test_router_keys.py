@@ -15,7 +15,8 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.base import load_base, load_tokenizer
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.model.test_families import FAMILIES, IDS, answered, tiny
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from scale_cli.config.schema import RunConfig
 from scale_cli.join.members import join_runs
 from scale_cli.join.scoring import open_corpora
-from scale_cli.upscale.base import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.join.conftest import trained
 
 Runs = dict[str, RunConfig]

@@ -21,9 +21,10 @@ from scale_cli.export.parity import served_logits, trained_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base, load_tokenizer
+from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import TINY, as_if_trained
 
 SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}

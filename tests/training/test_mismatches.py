@@ -20,8 +20,8 @@ from scale_cli.storage.atomic import file_sha256, new_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import CORPORA, TRAINED, TrainState
 from scale_cli.storage.tokenizer import tokenizer_sha256
-from scale_cli.upscale.base import load_tokenizer
 from scale_cli.upscale.sizes import check_processes
+from scale_cli.upscale.tokenizer import load_tokenizer
 
 YAML = """
 output_dir: {folder}/run

@@ -17,17 +17,16 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import BaseModelError
 from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
-from scale_cli.upscale import tokenizer_files
 from scale_cli.upscale.base import (
     changed_tensors,
     check_same_base,
     load_base,
     load_base_config,
-    load_tokenizer,
     looks_local,
     record_base,
     tensor_sha256,
 )
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import tiny_llama
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -262,7 +261,7 @@ def test_a_sentencepiece_model_without_the_package_says_just_that(
 ) -> None:
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    monkeypatch.setattr(tokenizer_files, "find_spec", lambda _: None)
+    monkeypatch.setattr("scale_cli.upscale.tokenizer.find_spec", lambda _: None)
     with pytest.raises(BaseModelError) as error:
         load_tokenizer(named(checkpoint))
     assert str(error.value).endswith(

@@ -24,8 +24,8 @@ from scale_cli.errors import ScaleError
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_tokenizer, write_base
-from scale_cli.upscale.base import load_tokenizer
-from scale_cli.upscale.before_writing import check_before_writing
+from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import tiny_llama
 
 Configured = Callable[..., RunConfig]

@@ -1,0 +1,100 @@
+"""A model's tokenizer: where it comes from, what is missing there, and whether it is the one that was recorded."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import ModelConfig
+from scale_cli.errors import BaseModelError, ChangedBaseError
+from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.tokenizer import tokenizer_sha256
+from scale_cli.upscale.base import REMEDY, one_line, stage_folder
+
+# Any of these is the beginning of a tokenizer; the first alone needs nothing else.
+_WHOLE, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+_OTHERS = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+
+
+@dataclass(frozen=True)
+class TokenizerPlace:
+    """Where a tokenizer lies."""
+
+    key: str  # of the config, that says so
+    name: str  # hub id or folder
+    revision: str | None  # on the hub
+
+    def problem(self) -> str | None:
+        """Return what keeps any tokenizer from being loaded from there; None where it is nothing that is known."""
+        if self._has(_WHOLE):
+            return None
+        if self._has(_SENTENCEPIECE):
+            needed = "it is a SentencePiece model (tokenizer.model), and the package sentencepiece is not installed"
+            return None if find_spec("sentencepiece") else needed
+        if any(self._has(name) for name in _OTHERS):
+            return None
+        return "there is none (no tokenizer.json, no tokenizer.model); say in model.tokenizer where it is"
+
+    def _has(self, file: str) -> bool:
+        with suppress(OSError, ValueError):  # no such folder or repository
+            return bool(cached_file(self.name, file, revision=self.revision))
+        return False
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer: the one that the config names, or the base's own.
+
+    Raises:
+        BaseModelError: there is none, or it needs remote code.
+    """
+    place = tokenizer_place(model)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place.name, revision=place.revision, trust_remote_code=False
+        )
+    except Exception as error:  # of a damaged folder it may say anything
+        reason = place.problem() or one_line(error)
+        raise BaseModelError(f"{place.key}: the tokenizer of {place.name} cannot be loaded: {reason}") from None
+    return tokenizer
+
+
+def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
+    """Return where a model's tokenizer lies; of a widened base, that of what it stands on."""
+    while model.tokenizer is None and (folder := stage_folder(model)) is not None:
+        model = load_config(folder / "scale.yaml").model
+    if model.tokenizer is not None:
+        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
+    return TokenizerPlace("model.base", model.base, model.revision)
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int) -> None:
+    """Check that a base has an embedding for every id of a tokenizer.
+
+    Raises:
+        BaseModelError: it has fewer.
+    """
+    if len(tokenizer) > vocab_size:
+        place = tokenizer_place(model)
+        raise BaseModelError(
+            f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, "
+            f"the base's embedding {vocab_size:,}"
+        )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
+    """Check that a tokenizer is the one that was recorded.
+
+    Raises:
+        ChangedBaseError: it is another.
+    """
+    now = tokenizer_sha256(tokenizer)
+    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
+        raise ChangedBaseError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
+            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
+        )
