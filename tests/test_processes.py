@@ -74,7 +74,7 @@ def as_one_of_two(monkeypatch: pytest.MonkeyPatch, *, main: bool, told: int = 0)
         return value if main else told
 
     monkeypatch.setattr(processes, "are_several", lambda: True)
-    monkeypatch.setattr(processes, "state", lambda: _State(main=main))
+    monkeypatch.setattr(processes, "process_state", lambda: _State(main=main))
     monkeypatch.setattr(processes, "_agreed", agreed)
     return said
 
