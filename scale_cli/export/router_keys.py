@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.model import routed_scale, routing
-from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.folder import MethodModel
 
@@ -29,7 +28,7 @@ _ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
 _CODE = (Path(str(routed_scale.__file__)), Path(str(routing.__file__)))
 
 
-def router_keys(model: MethodModel | JoinedForCausalLM) -> dict[str, Any] | None:
+def router_keys(model: MethodModel) -> dict[str, Any] | None:
     """Return what `scale_router` is in the config.json of a model's plain export; None where it cannot be routed.
 
     Returns:
@@ -37,19 +36,16 @@ def router_keys(model: MethodModel | JoinedForCausalLM) -> dict[str, Any] | None
         reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
         rest being shared evenly by the others; `switch_rate`.
     """
-    if isinstance(model, ScaleForCausalLM):
-        routes = model.config.variant == "route" and model.config.router_rule == "posterior"
-        if not routes or model.branches[-1].writes:
-            return None
-        *below, top = (stage.expansion_hidden_size for stage in model.config.stages())
-        sizes, parents = [model.root.config.hidden_size + sum(below), top], [0]
-    elif isinstance(model, JoinedForCausalLM):
-        if any(branch.writes for branch in model.branches):
-            return None
-        added = [sizes.expansion_hidden_size for sizes in model.config.expansions()]
-        sizes, parents = [model.root.config.hidden_size, *added], [branch.parent for branch in model.branches]
-    else:
+    if not isinstance(model, WidenedModel):
         return None
+    lowest = model.routed_heads[0]
+    routed = model.branches[lowest:]
+    routes = model.config.variant == "route" and model.config.router_rule == "posterior"
+    if not routes or any(branch.writes for branch in routed):
+        return None
+    added = [branch.expansion.lm_head.in_features for branch in model.branches]
+    sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
+    parents = [branch.parent - lowest for branch in routed]
     return {
         "stream_sizes": sizes,
         "parents": parents,

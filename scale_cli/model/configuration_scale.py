@@ -130,6 +130,7 @@ class JoinedConfig(PreTrainedConfig):
     """
 
     model_type = "scale-joined"
+    variant, router_rule, router_threshold = "route", "posterior", 0.5  # as of ScaleConfig: it routes in no other way
 
     def __init__(
         self,

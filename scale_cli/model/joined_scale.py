@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch
-from .cache_scale import ScaleCache
 from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
 from .serving_scale import WidenedModel
@@ -46,6 +44,7 @@ class JoinedForCausalLM(WidenedModel):
         self.routed_heads = range(len(paths))
         self.generation_config = base.generation_config
         self.freeze()
+        self.eval()
         self.post_init()
 
     def freeze(self) -> None:
@@ -57,21 +56,6 @@ class JoinedForCausalLM(WidenedModel):
         """The plain model at the bottom."""
         return self.base
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: ScaleCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Return the router's logits, a loss for `labels`, and the cache; arguments as of ScaleForCausalLM."""
-        self._refuse_unknown(kwargs)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        cache = self._own_cache(past_key_values) if use_cache else None
-        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
-        logits = self._posterior_logits(states, logits_to_keep, input_ids, attention_mask, cache)
-        return self._output(logits, labels, cache, **kwargs)
+    def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
+        """Stay in evaluation mode: it has nothing that trains."""
+        return super().train(False)

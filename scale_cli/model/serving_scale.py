@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
 from .cache_scale import ScaleCache
-from .routing import evidence_of, log_prior, route
+from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -35,6 +35,8 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     root: Any
     branches: Sequence[Branch]
     routed_heads: Sequence[int]
+    compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
+    _training_loss: Callable[..., Tensor]
 
     @classmethod
     def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
@@ -127,6 +129,53 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
         return ScaleCache()
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ScaleCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, past + T), 1 for tokens; left padding for generation.
+            position_ids: (B, T); counted from the cache's length where not given.
+            past_key_values: a ScaleCache, or an empty cache of transformers, which is replaced by one.
+            labels: (B, T), -100 where no loss is wanted; shifted here, as everywhere in transformers. In training mode
+                the loss comes without logits, which then never exist whole.
+            use_cache: whether to keep keys, values and the router's state; the config's default in evaluation mode.
+            logits_to_keep: return logits of the last so many positions only, 0 for all; or of those in an index (N,).
+            **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
+                `num_items_in_batch` (what the sum is divided by; the number of labels where not given); in training
+                mode also `distillation`, of every sequence the weight of KL(base head || adaptation head).
+        """
+        self._refuse_unknown(kwargs)
+        use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
+        cache = self._own_cache(past_key_values) if use_cache else None
+        if self.training and labels is not None:
+            run = self.compiled_states or self.final_states
+            states = run(input_ids, attention_mask, position_ids, None, preserved=False)
+            return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
+        routed = self.config.variant == "route" and not self.training
+        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
+        if not routed:
+            logits = self.adaptation_logits(states.at(kept))
+        elif self.config.router_rule == "cosine":
+            logits = self._cosine_logits(states.at(kept))
+        else:
+            logits = self._posterior_logits(states, logits_to_keep, input_ids, attention_mask, cache)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
     def final_states(
         self,
         input_ids: Tensor,
@@ -171,17 +220,18 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         states = self.final_states(input_ids, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
 
-    def _output(
-        self, logits: Tensor, labels: Tensor | None, cache: ScaleCache | None, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-
     def log_prior(self, device: torch.device | None = None) -> Tensor:
         """Return (K,) log-weights of the heads before the first token."""
         return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
+
+    def adaptation_logits(self, states: FinalStates) -> Tensor:
+        """Return H x_a + H' u of the last head, and the H' u of every expansion that it stands upon."""
+        return states.logits(self.root.lm_head, self.routed_heads[-1])
+
+    def _cosine_logits(self, states: FinalStates) -> Tensor:
+        base, adapted = self.routed_logits(states)
+        serves_base = cosine_serves_base(logit_cosine(base, adapted), self.config.router_threshold)
+        return torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
 
     def _posterior_logits(
         self,
@@ -207,13 +257,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.router = routed.memory
         return routed.scores_BTV if index is None else routed.scores_BTV[:, index]
-
-
-def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Return the positions whose logits are asked for: the last so many, all for 0, or those of an index."""
-    if isinstance(logits_to_keep, Tensor):
-        return logits_to_keep
-    return slice(-logits_to_keep if logits_to_keep else None, None)
 
 
 def _one_device(device_map: Any) -> Any:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
 from scale_cli.errors import ConfigError
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
 from scale_cli.upscale.folder import MethodModel
@@ -53,18 +53,15 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
 def set_router(model: MethodModel, router: RouterConfig) -> None:
     """Give a widened model the router that a config asks for now; it may differ from the one it was trained under."""
     if isinstance(model, ScaleForCausalLM):
-        model.config.router_rule = router.rule
-        model.config.router_prior = router.prior
-        model.config.router_switch_rate = router.switch_rate
-        model.config.router_threshold = router.threshold
+        for name in RouterConfig.model_fields:
+            setattr(model.config, f"router_{name}", getattr(router, name))
 
 
-def router_of(model: ScaleForCausalLM | JoinedForCausalLM) -> RouterConfig:
-    """Return the router that a model has; several expansions are routed among by the posterior rule."""
-    rule = {"prior": model.config.router_prior, "switch_rate": model.config.router_switch_rate}
-    if isinstance(model, ScaleForCausalLM):
-        rule |= {"rule": model.config.router_rule, "threshold": model.config.router_threshold}
-    return RouterConfig.model_validate(rule)
+def router_of(model: WidenedModel) -> RouterConfig:
+    """Return the router that a model has."""
+    return RouterConfig.model_validate(
+        {name: getattr(model.config, f"router_{name}") for name in RouterConfig.model_fields}
+    )
 
 
 def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
