@@ -27,9 +27,6 @@ def require(module: str, needed_by: str) -> None:
     Args:
         module: by its import name.
         needed_by: the key of the config, or the verb.
-
-    Raises:
-        MissingExtraError: it is not installed.
     """
     if not is_installed(module):
         raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: {how_to_install(module)}")

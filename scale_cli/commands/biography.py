@@ -52,17 +52,7 @@ class BiographySummary:
 
 
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> BiographySummary:
-    """Run the benchmark; what is there already, made with the same settings, is not made again.
-
-    Args:
-        config: the resolved config.
-        log: prints a line for the user.
-
-    Raises:
-        RunFolderError: the folder was made with other settings.
-        ConfigError: a method asks for what the model does not have.
-        MissingExtraError: what draws the report, or trains a method, is not installed.
-    """
+    """Run the benchmark; what is there already, made with the same settings, is not made again."""
     require("matplotlib", "scale biography")
     if any(compared.method.variant == "lora" for compared in config.methods):
         require("peft", "methods: variant lora")

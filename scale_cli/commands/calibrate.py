@@ -68,16 +68,7 @@ class Calibration:
 
 
 def calibrate(config: RunConfig, num_documents: int) -> Calibration:
-    """Measure the cosine rule over its thresholds on the first documents of every held-out corpus.
-
-    Args:
-        config: of a trained run.
-        num_documents: per corpus.
-
-    Raises:
-        ConfigError: a role has no corpus.
-        RunFolderError: nothing has been trained.
-    """
+    """Measure the cosine rule over its thresholds on the first documents of every held-out corpus."""
     roles = [source.role for source in config.evaluation.perplexity]
     for role in ("retention", "acquisition"):
         if role not in roles:

@@ -52,16 +52,7 @@ def _cell(side: Interval) -> str:
 
 
 def compare(folders: list[Path], output: Path) -> ComparisonSummary:
-    """Compare finished runs, and write report.html, report.md, report.json and the figures.
-
-    Args:
-        folders: of the runs, in the order in which they are to be shown.
-        output: a new folder, or an earlier comparison, which is replaced.
-
-    Raises:
-        MissingExtraError: what draws the figures is not installed.
-        RunFolderError: a run is not finished or cannot be compared, or `output` holds something else.
-    """
+    """Compare finished runs, and write report.html, report.md, report.json and the figures."""
     require("matplotlib", "scale compare")
     check_replaceable(output, KIND)
     comparison = comparison_of(load_runs(folders))

@@ -47,12 +47,7 @@ class EvaluationSummary:
 
 
 def evaluate(config: RunConfig) -> EvaluationSummary:
-    """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work.
-
-    Raises:
-        ConfigError: there is nothing to evaluate on.
-        RunFolderError: nothing has been trained, or with another config.
-    """
+    """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
     sources = config.evaluation.perplexity
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
@@ -90,13 +85,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
 
 
 def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
-    """Open every benchmark of a config; None where it names none.
-
-    Raises:
-        MissingExtraError: lm-eval is not installed.
-        ConfigError: it has no task of that name, or a prompt does not fit.
-        CorpusError: a local file cannot be read.
-    """
+    """Open every benchmark of a config; None where it names none."""
     if not config.evaluation.benchmarks:
         return None
     require("lm_eval", "evaluation.benchmarks")
@@ -126,25 +115,13 @@ def write_report(
 
 
 def check_gate(config: RunConfig, max_forgetting: float | None) -> None:
-    """Refuse a gate, where there is one, that would hold nothing.
-
-    Raises:
-        ConfigError: there is no retention corpus to measure.
-    """
+    """Refuse a gate, where there is one, that would hold nothing."""
     if max_forgetting is not None and not any(source.role == "retention" for source in config.evaluation.perplexity):
         raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
 
 
 def check_forgetting(report: Report, max_forgetting: float | None) -> None:
-    """Hold the served head to a limit on every retention corpus.
-
-    Args:
-        report: what was measured.
-        max_forgetting: bits per byte that may be lost against the base; None for any.
-
-    Raises:
-        ForgettingError: naming the corpus on which more was lost.
-    """
+    """Hold the served head to a limit on every retention corpus."""
     for corpus in report.with_role("retention"):
         lost = corpus.heads[report.served].bits_per_byte_difference.value
         if max_forgetting is not None and (lost is None or lost > max_forgetting):

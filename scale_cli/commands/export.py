@@ -96,14 +96,7 @@ def export_all(
     *,
     dry_run: bool,
 ) -> None:
-    """Write every format that a config asks for, and send each to a repository of the hub, where one is named.
-
-    Args:
-        config: the resolved config.
-        repository: OWNER/NAME.
-        show: prints what has been done.
-        dry_run: only say what would be sent.
-    """
+    """Write every format that a config asks for, and send each to a repository of the hub, where one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
     check_format(config)
@@ -116,16 +109,7 @@ def export_all(
 
 
 def export(config: RunConfig) -> ExportSummary:
-    """Write the trained model in the config's format.
-
-    Args:
-        config: with one format (`one_by_one`).
-
-    Raises:
-        ConfigError: the method has no such format.
-        RunFolderError: nothing has been trained, or with another config.
-        ExportParityError: what was written does not compute what was trained; nothing is left behind then.
-    """
+    """Write the trained model in the format of a config that has one (`one_by_one`), or leave nothing behind."""
     settings, session = config.export, open_final(config)
     (export_format,) = settings.formats
     check_format(config)
@@ -164,14 +148,7 @@ def export_folder(config: RunConfig) -> Path:
 
 
 def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence) -> None:
-    """Write the model card, the config, and what the card tells of: which training, and which report of it, if any.
-
-    Args:
-        folder: of the export; its weights and config.json are there.
-        config: with one format.
-        parity: of the export with the trained model.
-        licence: of the base.
-    """
+    """Write the model card, the config, and what the card tells of: which training, and which report of it, if any."""
     architectures = read_json(folder / "config.json").get("architectures") or [""]
     write_text(folder / CARD, model_card(config, finished_report(config), parity, licence, architectures[0]))
     write_text(folder / "scale.yaml", dump_config(config))
@@ -181,10 +158,6 @@ def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
     """Compare an export that is there with the trained model that is beside it.
-
-    Args:
-        config: of the export; `output_dir` is the run's folder.
-        folder: of the export.
 
     Raises:
         ExportParityError: it computes something else, or belongs to another training.
@@ -197,11 +170,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
 
 
 def check_format(config: RunConfig) -> None:
-    """Refuse a format that the method does not have, or a precision that the format does not have.
-
-    Raises:
-        ConfigError: naming those it has.
-    """
+    """Refuse a format that the method does not have, or a precision that the format does not have."""
     known = _formats(config.method)
     if unknown := [name for name in config.export.formats if name not in known]:
         variant = f"a model of the variant {config.method.variant}"
@@ -264,11 +233,7 @@ def card_is_current(config: RunConfig) -> bool:
 
 
 def renew_card(config: RunConfig) -> Path:
-    """Write the folder of a finished export again with a new card; its other files are linked, not copied.
-
-    Raises:
-        StorageError: it could not be written; the export is as it was.
-    """
+    """Write the folder of a finished export again with a new card; its other files are linked, not copied."""
     folder = export_folder(config)
     with new_folder(folder) as partial:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):

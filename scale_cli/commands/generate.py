@@ -79,11 +79,6 @@ def write_samples(
         file: a new .jsonl.
         sampling: how tokens are chosen; every batch has a seed of its own.
         prompts: what the texts begin with, in turn; an empty one leaves it to the base.
-
-    Raises:
-        ConfigError: the file is there already or no .jsonl, or a prompt cannot be begun with.
-        RunFolderError: it cannot be written there.
-        BaseModelError: the base is not at hand.
     """
     if file.suffix != ".jsonl":
         raise ConfigError(f"--output {file}: is read as a source only if it is named .jsonl")
@@ -104,13 +99,7 @@ def write_samples(
 
 
 def output_lines(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
-    """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts.
-
-    Args:
-        continuations: of all prompts.
-        as_json: one object a line, and nothing else.
-        show_heads: colour every token by who spoke.
-    """
+    """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts."""
     if as_json:
         return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
     texts = [f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}" for c in continuations]

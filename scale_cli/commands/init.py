@@ -94,12 +94,7 @@ class StarterSummary:
 
 
 def init(answers: Answers, file: Path) -> StarterSummary:
-    """Write a config that passes every check that `scale run` makes before it writes anything.
-
-    Raises:
-        UsageError: the file is there already; or the base or a text is not.
-        ConfigError: an answer is not what its key takes, or the base does not fit the device.
-    """
+    """Write a config that passes every check that `scale run` makes before it writes anything."""
     if file.exists():
         raise UsageError(f"{file}: is there already; give another name")
     model = {"base": answers.base, "dtype": "float32"}
@@ -117,11 +112,7 @@ def init(answers: Answers, file: Path) -> StarterSummary:
 
 
 def fitting_sizes(base_config: Any, minutes: float) -> Sizes:
-    """Return the longest windows, and the most at once, that the device holds and of which there is time for many.
-
-    Raises:
-        ConfigError: not even the smallest batch fits.
-    """
+    """Return the longest windows, and the most at once, that the device holds and of which there is time for many."""
     devices = {precision: measured_device(precision, None) for precision in ("no", "bf16")}
     mixed_precision = max(devices, key=lambda precision: devices[precision].flops_per_s)
     device, available = devices[mixed_precision], _memory_bytes(devices[mixed_precision].type)

@@ -73,20 +73,7 @@ class JoinSummary:
 
 
 def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: float) -> JoinSummary:
-    """Put the expansions of finished runs on one base, measure them, and write the joined model.
-
-    Args:
-        runs: folders of runs, their `final/`, or adapter exports, on the same plain base.
-        output: a new folder, or an earlier join, which is replaced.
-        prior: weight of the base head at the first token; None for an even share of every head.
-        switch_rate: of the posterior rule.
-
-    Raises:
-        ConfigError: the runs name no held-out corpus.
-        RunFolderError: a run is not finished or holds no expansion, or `output` holds something else.
-        BaseModelError: a run stands on another base than the first.
-        PreservationError: a head does not compute what it does alone; nothing is written then.
-    """
+    """Put the expansions of finished runs on one base, measure them, and write the joined model."""
     check_replaceable(output, KIND)
     joined = join_runs(runs, prior, switch_rate)
     if not any(config.evaluation.perplexity for config in joined.configs):
@@ -128,11 +115,7 @@ def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[T
 
 
 def prove(joined: JoinedRuns) -> None:
-    """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
-
-    Raises:
-        PreservationError: naming the first head that does not.
-    """
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone."""
     wanted = {"base": joined.base_logits, **{member.name: member.logits for member in joined.members}}
     got = _head_logits(joined.model, sample_ids(joined.tokenizer))
     for (name, expected), logits in zip(wanted.items(), got, strict=True):

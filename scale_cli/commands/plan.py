@@ -96,19 +96,7 @@ class Plan:
 
 
 def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int) -> Plan:
-    """Plan a run, and beside it every other method, without loading or downloading a weight.
-
-    Args:
-        config: the resolved config.
-        flops: sustained FLOP/s of one process's device; None to measure the one at hand.
-        utilisation: share of those FLOP/s that training sustains; None: 1 of stated ones, 0.4 of measured ones.
-        num_processes: each on a device of its own.
-
-    Raises:
-        BaseModelError: the base's configuration is not found, or not supported.
-        ConfigError: the base is widened already, or the config's own method, batch or window does not fit it or the
-            processes.
-    """
+    """Plan a run, and beside it every other method, without loading or downloading a weight."""
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     base_config = load_base_config(config.model)

@@ -38,11 +38,7 @@ def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
 
 
 def prepare(config: RunConfig) -> PrepareSummary:
-    """Tokenise all training and held-out corpora that the cache does not hold.
-
-    Raises:
-        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
-    """
+    """Tokenise all training and held-out corpora that the cache does not hold."""
     check_before_writing(config, every_source(config))
     tokenizer = load_tokenizer(config.model)
     training = open_training_corpora(config, tokenizer, show_progress=True)

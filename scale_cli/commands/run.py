@@ -33,16 +33,8 @@ from scale_cli.upscale.tokenizer import load_tokenizer
 def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
     """Upscale, train (resuming what was interrupted), evaluate and export.
 
-    Args:
-        config: the resolved config.
-        log: prints a line for the user, on the main process.
-        accepted: keys that may have changed since the run was begun.
-
     Returns:
         What was measured; None where this is not the main process.
-
-    Raises:
-        ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
     """
     with _claimed(config):
         report = _measured(config, log, accepted)
@@ -51,11 +43,7 @@ def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collec
 
 
 def run_without_export(config: RunConfig, log: Callable[[str], None]) -> Report:
-    """Upscale, train (resuming what was interrupted) and evaluate, unless done already, in one process.
-
-    Raises:
-        ScaleError: whatever a verb raises; results of the verbs before it stay, and the next run skips them.
-    """
+    """Upscale, train (resuming what was interrupted) and evaluate, unless done already, in one process."""
     with _claimed(config):
         report = _measured(config, log, ())
     assert report is not None, "one process is the main one"

@@ -25,30 +25,14 @@ _SERVERS = {
 
 @dataclass(frozen=True)
 class Serving:
-    """What is to be run, and what it promises.
+    """What is to be run, and what it promises."""
 
-    Args:
-        command: an engine's own server.
-        promise: one line.
-    """
-
-    command: list[str]
-    promise: str
+    command: list[str]  # an engine's own server
+    promise: str  # one line
 
 
 def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainly: bool) -> Serving:
-    """Return how a folder is served.
-
-    Args:
-        path: a plain export, or a run that has one.
-        engine: None takes vLLM where it is installed, and transformers else.
-        options: handed to the engine as they are.
-        plainly: without the router.
-
-    Raises:
-        RunFolderError: there is no model at `path`.
-        UsageError: it cannot be served routed, or the engine is not installed.
-    """
+    """Return how a folder is served."""
     folder = _plain_export(path)
     config = read_json(folder / "config.json")
     chosen: Engine = engine or ("vllm" if is_installed("vllm") else "transformers")

@@ -67,18 +67,7 @@ def _table(trials: list[Trial]) -> Table:
 
 
 def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], None]) -> SweepSummary:
-    """Run a config with several values of some keys, and rank the runs; what is finished is not run again.
-
-    Args:
-        path: of the config; the runs land in its output_dir, and the report of them in report/ there.
-        grid: what all runs share, and the values of each.
-        max_runs: at most so many, drawn from all by chance, always the same ones; None: all.
-        log: prints a line for the user.
-
-    Raises:
-        ConfigError: there is nothing to rank by, or with some of the values the config is none.
-        ScaleError: whatever a run raises, but for training that cannot go on: such a run ranks last.
-    """
+    """Run a config with several values of some keys, and rank the runs; what is finished is not run again."""
     points = grid.points
     if max_runs is not None and max_runs < len(points):
         points = random.Random(_SEED).sample(points, max_runs)

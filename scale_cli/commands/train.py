@@ -85,12 +85,6 @@ def train(
 ) -> TrainSummary:
     """Train the expansion from `upscaled/`, or from a checkpoint.
 
-    Args:
-        config: the resolved config.
-        resume: None to start (refused where a run is already there), `auto`, or a checkpoint folder.
-        log: prints a line for the user; called on the main process only.
-        accepted: keys that may have changed since the run was begun.
-
     Raises:
         RunFolderError: the folder holds another run, or none to resume.
         ConfigError: the batch does not divide among the processes.
@@ -108,7 +102,7 @@ def train(
     check_trackers(config)
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
-        number = main_decides(lambda: _starting_number(run_folder, config, resume, log, accepted))
+        number = main_decides(lambda: _starting_point(run_folder, config, resume, log, accepted))
         start = _numbered(number, run_folder, resume)
         if start is None:
             on_main(lambda: _check_beginning(config, log))
@@ -163,21 +157,6 @@ def _silent(line: str) -> None:
     """Only the main process speaks."""
 
 
-def _starting_number(
-    run_folder: RunFolder,
-    config: RunConfig,
-    resume: str | None,
-    log: Callable[[str], None],
-    accepted: Collection[str],
-) -> int:
-    """Return the starting point as one process can tell it to others: 1 and the steps done, or 0 where there is none.
-
-    One process reads a checkpoint through, once, and refuses it for all.
-    """
-    start = _starting_point(run_folder, config, resume, log, accepted)
-    return 0 if start is None else 1 + TrainState.load(start).step
-
-
 def _numbered(number: int, run_folder: RunFolder, resume: str | None) -> Path | None:
     if not number or resume is None:
         return None
@@ -190,14 +169,17 @@ def _starting_point(
     resume: str | None,
     log: Callable[[str], None],
     accepted: Collection[str],
-) -> Path | None:
-    """Return the checkpoint to start from, or None for the beginning."""
+) -> int:
+    """Return where to start as one process can tell it to others: 1 and the steps done, or 0 for the beginning.
+
+    One process reads a checkpoint through, once, and refuses it for all.
+    """
     if resume != "auto" and run_folder.final.is_dir():
         raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
     if resume is None:
         if checkpoints(run_folder):
             raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
-        return None
+        return 0
     if resume == "auto":
         start, skipped = newest_whole_checkpoint(run_folder)
         for line in skipped:
@@ -216,16 +198,17 @@ def _starting_point(
                 f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
             )
         verify_folder(start)
-    if start is not None:
-        for line in check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
-            log(f"changed        {line}")
-        if (step := TrainState.load(start).step) > config.train.max_steps:
-            raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
-        check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
-        log(f"resuming       {start}")
-        if changed := changed_versions(start):
-            log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
-    return start
+    if start is None:
+        return 0
+    for line in check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        log(f"changed        {line}")
+    if (step := TrainState.load(start).step) > config.train.max_steps:
+        raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
+    check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
+    log(f"resuming       {start}")
+    if changed := changed_versions(start):
+        log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
+    return 1 + step
 
 
 def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> bool:
@@ -313,7 +296,7 @@ def _open_run(
         batches=batches,
         held_out=held_out,
         state=state,
-        metrics=_opened_log(run_folder, state) if main else None,
+        metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
 
@@ -333,10 +316,6 @@ def _log_corpora(
     stretched = context_warnings(config, load_base_config(config.model))
     for warning in [*stretched, *corpus_warnings(config, corpora, held_out)]:
         log(f"warning: {warning}")
-
-
-def _opened_log(run_folder: RunFolder, state: TrainState) -> MetricsLog:
-    return MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due)
 
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:

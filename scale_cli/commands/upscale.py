@@ -78,13 +78,7 @@ def _sum(parts: list[int]) -> str:
 
 
 def upscale(config: RunConfig) -> UpscaleSummary:
-    """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes.
-
-    Raises:
-        BaseModelError: the base is missing or not supported.
-        RunFolderError: training has already begun in this folder.
-        PreservationError: the base logits are not the base's any more; nothing is written then.
-    """
+    """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes."""
     run = RunFolder(config.output_dir)
     with claimed(run.root):
         return _upscale(run, config)
@@ -123,11 +117,7 @@ def _already_begun(run: RunFolder, config: RunConfig) -> str:
 
 
 def upscale_is_finished(config: RunConfig) -> bool:
-    """Return whether `upscaled/` is there, made with the same base and method.
-
-    Raises:
-        BaseModelError: another base lies where the config says, or the same one cannot be loaded from there.
-    """
+    """Return whether `upscaled/` is there, made with the same base and method."""
     folder = RunFolder(config.output_dir).upscaled
     if not folder.is_dir():
         return False

@@ -56,19 +56,12 @@ from scale_cli.upscale.tokenizer import load_tokenizer
 
 @dataclass
 class FolderCheck:
-    """What was found in one folder.
+    """What was found in one folder."""
 
-    Args:
-        folder: which one.
-        held: what was checked and found good.
-        failed: what was found wrong.
-        unchecked: what could not be checked here, and why.
-    """
-
-    folder: Path
-    held: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
+    folder: Path  # which one
+    held: list[str] = field(default_factory=list)  # what was checked and found good
+    failed: list[str] = field(default_factory=list)  # what was found wrong
+    unchecked: list[str] = field(default_factory=list)  # what could not be checked here, and why
 
     def lines(self) -> list[str]:
         """Return one line, and one more for everything that is wrong or could not be checked."""
@@ -91,22 +84,14 @@ class Verification:
         return [line for check in self.checks for line in check.lines()]
 
     def require(self) -> None:
-        """Refuse what is not as it was written.
-
-        Raises:
-            VerificationError: naming the folders.
-        """
+        """Refuse what is not as it was written."""
         bad = [str(check.folder) for check in self.checks if check.failed]
         if bad:
             raise VerificationError(f"not what was written: {', '.join(bad)}")
 
 
 def verify(path: Path) -> Verification:
-    """Check one folder of ours, or every one in the folder of a run.
-
-    Raises:
-        RunFolderError: there is no folder of ours at `path`.
-    """
+    """Check one folder of ours, or every one in the folder of a run."""
     folders = [path] if (path / MANIFEST).is_file() else sorted(_folders_of_ours(path))
     if not folders:
         raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")

@@ -72,10 +72,6 @@ def check_same_run(
 
     Returns:
         A line for every key that has changed all the same: those accepted, and those to be held by content.
-
-    Raises:
-        ConfigError: a key is accepted that makes another run.
-        RunFolderError: naming the keys that have changed, and what can be done.
     """
     for key in accepted or ():
         if key not in ACCEPTABLE:

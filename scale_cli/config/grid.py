@@ -30,9 +30,6 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
     Args:
         arguments: of the command line, values in YAML; a list in brackets is one value.
         paired: the keys' first values make a run, then their second ones; otherwise every combination does.
-
-    Raises:
-        ConfigError: no key has several values, or paired ones have not equally many.
     """
     shared, axes = [], []
     for argument in arguments:

@@ -27,18 +27,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | None = None) -> AnyConfig:
-    """Read, override and check a config file.
-
-    Args:
-        schema: what the file holds.
-        path: the YAML file.
-        overrides: `key.sub=value` strings, the value in YAML; later ones win.
-
-    Raises:
-        ConfigError: the file is missing or not YAML, or a field is unknown, mistyped or out of range; one line
-            for each of the first few, naming the file or the override and the field, with a "did you mean" for
-            unknown keys.
-    """
+    """Read, override and check a config file."""
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, this is {_kind(tree)}")
@@ -48,17 +37,7 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | Non
 
 
 def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Check what a config file, or a section of one, holds.
-
-    Args:
-        schema: of what it holds.
-        tree: plain data.
-        where: what an error calls it.
-        overrides: of it, applied already.
-
-    Raises:
-        ConfigError: as `load_checked`.
-    """
+    """Check what a config file, or a section of one, holds."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

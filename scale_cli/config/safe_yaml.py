@@ -32,11 +32,7 @@ for _half in (_Yaml12FloatLoader, _Yaml12FloatDumper):
 
 
 def read_text(path: Path) -> str:
-    """Read a config file, or the pipe it comes through.
-
-    Raises:
-        ConfigError: it is missing, too large, or not UTF-8.
-    """
+    """Read a config file, or the pipe it comes through."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)  # no more: it may be a device without an end
@@ -50,15 +46,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> Any:
-    """Return what a YAML text says, as plain data.
-
-    Args:
-        text: of the whole file, or of one value.
-        where: what an error calls it.
-
-    Raises:
-        ConfigError: it is not YAML, asks for an object, has a key twice, or is too much for a config.
-    """
+    """Return what a YAML text says, as plain data."""
     loader = _Yaml12FloatLoader("")
     try:
         loader = _Yaml12FloatLoader(text)

@@ -61,11 +61,7 @@ def local_path(written: str) -> str:
 
 
 def source_pattern(written: str) -> str:
-    """Return where text lies: a path as `local_path` does, or the URL of a store.
-
-    Raises:
-        ValueError: it is the URL of nothing that is read, or one with a name or password in it (it is not quoted).
-    """
+    """Return where text lies: a path as `local_path` does, or the URL of a store."""
     scheme, parted, place = written.partition("://")
     if not parted:
         return local_path(written)

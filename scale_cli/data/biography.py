@@ -85,13 +85,6 @@ def generate_people(num_people: int, seed: int) -> list[Person]:
     """Draw people of distinct names, every other attribute independent and uniform over its list.
 
     A pure function of its arguments; the first people of a longer list are those of a shorter one.
-
-    Args:
-        num_people: How many people to draw, from 0 to `NUM_NAMES`.
-        seed: Any integer.
-
-    Raises:
-        ValueError: If `num_people` is negative or more than `NUM_NAMES`.
     """
     if not 0 <= num_people <= NUM_NAMES:
         raise ValueError(f"num_people must be from 0 to {NUM_NAMES}, the number of distinct names: {num_people}")
@@ -130,9 +123,6 @@ def resolve_particles(korean: str) -> str:
 
     Which form it is depends on whether the syllable before it ends in a consonant: 은(는), 이(가), 을(를), 과(와),
     (으)로, and (이) as in (이)다. (으)로 is 로 after ㄹ too.
-
-    Raises:
-        ValueError: If a particle does not follow a Hangul syllable.
     """
     return _PARTICLE.sub(_resolve_particle, korean)
 

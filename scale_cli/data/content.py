@@ -24,22 +24,14 @@ _SETTLED_NS = 2 * 10**9
 
 
 class SourceHashes:
-    """The hashes of source files, each computed once.
-
-    Args:
-        cache_dir: where the record lies.
-    """
+    """The hashes of source files, each computed once."""
 
     def __init__(self, cache_dir: Path) -> None:
         self._path = cache_dir / _RECORD
         self._new: dict[str, dict[str, Any]] = {}
 
     def sha256(self, file: Path) -> str:
-        """Return a file's hash, of the record where the file is the same.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return a file's hash, of the record where the file is the same."""
         before = _stamp(file)
         if before["bytes"] < _LEAST_BYTES:
             return file_sha256(file)

@@ -33,22 +33,14 @@ def every_source(config: RunConfig) -> list[TextSource]:
 def open_training_corpora(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
 ) -> list[TokenisedCorpus]:
-    """Open every training source, tokenising what the cache does not hold.
-
-    Raises:
-        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
-    """
+    """Open every training source, tokenising what the cache does not hold."""
     return _opened(config, config.corpus.sources, tokenizer, show_progress)
 
 
 def open_held_out_corpora(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
 ) -> list[TokenisedCorpus]:
-    """Open every evaluation source, tokenising what the cache does not hold.
-
-    Raises:
-        CorpusError: a source cannot be read, holds no text, or too much of it is bad.
-    """
+    """Open every evaluation source, tokenising what the cache does not hold."""
     return _opened(config, config.evaluation.perplexity, tokenizer, show_progress)
 
 

@@ -23,11 +23,7 @@ _MAX_UNPACKING, _SMALL_BYTES = 200, 1 << 26
 
 @contextmanager
 def decompressed(file: SourceFile, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield the content of an open file, decompressed where its name says so.
-
-    Raises:
-        EOFError, OSError, lzma.LZMAError, zlib.error, pa.ArrowException: while it is read, where it is damaged.
-    """
+    """Yield the content of an open file, decompressed where its name says so."""
     if not file.compression:
         yield raw
         return
@@ -73,11 +69,7 @@ class _XzStreams(io.RawIOBase):
 
 @contextmanager
 def unpacked(file: SourceFile, stream: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield a decompressed stream as a file that can be read from its end, in a temporary file.
-
-    Raises:
-        OSError: it is out of all proportion to its compressed size.
-    """
+    """Yield a decompressed stream as a file that can be read from its end, in a temporary file."""
     limit = _SMALL_BYTES + _MAX_UNPACKING * file.size
     with tempfile.TemporaryFile() as whole:
         while block := stream.read(_READ_AT_ONCE):

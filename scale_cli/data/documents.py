@@ -81,15 +81,7 @@ def described(source: TextSource) -> str:
 
 
 class CorpusReader:
-    """The records of a source in order, good and bad; iterate once.
-
-    Args:
-        source: where they are.
-        max_document_bytes: a larger document is dropped.
-
-    Raises:
-        CorpusError: nothing matches, or a file is of no format that is read; or, iterating, a dataset cannot be loaded.
-    """
+    """The records of a source in order, good and bad; iterate once."""
 
     def __init__(self, source: TextSource, max_document_bytes: int) -> None:
         self.source = source
@@ -348,20 +340,12 @@ def _named_dataset_errors(source: TextSource) -> Iterator[None]:
 
 
 def dataset_commit(source: TextSource) -> str:
-    """Return what names the content of a hub dataset: the commit its revision stands for, by datasets' own look-up.
-
-    Raises:
-        CorpusError: it cannot be found out.
-    """
+    """Return what names the content of a hub dataset: the commit its revision stands for, by datasets' own look-up."""
     return str(_dataset_builder(source).hash)
 
 
 def dataset_splits(source: TextSource) -> list[str]:
-    """Return the splits of a dataset, as far as they are known before it is loaded; none where they are not.
-
-    Raises:
-        CorpusError: it cannot be found out.
-    """
+    """Return the splits of a dataset, as far as they are known before it is loaded; none where they are not."""
     return [str(split) for split in _dataset_builder(source).config.data_files or ()]
 
 

@@ -103,9 +103,6 @@ def encode_all(texts: Iterator[str], recipe: TokenizerSpec, num_workers: int) ->
         texts: read as they are needed, a few chunks ahead at the most.
         recipe: how.
         num_workers: processes beside this one; with one, or with little to do, this one works alone.
-
-    Raises:
-        RunError: a worker failed or died.
     """
     chunks = _chunks(texts)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))

@@ -50,12 +50,7 @@ class SourceFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open it for reading from any place; what a store holds is fetched first, so that it fails as a whole or not.
-
-        Raises:
-            OSError: it cannot be opened.
-            CorpusError: a store does not give it.
-        """
+        """Open it for reading from any place; what a store holds is fetched first: it fails as a whole or not."""
         if self.store is None:
             with Path(self.name).open("rb") as file:
                 yield file
@@ -75,11 +70,7 @@ class SourceFile:
 
 
 def source_files(source: TextSource) -> list[SourceFile]:
-    """Return the files of a source: those of each of its patterns by name, none twice.
-
-    Raises:
-        CorpusError: nothing matches, or a file is of no format that is read, or no file; a store cannot be asked.
-    """
+    """Return the files of a source: those of each of its patterns by name, none twice."""
     files = {file.name: file for pattern in source.paths for file in _matching(source.name, pattern)}
     for file in files.values():
         if file.format not in FORMATS:

@@ -135,11 +135,6 @@ class TokenLedger(RunRecord):
 def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> None:
     """Hold a source to a limit.
 
-    Args:
-        name: of the source.
-        ledger: its account.
-        max_bad_fraction: of its records, and of its files.
-
     Raises:
         CorpusError: more of it is bad, or none of it is good; the message says what, and where first.
     """
@@ -154,16 +149,7 @@ def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> No
 
 
 def check_unknown_fraction(name: str, ledger: Ledger, max_unknown_fraction: float) -> None:
-    """Hold a source to what its tokenizer knows.
-
-    Args:
-        name: of the source.
-        ledger: its account.
-        max_unknown_fraction: of its tokens.
-
-    Raises:
-        CorpusError: more of them stand for text that the tokenizer has no id for.
-    """
+    """Hold a source to what its tokenizer knows."""
     if ledger.unknown_fraction > max_unknown_fraction:
         raise CorpusError(
             f"{name}: {ledger.unknown_fraction:.1%} of its tokens are <unk>, more than corpus.max_unknown_fraction "

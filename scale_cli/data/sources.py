@@ -9,12 +9,7 @@ from scale_cli.errors import CorpusError
 
 
 def check_source(source: TextSource) -> None:
-    """Find out whether a source is there: every file of it opened, or the hub (or its cache) asked.
-
-    Raises:
-        CorpusError: a file is missing, unreadable or of no known format; a dataset cannot be reached, or has no such
-            split.
-    """
+    """Find out whether a source is there: every file of it opened, or the hub (or its cache) asked."""
     if source.dataset is not None:
         splits = dataset_splits(source)
         if splits and source.split not in splits:

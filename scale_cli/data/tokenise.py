@@ -53,10 +53,6 @@ def tokenise(
         folder: named after its content: what is unfinished beside it is taken to be of the same.
         reading: limits, and the number of workers.
         show_progress: on a bar.
-
-    Raises:
-        CorpusError: the source cannot be read, or holds no text.
-        RunError: a worker failed.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.progress.json")
@@ -86,13 +82,7 @@ def tokenise(
 
 
 class _Shards:
-    """The files of an unfinished folder, cut to what is certain and then appended to.
-
-    Args:
-        folder: where they are.
-        progress: the file that says how much is certain.
-        dtype: of the ids.
-    """
+    """The files of an unfinished folder, cut to what is certain and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, dtype: str) -> None:
         self._folder, self._progress = folder, progress

@@ -83,19 +83,7 @@ def tokenised(
     show_progress: bool,
     reading: ReadingConfig | None = None,
 ) -> TokenisedCorpus:
-    """Open a source's tokenised form, making it first where the cache does not hold it.
-
-    Args:
-        source: what is read.
-        tokenizer: of the base model.
-        cache_dir: where tokenised corpora lie.
-        show_progress: on a bar.
-        reading: limits; None for the defaults.
-
-    Raises:
-        CorpusError: the source cannot be read, holds no text, or more of it is bad, or unknown to the tokenizer, than
-            `reading` allows.
-    """
+    """Open a source's tokenised form, making it first where the cache does not hold it."""
     reading = reading or ReadingConfig()
     hashes = SourceHashes(cache_dir)
     folder = cache_dir / _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)

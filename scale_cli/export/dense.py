@@ -90,13 +90,7 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
 
 
 def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return any method's trained model as a plain one: a widened one made dense, LoRA merged, the rest as they are.
-
-    Args:
-        model: the trained model.
-        dtype: `float32` | `bfloat16` | `float16`, of the returned weights.
-        prompts: (1, T) ids, for `dense_model`.
-    """
+    """Return any method's trained model as a plain one: a widened one made dense, LoRA merged, the rest as they are."""
     if isinstance(model, ScaleForCausalLM):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()

@@ -65,11 +65,7 @@ def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits
 
 
 def check_parity(parity: Parity, dtype: str) -> None:
-    """Refuse an export that computes something else.
-
-    Raises:
-        ExportParityError: with the figure; also where a logit is not finite.
-    """
+    """Refuse an export that computes something else."""
     good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference
     limit = f"a mean of {MAX_OWN_RATIO:g} x {parity.own_mean_difference:.2e}"
     if dtype == "float32":

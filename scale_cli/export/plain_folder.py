@@ -70,10 +70,6 @@ def write_plain(
         base: where the base is; of a widened base it is the plain model at its bottom that counts.
         folder: to write into.
         router: what tells how to serve it routed (`router_keys`).
-
-    Raises:
-        BaseModelError: the base's files are not at hand.
-        ExportParityError: the tokenizer's files do not tokenise as the base's tokenizer does.
     """
     plain.save_pretrained(folder)
     root = root_model(base)
@@ -89,12 +85,7 @@ def write_plain(
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder: Path) -> None:
-    """Copy a tokenizer's files, byte for byte, to where a config.json of the base's family is.
-
-    Raises:
-        BaseModelError: they are not at hand.
-        ExportParityError: they do not tokenise there as the tokenizer does that was loaded from them.
-    """
+    """Copy a tokenizer's files, byte for byte, to where a config.json of the base's family is."""
     place = tokenizer_place(base)
     files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     for file in files:
@@ -108,11 +99,7 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder
 
 
 def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:
-    """Return those of some files that there are, in order: in a folder, on the hub, or in the hub's cache.
-
-    Raises:
-        BaseModelError: none is there; it begins with the key of the config that says where.
-    """
+    """Return those of some files that there are, in order: in a folder, on the hub, or in the hub's cache."""
     try:
         found = cached_files(name, list(names), revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:

@@ -42,15 +42,7 @@ class Publication:
 
 
 def check_repository(repository: str, formats: Sequence[str]) -> None:
-    """Refuse what cannot be a model repository of somebody, before anything is exported.
-
-    Args:
-        repository: as it was given.
-        formats: that are to be exported; a repository holds one model.
-
-    Raises:
-        UsageError: it is not of the form OWNER/NAME, or there is more than one format.
-    """
+    """Refuse what cannot be a model repository of somebody, before anything is exported."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -76,15 +68,7 @@ def _staying_here(folder: Path) -> tuple[str, ...]:
 
 
 def publish(folder: Path, repository: str) -> Publication:
-    """Send a folder to the hub, as one commit to a repository that is made private where it is new.
-
-    Args:
-        folder: an export.
-        repository: OWNER/NAME.
-
-    Raises:
-        PublishError: there is no token, or the hub refused.
-    """
+    """Send a folder to the hub, as one commit to a repository that is made private where it is new."""
     if get_token() is None:
         raise PublishError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
     hub = HfApi()

@@ -55,13 +55,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
 
 
 def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[str, Any]:
-    """Write the routed class of a plain model beside it, and return what its config.json gains.
-
-    Args:
-        folder: of the export.
-        architecture: the plain class.
-        router: from `router_keys`.
-    """
+    """Write the routed class of a plain model beside it, and return what its config.json gains."""
     for source in _CODE:
         shutil.copyfile(source, folder / source.name)
     return {KEY: router, "auto_map": _auto_map(architecture)}

@@ -64,43 +64,24 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Args:
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token.
-        top_p: sample among the likeliest tokens that make up this share; 1 for all.
-        seed: of the sampling.
-        options: further numbers of transformers' GenerationConfig, by its names: `top_k`, `num_beams` ...
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    max_new_tokens: int = 128  # at most so many
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # sample among the likeliest tokens that make up this share; 1 for all
+    seed: int = 0  # of the sampling
+    # further numbers of transformers' GenerationConfig, by its names: `top_k`, `num_beams`
     options: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
-
-        Raises:
-            ConfigError: naming the option.
-        """
+        """Refuse what contradicts itself."""
         if (least := self.options.get("min_new_tokens", 0)) > self.max_new_tokens:
             raise ConfigError(f"--set min_new_tokens={least}: is more than --max-new-tokens {self.max_new_tokens}")
         if self.top_p < 1.0 and self.temperature == 0.0:
             raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
 
     def settings(self, ends: list[int], padding: int) -> GenerationConfig:
-        """Return them as transformers' own.
-
-        Args:
-            ends: tokens, each of which ends a text.
-            padding: a token.
-
-        Raises:
-            ConfigError: transformers does not take an option's value.
-        """
+        """Return them as transformers' own."""
         sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         try:
             settings = GenerationConfig(
@@ -116,11 +97,7 @@ class Sampling:
 
 
 def parsed_options(given: list[str]) -> dict[str, float]:
-    """Return `KEY=NUMBER` strings as numbers by name.
-
-    Raises:
-        ConfigError: a key is none of those that may be set, or a value is no number.
-    """
+    """Return `KEY=NUMBER` strings as numbers by name."""
     options: dict[str, float] = {}
     for option in given:
         key, _, value = option.partition("=")
@@ -139,17 +116,11 @@ def parsed_options(given: list[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SpokenToken:
-    """One generated token.
+    """One generated token."""
 
-    Args:
-        text: of it.
-        base_weight: the base head's share in its prediction; None where one head alone is served.
-        shares: every head's share, by name; None likewise.
-    """
-
-    text: str
-    base_weight: float | None
-    shares: dict[str, float] | None = None
+    text: str  # of it
+    base_weight: float | None  # the base head's share in its prediction; None where one head alone is served
+    shares: dict[str, float] | None = None  # every head's share, by name; None likewise
 
 
 @dataclass(frozen=True)
@@ -162,13 +133,7 @@ class Continuation:
 
 
 class Generator:
-    """A model and its tokenizer: a base, or from a run, one of its folders, or an export.
-
-    Raises:
-        RunFolderError: there is no model of ours at a path.
-        StorageError: the folder is damaged.
-        BaseModelError: the base, or the one that the folder needs, is not at hand, or another one.
-    """
+    """A model and its tokenizer: a base, or from a run, one of its folders, or an export."""
 
     def __init__(self, source: Path | ModelConfig) -> None:
         self.model, self.tokenizer = _opened_base(source) if isinstance(source, ModelConfig) else _opened(source)
@@ -179,11 +144,7 @@ class Generator:
         self._ends = [end for end in dict.fromkeys(ends) if end is not None]
 
     def prompt_ids(self, prompt: str) -> Tensor:
-        """Return (T,) ids, with the boundary before them that documents have in training.
-
-        Raises:
-            ConfigError: a prompt that is not text, or none, where there is no boundary to start from.
-        """
+        """Return (T,) ids, with the boundary before them that documents have in training."""
         try:
             prompt.encode()
         except UnicodeEncodeError:

@@ -48,8 +48,12 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says of a write that failed into one line that names the file; the body does nothing else.
+def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
+    """Turn what the system says of a write that failed into one line that names the file.
+
+    Args:
+        path: what is written.
+        beside: where it is filled, by a body that reads elsewhere too; None: the body does nothing but write.
 
     Raises:
         StorageError: in place of the system's error.
@@ -59,22 +63,7 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if (reason := _system_reason(error)) is None:
             raise
-        raise StorageError(f"{_written_place(error, path)}: could not be written ({reason})") from None
-
-
-@contextmanager
-def _filling(beside: Path, path: Path) -> Iterator[None]:
-    """Tell of what failed in a body that writes to a folder, and reads elsewhere, as what it is.
-
-    Raises:
-        StorageError: in place of the system's error.
-    """
-    try:
-        yield
-    except Exception as error:
-        if (reason := _system_reason(error)) is None:
-            raise
-        if _is_of_writing(error, beside):
+        if beside is None or _is_of_writing(error, beside):
             raise StorageError(f"{_written_place(error, path)}: could not be written ({reason})") from None
         if isinstance(error, OSError) and error.filename is not None:
             raise StorageError(f"{os.fsdecode(error.filename)}: cannot be read ({reason})") from None
@@ -108,11 +97,7 @@ def _is_of_writing(error: Exception, folder: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part of it.
-
-    Raises:
-        StorageError: it could not be written; the old text is still there.
-    """
+    """Write a file so that a reader sees the old text or the new, never a part of it."""
     beside = path.with_name(f".{path.name}.partial")
     try:
         with writing(path):
@@ -155,11 +140,7 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors as safetensors.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
+    """Write named tensors as safetensors."""
     from safetensors.torch import save_file  # imports torch, which folders of text do without
 
     with writing(path):
@@ -167,11 +148,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors.
-
-    Raises:
-        StorageError: missing, or not a whole safetensors file.
-    """
+    """Read named tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -206,7 +183,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             with writing(path):
                 _empty(beside)  # of one killed here before
-            with _filling(beside, path):
+            with writing(path, beside):
                 yield beside
             publish_folder(beside, path)
         except BaseException:
@@ -231,11 +208,7 @@ def _empty(folder: Path) -> None:
 
 
 def publish_folder(beside: Path, path: Path) -> None:
-    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder.
-
-    Raises:
-        StorageError: something could not be written.
-    """
+    """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
     with writing(path):
         for leftover in (beside / MANIFEST, *beside.rglob(".*.partial")):  # of one killed here before
             leftover.unlink(missing_ok=True)

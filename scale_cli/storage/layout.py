@@ -66,11 +66,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The config that the run was made with, as far as it has come.
-
-        Raises:
-            RunFolderError: nothing was made here.
-        """
+        """The config that the run was made with, as far as it has come."""
         newest_first = sorted(self.checkpoints.glob("step-*"), reverse=True)
         for folder in (self.root, self.final, *newest_first, self.upscaled):
             if (folder / "scale.yaml").is_file():
@@ -78,11 +74,7 @@ class RunFolder:
         raise RunFolderError(f"{self.root}: is a folder, and not one of a run: give a config (YAML), or a run's folder")
 
     def check(self) -> None:
-        """Find out before any work whether results can land here, and only here.
-
-        Raises:
-            RunFolderError: a file is in the way, nothing may be written there, or a symbolic link in it leads out.
-        """
+        """Find out before any work whether results can land here, and only here."""
         check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
         for link in self._links():
@@ -107,11 +99,7 @@ class RunFolder:
 
 
 def check_folder(key: str, folder: Path) -> None:
-    """Find out whether a folder is there, or can be made, and may be written to.
-
-    Raises:
-        RunFolderError: naming the key of the config that asks for it.
-    """
+    """Find out whether a folder is there, or can be made, and may be written to."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
         raise RunFolderError(f"{key} {folder}: {there} is not a folder")

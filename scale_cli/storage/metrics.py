@@ -36,11 +36,7 @@ class MetricsRecord(TypedDict, total=False):
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
-    """Read every whole record of a log; there is none where there is no log.
-
-    Raises:
-        StorageError: naming the line that is not a record of ours.
-    """
+    """Read every whole record of a log; there is none where there is no log."""
     records = []
     for number, line in enumerate(_whole_lines(path), 1):
         try:
@@ -82,11 +78,7 @@ class MetricsLog:
         write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append(self, record: MetricsRecord) -> None:
-        """Write one record; it is on its way to the disk before the next step starts.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Write one record; it is on its way to the disk before the next step starts."""
         line = json.dumps(record, allow_nan=False) + "\n"
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -94,10 +86,6 @@ class MetricsLog:
             listen(record)
 
     def sync(self) -> None:
-        """Make what was appended durable, before a checkpoint that counts on it.
-
-        Raises:
-            StorageError: it could not be made so.
-        """
+        """Make what was appended durable, before a checkpoint that counts on it."""
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             os.fsync(file.fileno())

@@ -9,15 +9,7 @@ from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 
 def check_replaceable(output: Path, kind: str) -> None:
-    """Refuse a folder that holds anything but a result of one kind, whole and with nothing added.
-
-    Args:
-        output: as `--output` gave it.
-        kind: what its report.json says that it is.
-
-    Raises:
-        RunFolderError: naming what is not of it.
-    """
+    """Refuse a folder that holds anything but a result of one kind, whole and with nothing added."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     refusal = RunFolderError(f"--output {output}: holds something other than a {kind}; choose a new folder")

@@ -27,11 +27,7 @@ def has_shards(folder: Path) -> bool:
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this process's parts of some tensors; every process has to call this, with the same names.
-
-    Raises:
-        StorageError: a process could not write.
-    """
+    """Write this process's parts of some tensors; every process has to call this, with the same names."""
     writer = HuggingFaceStorageWriter(path=str(folder / _SHARDS), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=writer)
@@ -43,9 +39,6 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors, sharded or whole, from a folder's parts or from its whole safetensors files.
 
     Each process reads what it holds; in a group of processes all of them have to call this.
-
-    Raises:
-        StorageError: a tensor is missing or of another shape.
     """
     where = folder / _SHARDS if has_shards(folder) else folder
     reader = HuggingFaceStorageReader(path=str(where))

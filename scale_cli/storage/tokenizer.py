@@ -16,11 +16,7 @@ _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_ver
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one hash over the files that a tokenizer saves.
-
-    Raises:
-        StorageError: they could not be written, to a temporary folder.
-    """
+    """Return one hash over the files that a tokenizer saves."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with writing(Path(folder)):
             tokenizer.save_pretrained(folder)

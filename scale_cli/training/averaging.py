@@ -28,11 +28,7 @@ def first_averaged(train: TrainConfig) -> int | None:
 
 
 def check_same_average(where: Path, step: int, before: TrainConfig, now: TrainConfig) -> None:
-    """Refuse to go on with an average that has begun at another step, which a change of `max_steps` may ask for.
-
-    Raises:
-        RunFolderError: naming the least `max_steps` that can be had.
-    """
+    """Refuse to go on with an average that has begun at another step, which a change of `max_steps` may ask for."""
     begins = first_averaged(now)
     if begins is not None and first_averaged(before) != begins < step:
         least = f"give at least train.max_steps={step + now.averaged_steps}, or an earlier checkpoint"

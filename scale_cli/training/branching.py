@@ -26,10 +26,6 @@ def check_init_from(config: RunConfig) -> None:
     """Refuse to begin with what is not whole, or was trained of another model or by another method.
 
     Nothing is asked of a run that has begun, or that begins with its own start.
-
-    Raises:
-        RunFolderError: it is no checkpoint or `final/`, or none that this run can begin with.
-        StorageError: it is damaged.
     """
     run, train = RunFolder(config.output_dir), config.train
     if train.init_from is None or run.final.is_dir() or checkpoints(run):
@@ -49,11 +45,7 @@ def check_init_from(config: RunConfig) -> None:
 
 
 def check_same_start(folder: Path, upscaled: Path) -> None:
-    """Hold what a run begins with to the base and the tokenizer of its own `upscaled/`.
-
-    Raises:
-        RunFolderError: naming what differs.
-    """
+    """Hold what a run begins with to the base and the tokenizer of its own `upscaled/`."""
     theirs, ours = BaseRecord.load(folder), BaseRecord.load(upscaled)
     for what in ("content", "config", "tokenizer"):
         before, now = (getattr(record, f"{what}_sha256") for record in (theirs, ours))

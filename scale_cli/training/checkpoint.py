@@ -61,25 +61,15 @@ _OPTIMISER = "optimiser.safetensors"
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """Where a run comes from: what each of its folders says of it.
+    """Where a run comes from: what each of its folders says of it."""
 
-    Args:
-        config: the resolved config.
-        record: the base's hashes.
-        contents: what names the content of every training corpus; a resume is held to it.
-        base_parts: hashes of what this process holds of a sharded base; empty where it is not sharded.
-        ledgers: what was read of every training corpus, and what became of it.
-        batches: of the whole run; they tell what of it has been trained.
-        branch_point: what it began with, where another run had trained that.
-    """
-
-    config: RunConfig
-    record: BaseRecord
-    contents: list[str]
-    base_parts: dict[str, str]
-    ledgers: list[Ledger]
-    batches: Batches
-    branch_point: BranchPoint | None = None
+    config: RunConfig  # the resolved config
+    record: BaseRecord  # the base's hashes
+    contents: list[str]  # what names the content of every training corpus; a resume is held to it
+    base_parts: dict[str, str]  # hashes of what this process holds of a sharded base; empty where it is not sharded
+    ledgers: list[Ledger]  # what was read of every training corpus, and what became of it
+    batches: Batches  # of the whole run; they tell what of it has been trained
+    branch_point: BranchPoint | None = None  # what it began with, where another run had trained that
 
     def token_ledger(self, num_steps: int) -> TokenLedger:
         """Return, for every source, what was read, and what the first steps have trained and left for later."""
@@ -95,17 +85,11 @@ class RunMetadata:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds, as it was at one instant: copies, so that training may go on.
+    """What a checkpoint holds, as it was at one instant: copies, so that training may go on."""
 
-    Args:
-        state: where the run stood.
-        trained: every parameter that trains, on the CPU.
-        moments: the optimiser's, on the CPU.
-    """
-
-    state: TrainState
-    trained: dict[str, Tensor]
-    moments: dict[str, Tensor]
+    state: TrainState  # where the run stood
+    trained: dict[str, Tensor]  # every parameter that trains, on the CPU
+    moments: dict[str, Tensor]  # the optimiser's, on the CPU
 
 
 def take_snapshot(model: MethodModel, optimiser: torch.optim.Optimizer, state: TrainState) -> Snapshot:
@@ -118,17 +102,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_checkpoint(metadata: RunMetadata, model: MethodModel, snapshot: Snapshot) -> None:
-    """Write a snapshot as a checkpoint, then delete the oldest; on any thread of one process, while the model trains.
-
-    Args:
-        metadata: of the run, for the checkpoint.
-        model: whose frozen base is held to its hashes, and whose configuration is written.
-        snapshot: of what trains.
-
-    Raises:
-        PreservationError: a tensor of the base is not what it was; nothing is written then.
-        StorageError: it could not be written; those before it are still there.
-    """
+    """Write a snapshot as a checkpoint, then delete the oldest; on any thread of a process, while the model trains."""
     run, step = RunFolder(metadata.config.output_dir), snapshot.state.step
     with _beside_the_training_stream(model.device):
         raise_for_changed_base(changed_base_tensors(model, metadata.record), step)
@@ -152,12 +126,7 @@ def write_sharded_checkpoint(
     optimiser: torch.optim.Optimizer,
     state: TrainState,
 ) -> None:
-    """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps.
-
-    Raises:
-        PreservationError: a tensor of the base is not what it was; nothing is written then.
-        StorageError: it could not be written; those before it are still there.
-    """
+    """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps."""
     run = RunFolder(metadata.config.output_dir)
     check_base(metadata, accelerator, model, state)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
@@ -186,12 +155,7 @@ def _remove_old_checkpoints(run: RunFolder, newest_step: int, num_kept: int) -> 
 
 @contextmanager
 def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield one folder to every process, to be filled together: `new_folder` for all of them.
-
-    Args:
-        path: on a file system that every process sees.
-        accelerator: processes.
-    """
+    """Yield one folder to every process, to be filled together: `new_folder` for all of them."""
     with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
         accelerator.wait_for_everyone()  # the folder is there
         yield partial
@@ -199,11 +163,7 @@ def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
 
 
 def check_base(metadata: RunMetadata, accelerator: Accelerator, model: MethodModel, state: TrainState) -> None:
-    """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process.
-
-    Raises:
-        PreservationError: a tensor of the base is not what it was.
-    """
+    """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
     changed: list[str] = []
     if metadata.base_parts and isinstance(model, ScaleForCausalLM):
         changed = changed_parts(model.base, metadata.base_parts)
@@ -218,11 +178,7 @@ def changed_base_tensors(model: MethodModel, record: BaseRecord) -> list[str]:
 
 
 def raise_for_changed_base(changed: list[str], step: int) -> None:
-    """Raise where any tensor has changed.
-
-    Raises:
-        PreservationError: naming the first ones.
-    """
+    """Raise where any tensor has changed."""
     if changed:
         raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
@@ -274,11 +230,7 @@ def has_moments(folder: Path) -> bool:
 
 
 def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> TrainState:
-    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
-
-    Raises:
-        StorageError: it does not fit the model.
-    """
+    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now."""
     state = TrainState.load(folder)
     begins = first_averaged(load_config(folder / "scale.yaml").train)
     beside = [AVERAGE] if begins is not None and state.step > begins else []

@@ -51,16 +51,7 @@ def train_base(
     seed: int,
     folder: Path,
 ) -> LlamaForCausalLM:
-    """Train every weight of a Llama from a random start, and write it with its tokenizer.
-
-    Args:
-        architecture: sizes.
-        tokenizer: written beside the model.
-        batches: of `train.max_steps` steps.
-        train: schedule and optimiser.
-        seed: of the random start.
-        folder: where a local base model is wanted.
-    """
+    """Train every weight of a Llama from a random start, and write it with its tokenizer."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(architecture)
     for _ in training_steps(model, batches, train, "training a base"):
@@ -73,12 +64,6 @@ def training_steps(model: MethodModel, batches: Batches, train: TrainConfig, des
     """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
 
     Between two steps the model may be used in evaluation mode.
-
-    Args:
-        model: moved to the device at hand.
-        batches: of `train.max_steps` steps.
-        train: schedule and optimiser.
-        description: of the progress bar.
     """
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))

@@ -28,10 +28,6 @@ class StopRequest:
 
     A process that is alone stops between two micro-batches and within an evaluation. Several would have to exchange at
     every micro-batch to agree, so they stop at the ends of steps.
-
-    Args:
-        max_hours: after which the clock asks; None for never.
-        alone: whether this is the only process.
     """
 
     def __init__(self, max_hours: float | None, *, alone: bool) -> None:

@@ -43,35 +43,21 @@ _WINDOWS_NAMED = 8
 
 @dataclass
 class TrainingRun:
-    """Everything the loop works on.
+    """Everything the loop works on."""
 
-    Args:
-        config: the resolved config.
-        accelerator: processes and devices.
-        model: what is trained.
-        observed: the same with its base head, for the periodic evaluation; None where there is none.
-        wrapped: the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded.
-        metadata: of the run, for its checkpoints.
-        optimiser: over what trains.
-        batches: of the whole run.
-        held_out: corpora of the periodic evaluation.
-        state: where the run stands.
-        metrics: the log; None except on the main process.
-        saved_step: of the checkpoint in this run's folder that it began with, if it did.
-    """
-
-    config: RunConfig
-    accelerator: Accelerator
-    model: MethodModel
-    observed: HeadedModel | None
+    config: RunConfig  # the resolved config
+    accelerator: Accelerator  # processes and devices
+    model: MethodModel  # what is trained
+    observed: HeadedModel | None  # the same with its base head, for the periodic evaluation; None where there is none
+    # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
     wrapped: nn.Module
-    metadata: RunMetadata
-    optimiser: torch.optim.Optimizer
-    batches: Batches
-    held_out: list[TokenisedCorpus]
-    state: TrainState
-    metrics: MetricsLog | None
-    saved_step: int | None = None
+    metadata: RunMetadata  # of the run, for its checkpoints
+    optimiser: torch.optim.Optimizer  # over what trains
+    batches: Batches  # of the whole run
+    held_out: list[TokenisedCorpus]  # corpora of the periodic evaluation
+    state: TrainState  # where the run stands
+    metrics: MetricsLog | None  # the log; None except on the main process
+    saved_step: int | None = None  # of the checkpoint in this run's folder that it began with, if it did
 
     @property
     def folder(self) -> RunFolder:
@@ -105,34 +91,20 @@ class _Loop:
 
     What a step came to is asked for only where it has to be known: for a record, an evaluation, a checkpoint, the end.
     Until then the device works on, and a step that is not finite updates nothing by the device's own doing.
-
-    Args:
-        run: whose position is that of the last step of which it is known what it came to.
-        batches: made ahead.
-        stop: what has asked this process to stop.
-        saver: of checkpoints.
-        bar: of progress.
-        taken: the steps after the position.
-        taken_since_s: when the first of them began.
-        begun: where the run stood when this process took it up.
-        begun_s: when that was.
-        logged: where the run stood at its last record.
-        spikes: warns of losses far above the usual.
-        streams: warns of an expansion stream that leaps.
     """
 
-    run: TrainingRun
-    batches: BatchSource
-    stop: StopRequest
-    saver: Saver
-    bar: Any
-    taken: list[TakenStep] = field(default_factory=list)
-    taken_since_s: float = 0.0
-    begun: TrainState = field(init=False)
-    begun_s: float = field(init=False)
-    logged: TrainState = field(init=False)
-    spikes: SpikeWatch = field(default_factory=SpikeWatch)
-    streams: StreamWatch = field(default_factory=StreamWatch)
+    run: TrainingRun  # whose position is that of the last step of which it is known what it came to
+    batches: BatchSource  # made ahead
+    stop: StopRequest  # what has asked this process to stop
+    saver: Saver  # of checkpoints
+    bar: Any  # of progress
+    taken: list[TakenStep] = field(default_factory=list)  # the steps after the position
+    taken_since_s: float = 0.0  # when the first of them began
+    begun: TrainState = field(init=False)  # where the run stood when this process took it up
+    begun_s: float = field(init=False)  # when that was
+    logged: TrainState = field(init=False)  # where the run stood at its last record
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)  # warns of losses far above the usual
+    streams: StreamWatch = field(default_factory=StreamWatch)  # warns of an expansion stream that leaps
 
     def __post_init__(self) -> None:
         self.begun = self.logged = self.run.state
@@ -198,11 +170,7 @@ class _Loop:
         return measured_stream_ratios(model)
 
     def _learn(self) -> None:
-        """Wait for the steps taken, and go on to the position after them.
-
-        Raises:
-            TrainingError: one of them was not finite, where that is one too many.
-        """
+        """Wait for the steps taken, and go on to the position after them."""
         run = self.run
         if not self.taken:
             return
@@ -305,11 +273,7 @@ class _Loop:
 
 
 def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
-    """Go on to the position after a step that was not finite.
-
-    Raises:
-        TrainingError: where that is to stop the run, or it is one too many.
-    """
+    """Go on to the position after a step that was not finite."""
     train = run.config.train
     message = f"{error}; its batch: {_sources(run, taken.step)}"
     if train.on_nonfinite == "stop":

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon over some groups of parameters and AdamW over others: their groups and their state are this optimiser's.
-
-    Args:
-        muon: over matrices.
-        adamw: over what else there is, if anything; a fused one.
-    """
+    """Muon over some groups of parameters and AdamW over others: their groups and their state are this optimiser's."""
 
     def __init__(self, muon: WithholdingMuon, adamw: torch.optim.AdamW | None) -> None:
         self._parts: list[Any] = [muon] if adamw is None else [muon, adamw]

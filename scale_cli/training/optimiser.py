@@ -87,12 +87,7 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def empty_optimiser_tensors(model: nn.Module, *beside: str) -> dict[str, Tensor]:
-    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are.
-
-    Args:
-        model: whose parameters train.
-        beside: what else was kept of each.
-    """
+    """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(model).items():
         for moment in (*moments_of("matrix", "adamw"), *beside):
@@ -104,11 +99,7 @@ def empty_optimiser_tensors(model: nn.Module, *beside: str) -> dict[str, Tensor]
 def load_optimiser_tensors(
     optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], *beside: str
 ) -> None:
-    """Put saved moments back, and what was kept beside them.
-
-    Raises:
-        StorageError: a moment is missing or of another shape.
-    """
+    """Put saved moments back, and what was kept beside them."""
     if not tensors:
         return  # no step had been taken
     moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}

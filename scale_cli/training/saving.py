@@ -57,32 +57,19 @@ class Saver:
     One is being written at most: the next one waits for it. The training thread copies what trains and the moments to
     host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. The parts of a
     sharded model are written by all processes together, on the training thread: their exchanges must not meet a step's.
-
-    Args:
-        metadata: of the run, for its checkpoints.
-        accelerator: processes; the main one writes, unless the model is sharded.
-        model: what is trained.
-        optimiser: over it.
-        metrics: made durable before a checkpoint that counts on it; None except on the main process.
-        saved_step: of the checkpoint that the run began with, if it is one of this run's own.
-        stalled_s: seconds that training has waited.
     """
 
-    metadata: RunMetadata
-    accelerator: Accelerator
-    model: MethodModel
-    optimiser: torch.optim.Optimizer
-    metrics: MetricsLog | None
-    saved_step: int | None = None
-    stalled_s: float = 0.0
+    metadata: RunMetadata  # of the run, for its checkpoints
+    accelerator: Accelerator  # processes; the main one writes, unless the model is sharded
+    model: MethodModel  # what is trained
+    optimiser: torch.optim.Optimizer  # over it
+    metrics: MetricsLog | None  # made durable before a checkpoint that counts on it; None except on the main process
+    saved_step: int | None = None  # of the checkpoint that the run began with, if it is one of this run's own
+    stalled_s: float = 0.0  # seconds that training has waited
     _job: BackgroundTask | None = field(default=None, init=False)
 
     def save(self, state: TrainState) -> None:
-        """Begin a checkpoint, unless that step already has one; every process has to call this.
-
-        Raises:
-            ScaleError: this one, or the one before, could not be written.
-        """
+        """Begin a checkpoint, unless that step already has one; every process has to call this."""
         if self.saved_step == state.step:
             return
         started_s = time.monotonic()
@@ -111,11 +98,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Return when nothing is being written any more.
-
-        Raises:
-            ScaleError: the checkpoint could not be written.
-        """
+        """Return when nothing is being written any more."""
         job, self._job = self._job, None
         if job is not None:
             job.wait()

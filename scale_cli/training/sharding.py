@@ -47,9 +47,6 @@ def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig
         model: whole, on the CPU: one layer at a time goes to the device before it is split.
         accelerator: processes and devices.
         train: `sharding` decides whether what does not train is replicated.
-
-    Raises:
-        ConfigError: the base is widened already.
     """
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")

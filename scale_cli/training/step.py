@@ -23,54 +23,32 @@ from scale_cli.training.sharding import whole_tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """What one step did."""
 
-    Args:
-        loss: nats per target token, over the global batch, before the update.
-        grad_norm: before clipping.
-        lr: of the update.
-        num_tokens: target tokens of the global batch.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
+    loss: float  # nats per target token, over the global batch, before the update
+    grad_norm: float  # before clipping
+    lr: float  # of the update
+    num_tokens: int  # target tokens of the global batch
 
 
 @dataclass(frozen=True)
 class TakenStep:
-    """A step that may still be under way on its device.
+    """A step that may still be under way on its device."""
 
-    Args:
-        step: counted from 0.
-        figures: (2,), the loss over the global batch before the update, and the gradient's norm before clipping.
-        lr: of the update.
-        num_tokens: target tokens of the global batch.
-        stream_ratios: (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured.
-    """
-
-    step: int
-    figures: Tensor
-    lr: float
-    num_tokens: int
+    step: int  # counted from 0
+    figures: Tensor  # (2,), the loss over the global batch before the update, and the gradient's norm before clipping
+    lr: float  # of the update
+    num_tokens: int  # target tokens of the global batch
+    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured
     stream_ratios: Tensor | None = None
 
     def result(self) -> StepResult:
-        """Wait for the step, and return what it did.
-
-        Raises:
-            NonFiniteError: its loss or its gradient was not finite, so that it has updated nothing.
-        """
+        """Wait for the step, and return what it did."""
         ((loss, grad_norm),) = figures_of([self])
         return self.with_figures(loss, grad_norm)
 
     def with_figures(self, loss: float, grad_norm: float) -> StepResult:
-        """Return what the step did, its figures being known.
-
-        Raises:
-            NonFiniteError: one of them is not finite, so that the step has updated nothing.
-        """
+        """Return what the step did, its figures being known."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
         return StepResult(loss, grad_norm, self.lr, self.num_tokens)

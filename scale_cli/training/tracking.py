@@ -44,9 +44,6 @@ def tracked(log: MetricsLog | None, config: RunConfig, step: int) -> Iterator[No
         log: opened at the step; None except on the main process.
         config: of the run.
         step: that the run goes on from; 0 begins another run in every tracker.
-
-    Raises:
-        ConfigError: a tracker cannot be started.
     """
     if log is None or not config.train.trackers:
         yield

@@ -58,9 +58,6 @@ def stage_folder(model: ModelConfig) -> Path | None:
     """Return the folder of the widened model that a config has for its base: a finished run's, or one of its own.
 
     None where the base is a plain model.
-
-    Raises:
-        BaseModelError: a run that is not finished.
     """
     run = RunFolder(Path(model.base))
     if run.final.is_dir():
@@ -80,11 +77,7 @@ def root_model(model: ModelConfig) -> ModelConfig:
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """Load a plain base model, frozen and in evaluation mode.
-
-    Raises:
-        BaseModelError: not found, not of a supported family, or without safetensors weights for every tensor.
-    """
+    """Load a plain base model, frozen and in evaluation mode."""
     config = load_base_config(model)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -105,15 +98,7 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def load_written(loader: Any, folder: Path) -> Any:
-    """Load a whole model that was exported.
-
-    Args:
-        loader: transformers' class, or ours.
-        folder: of the export.
-
-    Raises:
-        StorageError: it holds no such model, or code in its place.
-    """
+    """Load a whole model that was exported."""
     try:
         return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
     except Exception as error:  # of a damaged folder it may say anything
@@ -121,23 +106,14 @@ def load_written(loader: Any, folder: Path) -> Any:
 
 
 def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
-    """Return a base model of shapes and dtypes alone, on the meta device, frozen as a loaded one is.
-
-    Args:
-        config: from `load_base_config`.
-        dtype: as `model.dtype`.
-    """
+    """Return a base model of shapes and dtypes alone, on the meta device, frozen as a loaded one is."""
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return base.requires_grad_(False).eval()
 
 
 def load_base_config(model: ModelConfig) -> Any:
-    """Load the configuration of the plain model at the bottom, or say why it cannot be widened.
-
-    Raises:
-        BaseModelError: not found, or not of a supported family.
-    """
+    """Load the configuration of the plain model at the bottom, or say why it cannot be widened."""
     supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
     model = root_model(model)
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
@@ -243,11 +219,7 @@ def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:
-    """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither.
-
-    Raises:
-        BaseModelError: naming the first tensor that holds a NaN or an infinity.
-    """
+    """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither."""
     for tensor_name, tensor in base.named_parameters():
         if bad := tensor.numel() - int(tensor.isfinite().sum()):
             raise BaseModelError(

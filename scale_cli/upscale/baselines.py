@@ -32,15 +32,6 @@ def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> 
     """Return the model that a baseline trains, trainability decided; `base` may become a part of it.
 
     What trains is held in float32, whatever the base's dtype: it is the master copy that the optimiser updates.
-
-    Args:
-        base: the loaded base.
-        method: a variant that widens nothing.
-        seed: of LoRA's A matrices.
-
-    Raises:
-        ConfigError: the base has fewer layers than the method wants, or no module that it targets.
-        MissingExtraError: PEFT is not installed, and the method is LoRA.
     """
     if method.trains_base_weights:
         base.float()
@@ -113,9 +104,6 @@ def deeper_order(num_layers: int, num_blocks: int | None) -> list[tuple[int, boo
     Args:
         num_layers: of the base.
         num_blocks: copies, at even spacing, each above the layer it copies; None for one in four, as in the paper.
-
-    Raises:
-        ConfigError: more copies than layers.
     """
     num_blocks = max(1, num_layers // 4) if num_blocks is None else num_blocks
     if num_blocks > num_layers:

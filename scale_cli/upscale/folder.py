@@ -62,18 +62,7 @@ def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record
 
 
 def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
-    """Load a base and what a folder makes of it, after checking both against their hashes.
-
-    Args:
-        folder: a method folder.
-        base: where the base is.
-        seed: of the start of a baseline that has not been trained yet.
-
-    Raises:
-        RunFolderError: the folder is not there.
-        StorageError: the folder is damaged.
-        BaseModelError: the base is not the one that the folder belongs to.
-    """
+    """Load a base and what a folder makes of it, after checking both against their hashes."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
     verify_folder(folder)
@@ -81,12 +70,7 @@ def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
 
 
 def load_any_base(model: ModelConfig) -> PreTrainedModel:
-    """Load a base, frozen and in evaluation mode: a plain model, or one that an earlier run has widened.
-
-    Raises:
-        BaseModelError: not found, not supported, or not held in `model.dtype`.
-        StorageError: the earlier run's folder is damaged.
-    """
+    """Load a base, frozen and in evaluation mode: a plain model, or one that an earlier run has widened."""
     folder = stage_folder(model)
     if folder is None:
         return load_base(model)
@@ -96,11 +80,7 @@ def load_any_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
-    """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device.
-
-    Raises:
-        BaseModelError: not found, not supported, or not held in `model.dtype`.
-    """
+    """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device."""
     folder = stage_folder(model)
     if folder is None:
         return base_without_weights(load_base_config(model), model.dtype)
@@ -128,11 +108,7 @@ def _read_method(folder: Path) -> MethodConfig:
 
 
 def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
-    """Load a base, check that it is the recorded one, and put a folder's parameters on it.
-
-    Raises:
-        BaseModelError: the base is not the one that the folder belongs to.
-    """
+    """Load a base, check that it is the recorded one, and put a folder's parameters on it."""
     loaded = load_any_base(base)
     check_same_base(loaded, BaseRecord.load(folder), where=f"model.base {base.base}")
     method = _read_method(folder)
@@ -149,11 +125,7 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
 
 
 def load_trained(model: MethodModel, folder: Path) -> None:
-    """Load a folder's parameters into a model that trains the same ones.
-
-    Raises:
-        StorageError: a parameter is missing, unknown, or of another shape.
-    """
+    """Load a folder's parameters into a model that trains the same ones."""
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if has_shards(folder):
         load_shards(folder, wanted)
@@ -178,11 +150,7 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
 
 
 def _load_peft(model: Any, folder: Path) -> None:
-    """Load adapters into a PeftModel that has the same ones.
-
-    Raises:
-        StorageError: a tensor is missing, unknown, or of another shape.
-    """
+    """Load adapters into a PeftModel that has the same ones."""
     path, wanted = folder / PEFT_WEIGHTS, _adapters(model)
     tensors = load_tensors(path)
     if odd := sorted(wanted.keys() ^ tensors.keys()):

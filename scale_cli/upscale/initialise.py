@@ -54,9 +54,6 @@ def initialise_expansion(
         seed: of what is drawn.
         embedding_scale: rms(E') relative to rms(x) before the last norm.
 
-    Raises:
-        BaseModelError: a scale is given, and that rms(x) is zero or not finite.
-
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
     generator = torch.Generator().manual_seed(seed)
@@ -152,10 +149,6 @@ def leading_directions(weight: Tensor, count: int) -> Tensor:
 
     By the eigenvectors of the smaller Gram matrix, in float64: a vocabulary-sized W needs no decomposition of its own
     size. Signs are fixed (the largest entry of each row is positive), so the result does not hang on the LAPACK used.
-
-    Args:
-        weight: (out, in).
-        count: k; at most min(out, in) rows are returned.
     """
     weight = weight.double()
     count = min(count, *weight.shape)

@@ -23,11 +23,7 @@ Kind = Literal["embedding", "head", "gains", "matrix"]
 
 
 def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
-    """Return what a method makes of a base before any training; `base` becomes a part of it.
-
-    Raises:
-        ConfigError: the method asks for layers or modules that the base does not have.
-    """
+    """Return what a method makes of a base before any training; `base` becomes a part of it."""
     model = build_model(base, method, seed)
     if isinstance(model, ScaleForCausalLM):
         initialise_expansion(model, method.expansion.init, seed, method.expansion.embedding_scale)

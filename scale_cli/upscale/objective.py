@@ -28,9 +28,6 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
 
     A widened model computes its loss in chunks itself. A plain one is given the same; where its vocabulary head is more
     than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits, and is not compiled.
-
-    Raises:
-        ConfigError: the attention that the config asks for is not to be had here.
     """
     if train.attention is not None:
         set_attention(model, train.attention)
@@ -55,11 +52,7 @@ def trained_head(plain: Any) -> Any:
 
 
 def set_attention(model: MethodModel, implementation: str) -> None:
-    """Let a model's layers attend by an implementation of transformers'.
-
-    Raises:
-        ConfigError: it is not installed, or cannot train on the model's device.
-    """
+    """Let a model's layers attend by an implementation of transformers'."""
     plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     plain = plain.root if isinstance(plain, ScaleForCausalLM) else plain
     if implementation == "flex_attention" and plain.device.type == "cpu":
@@ -74,9 +67,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled whole, for the shapes it is called with.
 
     What was compiled is not kept on disk for the next run: inductor's cache is a pickle.
-
-    Raises:
-        TrainingError: when it is called, where it cannot be compiled.
     """
     fast = torch.compile(function, fullgraph=True, dynamic=False, options={"fx_graph_cache": False})
 

@@ -19,13 +19,6 @@ def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
 
     Whole key/value heads are added, at the base's head_dim and query to key/value ratio; stream and MLP grow in the
     same proportion as the heads, so a ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head).
-
-    Args:
-        base_config: the base's configuration, transformers' class or ours.
-        method: the method section of the config.
-
-    Raises:
-        ConfigError: a collaborating layer that the base does not have, or any on a base that is widened already.
     """
     root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
     num_key_value_heads = max(1, round(method.expansion.ratio * root.num_key_value_heads))
@@ -55,11 +48,7 @@ def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
 
 
 def check_context(config: RunConfig, model_config: Any) -> None:
-    """Refuse windows longer than the base was made for.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuse windows longer than the base was made for."""
     for key, length in _lengths(config).items():
         if length > model_config.max_position_embeddings:
             raise ConfigError(f"{key}: {length}, but the base has {model_config.max_position_embeddings} positions")
@@ -87,11 +76,7 @@ def context_warnings(config: RunConfig, base_config: Any) -> list[str]:
 
 
 def check_processes(config: RunConfig, num_processes: int) -> None:
-    """Refuse a batch that does not divide among the processes.
-
-    Raises:
-        ConfigError: naming the keys.
-    """
+    """Refuse a batch that does not divide among the processes."""
     sizes = config.train
     at_once = sizes.sequences_at_once(num_processes)
     if sizes.global_batch_size % (at_once * num_processes):
@@ -109,11 +94,7 @@ def check_processes(config: RunConfig, num_processes: int) -> None:
 
 
 def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
-    """Return the indices of the layers in which W12 exists, in order.
-
-    Raises:
-        ConfigError: a layer that the base does not have.
-    """
+    """Return the indices of the layers in which W12 exists, in order."""
     layers = _DEFAULT_LAYERS[variant] if collaboration.layers is None else collaboration.layers
     if layers == "none":
         return []

@@ -73,11 +73,7 @@ def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int) -> None:
-    """Check that a base has an embedding for every id of a tokenizer.
-
-    Raises:
-        BaseModelError: it has fewer.
-    """
+    """Check that a base has an embedding for every id of a tokenizer."""
     if len(tokenizer) > vocab_size:
         place = tokenizer_place(model)
         raise BaseModelError(
