@@ -35,7 +35,7 @@ from scale_cli.storage.atomic import (
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import TRAINED, BaseRecord, BranchPoint, TrainState, read_corpora
+from scale_cli.storage.records import TRAINED, BranchPoint, TrainState, read_corpora
 from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
@@ -52,13 +52,12 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.upscale.base import check_same_base, load_base, load_base_config
-from scale_cli.upscale.folder import MethodModel, load_any_base, load_trained
+from scale_cli.upscale.base import load_base, load_base_config
+from scale_cli.upscale.folder import MethodModel, load_trained
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.session import check_before_writing, open_start
+from scale_cli.upscale.session import check_before_writing, open_folder, open_start
 from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,12 @@ def _claim(run_folder: RunFolder, held: ExitStack) -> None:
 
 def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> TrainSummary:
     try:
-        verify_folder(final)
+        session = open_folder(final, config.model)
     except StorageError as error:
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
-    changed = check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted)
-    check_tokenizer(load_tokenizer(config.model), BaseRecord.load(final))
-    if changed:
-        _check_same_content(final, config)
+    if check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        session.load_to_train(config.seed)  # a base that lies elsewhere than it did is held to what it was
+        _check_same_text(final, open_training_corpora(config, session.tokenizer, show_progress=False), config)
     return TrainSummary(final, TrainState.load(final))
 
 
@@ -215,13 +213,6 @@ def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> boo
     """Return whether a finished run is to go on to more steps."""
     before = load_config(final / "scale.yaml").train.max_steps
     return "train.max_steps" in accepted and config.train.max_steps > before
-
-
-def _check_same_content(folder: Path, config: RunConfig) -> None:
-    """Hold a base and corpora that lie elsewhere than they did to what they were."""
-    check_same_base(load_any_base(config.model), BaseRecord.load(folder), where=f"model.base {config.model.base}")
-    corpora = open_training_corpora(config, load_tokenizer(config.model), show_progress=False)
-    _check_same_text(folder, corpora, config)
 
 
 def _check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
