@@ -16,12 +16,12 @@ from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import check_finite, record_base
+from scale_cli.upscale.base import check_finite, check_same_base, record_base
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.session import check_before_writing, open_folder
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,7 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if differences(before, config, UPSCALE_SECTIONS, BASE_KEYS):
         return False
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
-        open_folder(folder, config.model).load_to_train(config.seed)
+        record = BaseRecord.load(folder)
+        check_same_base(load_any_base(config.model), record, where=f"model.base {config.model.base}")
+        check_tokenizer(load_tokenizer(config.model), record)
     return True
