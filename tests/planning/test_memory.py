@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
@@ -14,44 +11,15 @@ from scale_cli.planning.counting import count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
-from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from scripts.benchmark.counting import LiveBytes
 from tests.planning.test_counting import METHODS, VARIANTS, window, without_weights
 from tests.widening import tiny_llama
 
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
 DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
 methods = pytest.mark.parametrize("method", METHODS, ids=VARIANTS)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that live at once, of all that is allocated while it is on."""
-
-    def __init__(self, model: MethodModel) -> None:
-        super().__init__()
-        self.known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._born(tensor.untyped_storage())
-        return result
-
-    def _born(self, storage: torch.UntypedStorage) -> None:
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if address in self.known:
-            return
-        self.known.add(address)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._died, address, num_bytes)
-
-    def _died(self, address: int, num_bytes: int) -> None:
-        self.known.discard(address)
-        self.live -= num_bytes
 
 
 def planned_memory(
@@ -79,7 +47,7 @@ def test_activations_and_logits_are_what_a_real_step_allocates_at_its_fullest(
 ) -> None:
     planned = planned_memory(method, mixed_precision)
     model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), method, seed=0).train()
-    with LiveBytes(model) as live:
+    with LiveBytes() as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
             options = {"distillation": (1.0,) * BATCH_SIZE} if method.distils else {}
             taken = window(VOCAB_SIZE, LENGTH, BATCH_SIZE) | options
