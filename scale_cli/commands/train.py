@@ -24,6 +24,8 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.planning.counting import peak_tokens_per_s
+from scale_cli.planning.device import device_name
 from scale_cli.processes import main_decides, main_first, on_main, process_state
 from scale_cli.storage.atomic import (
     changed_versions,
@@ -288,6 +290,7 @@ def _open_run(
         held_out=held_out,
         state=state,
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
+        peak_tokens_per_s=peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes),
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
 

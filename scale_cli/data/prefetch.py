@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,7 @@ class Prefetched(Generic[Item]):
         self._num_ahead = num_ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ready: deque[Future[Item]] = deque()
+        self.waited_s = 0.0  # that somebody has waited for an item
 
     def __enter__(self) -> Self:
         self._make_ahead()
@@ -52,7 +54,9 @@ class Prefetched(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
+        asked_s = time.monotonic()
         item = self._ready[0].result()  # an end or an error stays the first: asked again, it says the same
+        self.waited_s += time.monotonic() - asked_s
         self._ready.popleft()
         self._make_ahead()
         return item

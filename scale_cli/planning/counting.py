@@ -18,8 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.planning.device import peak_flops_per_s
+from scale_cli.upscale.folder import MethodModel, any_base_without_weights
+from scale_cli.upscale.method import build_model
 from scale_cli.upscale.objective import for_training
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
@@ -64,6 +67,20 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     products = counter.get_total_flops() - attention
     return TokenFlops(products / sequence_length, attention / sequence_length**2)
+
+
+def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -> float | None:
+    """Return the tokens a second that a run could train on if its devices did nothing but its products.
+
+    At their makers' figures; None where none is known. What training reaches of it is its MFU.
+    """
+    peak = peak_flops_per_s(device_name, config.train.mixed_precision)
+    if peak is None:
+        return None
+    length = config.corpus.sequence_length
+    with torch.device("meta"):
+        model = build_model(any_base_without_weights(config.model), config.method, config.seed)
+    return num_processes * peak / count_flops(model, length).total(length)
 
 
 @dataclass(frozen=True)

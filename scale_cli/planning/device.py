@@ -1,7 +1,10 @@
-"""How fast a device is taken to be: as stated, or measured by a short product of matrices."""
+"""How fast a device is taken to be: as stated, or measured by a short product of matrices; what memory it took."""
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 import time
 from dataclasses import dataclass
 
@@ -11,6 +14,18 @@ import torch
 DEFAULT_UTILISATION = 0.4
 _PROBE_S = 0.5
 _PROBE_SIZE = {"cpu": 1024, "cuda": 8192}
+# Dense bf16 products, FLOP/s, by the makers' data sheets; the first whose name is in a device's name holds.
+_PEAK_FLOPS_PER_S = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "L4": 121e12,
+}
 
 
 @dataclass(frozen=True)
@@ -54,3 +69,23 @@ def product_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> 
         (a @ b)[0, 0].item()  # waits for the device
         num_products += 1
     return 2 * size**3 * num_products / elapsed_s
+
+
+def peak_flops_per_s(device_name: str, mixed_precision: str) -> float | None:
+    """Return what a device's maker says it can do in the run's precision; None where no figure is known."""
+    if mixed_precision != "bf16":
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS_PER_S.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a GPU is called; of anything else, its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was taken so far: of a GPU by this process, else of the process itself."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -25,7 +25,10 @@ class MetricsRecord(TypedDict, total=False):
     grad_norm: float
     lr: float
     num_tokens: int  # target tokens trained on by then
-    tokens_per_s: float
+    tokens_per_s: float  # since the record before
+    mfu: float  # of the devices' peak, the share that those are; where the peak is known
+    data_wait_s: float  # since the record before, waiting for batches
+    peak_memory_bytes: int  # of this process so far; on a GPU, of the GPU
     elapsed_s: float
     evaluating_s: float
     saving_s: float

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
-import torch
-
+from scale_cli.planning.device import device_name, peak_memory_bytes
 from scale_cli.storage.records import Cost
 from scale_cli.training.loop import TrainingRun
 
@@ -19,15 +15,8 @@ def measure_cost(run: TrainingRun) -> Cost:
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
         tokens_per_s=run.state.tokens_per_s,
-        peak_memory_bytes=_peak_memory_bytes(device),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        peak_memory_bytes=peak_memory_bytes(device),
+        device=device_name(device),
         num_processes=run.accelerator.num_processes,
         saving_s=round(run.state.saving_s, 4),
     )
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.batches import Batches, BatchSource
+from scale_cli.data.batches import Batches
 from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.planning.device import peak_memory_bytes
 from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, Losses, MetricsLog, MetricsRecord
@@ -57,6 +58,8 @@ class TrainingRun:
     held_out: list[TokenisedCorpus]  # corpora of the periodic evaluation
     state: TrainState  # where the run stands
     metrics: MetricsLog | None  # the log; None except on the main process
+    # of all devices, would they do nothing but the method's products; None where it is not known
+    peak_tokens_per_s: float | None = None
     saved_step: int | None = None  # of the checkpoint in this run's folder that it began with, if it did
 
     @property
@@ -94,7 +97,7 @@ class _Loop:
     """
 
     run: TrainingRun  # whose position is that of the last step of which it is known what it came to
-    batches: BatchSource  # made ahead
+    batches: BatchesAhead
     stop: StopRequest  # what has asked this process to stop
     saver: Saver  # of checkpoints
     bar: Any  # of progress
@@ -103,6 +106,7 @@ class _Loop:
     begun: TrainState = field(init=False)  # where the run stood when this process took it up
     begun_s: float = field(init=False)  # when that was
     logged: TrainState = field(init=False)  # where the run stood at its last record
+    logged_wait_s: float = 0.0  # how long it had waited for batches by then
     spikes: SpikeWatch = field(default_factory=SpikeWatch)  # warns of losses far above the usual
     streams: StreamWatch = field(default_factory=StreamWatch)  # warns of an expansion stream that leaps
 
@@ -213,8 +217,11 @@ class _Loop:
         state, train = self.run.state, self.run.config.train
         tokens_per_s = state.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-        self.logged = state
+        waited_s = self.batches.waited_s - self.logged_wait_s
+        self.logged, self.logged_wait_s = state, self.batches.waited_s
         record: MetricsRecord = {"step": state.step}
+        if self.run.peak_tokens_per_s is not None:
+            record["mfu"] = round(tokens_per_s / self.run.peak_tokens_per_s, 4)
         if stream_ratios is not None:
             ratios = stream_ratios.tolist()
             self._warn_of_stream(ratios)
@@ -228,6 +235,8 @@ class _Loop:
                     "lr": result.lr,
                     "num_tokens": state.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
+                    "data_wait_s": round(waited_s, 3),
+                    "peak_memory_bytes": peak_memory_bytes(self.run.accelerator.device),
                     "elapsed_s": round(state.elapsed_s, 3),
                     "evaluating_s": round(state.evaluating_s, 3),
                     "saving_s": round(state.saving_s, 3),

@@ -14,6 +14,8 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
+from scale_cli.planning import counting
+from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors, write_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
@@ -22,7 +24,15 @@ from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
 # What a metrics record may differ in between two identical runs.
-_CLOCK = ("elapsed_s", "tokens_per_s", "stepping_s", "evaluating_s", "saving_s")
+_CLOCK = (
+    "elapsed_s",
+    "tokens_per_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+    "stepping_s",
+    "evaluating_s",
+    "saving_s",
+)
 
 
 def said_nothing(line: str) -> None:
@@ -100,6 +110,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
         return take
 
     monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(loop, "train_step", takes(1.0, train_step))
     monkeypatch.setattr(loop, "_held_out_losses", takes(7200.0, loop._held_out_losses))
     monkeypatch.setattr(saving, "take_snapshot", takes(3600.0, checkpoint.take_snapshot))
@@ -116,6 +127,12 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
         for earlier, after, (first, last) in zip(before, before[1:], steps, strict=False)
     ]
     assert (logged[-1]["evaluating_s"], logged[-1]["saving_s"]) == (2 * 7200.0, 2 * 3600.0)
+    peak = peak_tokens_per_s(config, "cpu", 1)
+    assert peak is not None
+    assert [record["mfu"] for record in logged] == [
+        pytest.approx(record["tokens_per_s"] / peak, abs=1e-4) for record in logged
+    ]
+    assert all(record["data_wait_s"] == 0.0 and record["peak_memory_bytes"] > 0 for record in logged)
     position = summary.state
     assert (position.stepping_s, position.evaluating_s, position.saving_s) == (9.0, 2 * 7200.0, 3 * 3600.0)
     assert position.elapsed_s == position.stepping_s + position.evaluating_s + position.saving_s

@@ -6,7 +6,13 @@ import time
 import pytest
 import torch
 
-from scale_cli.planning.device import DEFAULT_UTILISATION, measured_device, product_flops_per_s, stated_device
+from scale_cli.planning.device import (
+    DEFAULT_UTILISATION,
+    measured_device,
+    peak_flops_per_s,
+    product_flops_per_s,
+    stated_device,
+)
 
 
 def test_a_stated_device_sustains_what_is_stated() -> None:
@@ -26,3 +32,19 @@ def test_the_measured_rate_is_the_work_done_over_the_time_it_took(monkeypatch: p
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=0.125).__next__)
     rate = product_flops_per_s(torch.device("cpu"), torch.float32, 16)
     assert rate == 3 * 2 * 16**3 / 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),  # not an L4
+        ("cpu", None),
+    ],
+)
+def test_a_peak_is_known_by_the_devices_name_and_only_of_bfloat16(name: str, peak: float | None) -> None:
+    assert peak_flops_per_s(name, "bf16") == peak
+    assert peak_flops_per_s(name, "no") is None

@@ -22,7 +22,15 @@ from tests.torture.verbs import Verb, run_verb, start_group
 from tests.widening import tiny_llama
 
 # What two identical runs may differ in.
-_CLOCK = ("elapsed_s", "tokens_per_s", "stepping_s", "evaluating_s", "saving_s")
+_CLOCK = (
+    "elapsed_s",
+    "tokens_per_s",
+    "data_wait_s",
+    "peak_memory_bytes",
+    "stepping_s",
+    "evaluating_s",
+    "saving_s",
+)
 MAX_STEPS, SAVED_STEPS = 12, (3, 6, 9, 12)
 MIDWAY = 6
 
