@@ -37,6 +37,7 @@ from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_trained
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.session import open_final, open_folder
+from scale_cli.upscale.tokenizer import tokenizer_place
 
 CARD = "README.md"
 _DOCUMENTS_PER_CORPUS = 4
@@ -119,7 +120,8 @@ def export(config: RunConfig) -> ExportSummary:
     with new_folder(folder) as partial:
         if export_format == "llama":
             plain = plain_model(model, settings.dtype, prompts)
-            write_plain(plain, tokenizer, config.model, partial, router_keys(model))
+            grown_in = None if config.method.vocabulary is None else session.folder
+            write_plain(plain, tokenizer, config.model, partial, router_keys(model), grown_in)
         elif export_format == "transformers":
             lowered = copy.deepcopy(model)
             lower_weights(lowered, getattr(torch, settings.dtype))
@@ -129,7 +131,7 @@ def export(config: RunConfig) -> ExportSummary:
             from scale_cli.upscale.folder import write_peft
 
             describe_method(partial, model, config.method, session.record)
-            copy_tokenizer(tokenizer, config.model, partial)
+            copy_tokenizer(tokenizer, tokenizer_place(config.model), partial)
             write_peft(partial, model, config.model)
         else:
             tokenizer.save_pretrained(partial)

@@ -97,6 +97,8 @@ class Plan:
 
 def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int) -> Plan:
     """Plan a run, and beside it every other method, without loading or downloading a weight."""
+    if config.method.vocabulary is not None:
+        raise ConfigError("method.vocabulary: what new tokens cost is not planned; leave it out of the plan")
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     base_config = load_base_config(config.model)

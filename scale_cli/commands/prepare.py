@@ -11,7 +11,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import load_run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
 def prepare(config: RunConfig) -> PrepareSummary:
     """Tokenise all training and held-out corpora that the cache does not hold."""
     check_before_writing(config, every_source(config))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_run_tokenizer(config)
     training = open_training_corpora(config, tokenizer, show_progress=True)
     held_out = open_held_out_corpora(config, tokenizer, show_progress=True)
     # A held-out source may be named like one that is trained on.

@@ -27,7 +27,7 @@ from scale_cli.storage.lock import claimed
 from scale_cli.training.branching import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.session import check_before_writing
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import load_run_tokenizer
 
 
 def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
@@ -96,7 +96,7 @@ def _upscaled(config: RunConfig, log: Callable[[str], None]) -> list[str]:
         lines = [f"done already   {RunFolder(config.output_dir).upscaled}"]
     else:
         lines = upscale(config).lines()
-    open_held_out_corpora(config, load_tokenizer(config.model), show_progress=True)
+    open_held_out_corpora(config, load_run_tokenizer(config), show_progress=True)
     return lines
 
 

@@ -22,6 +22,7 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
+from scale_cli.upscale.vocabulary import load_run_tokenizer, make_run_tokenizer, new_pieces, prove_vocabulary
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class UpscaleSummary:
     model: MethodModel
     record: BaseRecord
     num_prompts: int
+    num_new_tokens: int
+    num_proved_texts: int  # whose ids the new tokens leave alone
 
     def lines(self) -> list[str]:
         """Return aligned lines: sizes, parameters, bytes, and what was proved."""
@@ -47,10 +50,18 @@ class UpscaleSummary:
             f"base           {self.record.name} ({self.record.dtype})",
             f"base hash      sha256 {self.record.content_sha256}",
             *made,
+            *self._vocabulary_lines(),
             f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters",
             f"trainable      {num_trainable:>15,} parameters",
             f"preserved      {proved} bitwise equal on {self.num_prompts} prompts",
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
+        ]
+
+    def _vocabulary_lines(self) -> list[str]:
+        if not self.num_new_tokens:
+            return []
+        return [
+            f"new tokens     {self.num_new_tokens:,}; the ids of {self.num_proved_texts:,} texts held to the base's"
         ]
 
 
@@ -89,23 +100,26 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     if run.final.is_dir() or run.checkpoints.is_dir():
         raise RunFolderError(_already_begun(run, config))
     check_before_writing(config, training_sources(config))
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, of_base = make_run_tokenizer(config), load_tokenizer(config.model)
+    num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
     base = load_any_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
-    base_logits = own_logits(placed(base), sample_ids(tokenizer))
-    model = placed(start_model(base, method, config.seed))
-    check_preservation(model, tokenizer, base_logits)
+    base_logits = own_logits(placed(base), sample_ids(of_base))
+    model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer)))
+    check_preservation(model, of_base, base_logits)
     with new_folder(run.upscaled) as partial:
-        if method.widens:
+        if method.widens or method.vocabulary is not None:
             write_trained(partial, model, method, record)
         else:
             describe_method(partial, model, method, record)
         tokenizer.save_pretrained(partial)
         write_text(partial / "scale.yaml", dump_config(config))
-    return UpscaleSummary(run.upscaled, method.variant, model, record, len(base_logits))
+    return UpscaleSummary(
+        run.upscaled, method.variant, model, record, len(base_logits), len(tokenizer) - len(of_base), num_texts
+    )
 
 
 def _already_begun(run: RunFolder, config: RunConfig) -> str:
@@ -127,5 +141,5 @@ def upscale_is_finished(config: RunConfig) -> bool:
     if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
         record = BaseRecord.load(folder)
         check_same_base(load_any_base(config.model), record, where=f"model.base {config.model.base}")
-        check_tokenizer(load_tokenizer(config.model), record)
+        check_tokenizer(load_run_tokenizer(config), record)
     return True

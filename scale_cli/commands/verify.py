@@ -214,7 +214,8 @@ def _check_method(check: FolderCheck, base: ModelConfig) -> None:
         model = session.load()  # holds the base to its hashes
         if isinstance(model, ScaleForCausalLM):
             plain = placed(load_any_base(base))
-            check_preservation(model, session.tokenizer, own_logits(plain, sample_ids(session.tokenizer)))
+            tokenizer = load_tokenizer(base)
+            check_preservation(model, tokenizer, own_logits(plain, sample_ids(tokenizer)))
 
     _hold(check, "base and its preservation", prove_base)
 

@@ -24,6 +24,7 @@ from scale_cli.config.values import (
     Section,
     SourcePattern,
 )
+from scale_cli.config.vocabulary import VocabularyConfig
 
 WIDENED = ("preserve", "adapt", "route")
 Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
@@ -160,6 +161,7 @@ class MethodConfig(Section):
     collaboration: CollaborationConfig = CollaborationConfig()
     router: RouterConfig = RouterConfig()
     distillation: DistillationConfig = DistillationConfig()
+    vocabulary: VocabularyConfig | None = Field(default=None, description="tokens that are added; null: none")
     lora: LoraConfig = LoraConfig()
     freeze: FreezeConfig = FreezeConfig()
     llama_pro: LlamaProConfig = LlamaProConfig()
@@ -192,6 +194,16 @@ class MethodConfig(Section):
             raise ValueError(
                 "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_grow(self) -> MethodConfig:
+        if self.vocabulary is None:
+            return self
+        if not self.widens and self.variant != "full":
+            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; preserve, adapt, route and full do")
+        if self.distils:
+            raise ValueError("vocabulary: distillation.weight has no prediction of the base's to learn of new tokens")
         return self
 
     @model_validator(mode="after")
@@ -434,6 +446,17 @@ class RunConfig(Section):
     def _distils_on_replay(self) -> RunConfig:
         if self.method.distils and all(source.role == "new" for source in self.corpus.sources):
             raise ValueError("method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay")
+        return self
+
+    @model_validator(mode="after")
+    def _learns_tokens_of_its_sources(self) -> RunConfig:
+        if (vocabulary := self.method.vocabulary) is None:
+            return self
+        known = [source.name for source in self.corpus.sources]
+        if odd := [name for name in vocabulary.sources if name not in known]:
+            raise ValueError(f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})")
+        if self.train.sharding != "none":
+            raise ValueError("method.vocabulary: new tokens train unsharded only; set train.sharding to none")
         return self
 
     @model_validator(mode="after")

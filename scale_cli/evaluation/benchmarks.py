@@ -24,7 +24,7 @@ from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import is_main, share
 from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import load_run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OpenedBenchmarks:
             model: in evaluation mode.
             config: for the base's tokenizer, the router's settings, the sizes of batches and the bootstrap.
         """
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_run_tokenizer(config)
         answers = ObservedHeads(
             model,
             tokenizer,

@@ -112,6 +112,7 @@ def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedCon
         "head_dim": model.root.model.layers[0].self_attn.head_dim,
         "rms_norm_eps": _eps_growth(model, scales) * base["rms_norm_eps"],
         "tie_word_embeddings": False,
+        "vocab_size": model.config.vocab_size,
         **sizes,
     }
     return AutoConfig.for_model(base.pop("model_type"), **base)
@@ -141,7 +142,7 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
         "lm_head.weight": torch.cat(
-            [base.lm_head.weight.float(), *(stage.lm_head.weight.float() for stage in stages)], dim=1
+            [_head_of_x(base, stages[-1]), *(stage.lm_head.weight.float() for stage in stages)], dim=1
         ),
     }
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
@@ -161,6 +162,13 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
             if hasattr(base_layer.self_attn, name):
                 tensors[f"{prefix}self_attn.{name}.weight"] = getattr(base_layer.self_attn, name).weight.float()
     return tensors
+
+
+def _head_of_x(base: Any, expansion: Expansion) -> Tensor:
+    """Return H, and below it H_new where there are new tokens."""
+    weight: Tensor = base.lm_head.weight.float()
+    new = expansion.new_tokens
+    return weight if new is None else torch.cat([weight, new.lm_head.weight.float()])
 
 
 def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales) -> Tensor:

@@ -22,7 +22,7 @@ from scale_cli.export.router_keys import KEY, add_router
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import load_base_config, one_line, root_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
-from scale_cli.upscale.tokenizer import tokenizer_place
+from scale_cli.upscale.tokenizer import TokenizerPlace, tokenizer_place
 
 _CONFIG = "config.json"
 _TOKENIZER = (
@@ -50,6 +50,7 @@ _CHANGED = (
     "layer_types",
     "rms_norm_eps",
     "tie_word_embeddings",
+    "vocab_size",
 )
 # What is written anew, and what a base may have of its own: code, and, as an export of ours, a router.
 _LEFT_OUT = ("auto_map", KEY, "dtype", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype")
@@ -61,6 +62,7 @@ def write_plain(
     base: ModelConfig,
     folder: Path,
     router: dict[str, Any] | None = None,
+    grown_in: Path | None = None,
 ) -> None:
     """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer.
 
@@ -70,6 +72,7 @@ def write_plain(
         base: where the base is; of a widened base it is the plain model at its bottom that counts.
         folder: to write into.
         router: what tells how to serve it routed (`router_keys`).
+        grown_in: the folder of the run that has the tokenizer, where it is not the base's.
     """
     plain.save_pretrained(folder)
     root = root_model(base)
@@ -81,12 +84,12 @@ def write_plain(
     write_text(folder / _CONFIG, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     for file in others:
         shutil.copyfile(file, folder / file.name)
-    copy_tokenizer(tokenizer, base, folder)
+    place = tokenizer_place(base) if grown_in is None else TokenizerPlace("output_dir", str(grown_in), None)
+    copy_tokenizer(tokenizer, place, folder)
 
 
-def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, base: ModelConfig, folder: Path) -> None:
+def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:
     """Copy a tokenizer's files, byte for byte, to where a config.json of the base's family is."""
-    place = tokenizer_place(base)
     files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     for file in files:
         shutil.copyfile(file, folder / file.name)

@@ -34,7 +34,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     Returns:
         `stream_sizes`: channels of the hidden row by stream, the base head's first (of a stack, all that its base head
         reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
-        rest being shared evenly by the others; `switch_rate`.
+        rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`).
     """
     if not isinstance(model, WidenedModel):
         return None
@@ -46,11 +46,13 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     added = [branch.expansion.lm_head.in_features for branch in model.branches]
     sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
     parents = [branch.parent - lowest for branch in routed]
+    new = model.branches[-1].expansion.new_tokens
     return {
         "stream_sizes": sizes,
         "parents": parents,
         "prior": model.config.router_prior,
         "switch_rate": model.config.router_switch_rate,
+        **({} if new is None else {"new_tokens": {"first": new.shared.first, "own": new.shared.own}}),
     }
 
 

@@ -99,6 +99,8 @@ def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
     widened = session.load()
     if not isinstance(widened, ScaleForCausalLM):
         raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
+    if widened.expansion.new_tokens is not None:
+        raise RunFolderError(f"{run}: has tokens of its own (method.vocabulary); such runs are not joined")
     return widened, session, config
 
 

@@ -99,8 +99,12 @@ class FinalStates:
             return of_base
         branch = self.branches[head - 1]
         if branch.writes:
-            return vocabulary_head(self.x_BTD[head]) + self._own_logits(head)
-        return self._logits(vocabulary_head, branch.parent, known) + self._own_logits(head)
+            below = vocabulary_head(self.x_BTD[head])
+        else:
+            below = self._logits(vocabulary_head, branch.parent, known)
+        if (new := branch.expansion.new_tokens) is not None:
+            below = torch.cat([below, new.logits(self.x_BTD[self.owner(head)])], dim=-1)
+        return below + self._own_logits(head)
 
     def _own_logits(self, head: int) -> Tensor:
         weight = self.branches[head - 1].expansion.lm_head.weight
@@ -132,7 +136,8 @@ def run_branches(
         checkpointing: whether activations of what trains are computed again in backward.
     """
     decoder = base.model
-    x_BTD = decoder.embed_tokens(input_ids)
+    new = branches[-1].expansion.new_tokens
+    x_BTD = decoder.embed_tokens(input_ids) if new is None else new.embed(decoder.embed_tokens, input_ids)
     masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()

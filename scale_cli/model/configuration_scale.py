@@ -47,6 +47,8 @@ class ScaleConfig(PreTrainedConfig):
         router_prior: weight of the base head at the first token.
         router_switch_rate: fixed share alpha of the posterior rule, per token.
         router_threshold: tau of the cosine rule.
+        new_tokens: of every token that the base has not, the old ids in its place, parted by spaces.
+        own_pieces: the first of those that begin no text without the new tokens' script.
         use_cache: whether generation keeps keys, values and the router's state.
         **kwargs: what every configuration of transformers takes.
     """
@@ -68,6 +70,8 @@ class ScaleConfig(PreTrainedConfig):
         router_prior: float = 0.5,
         router_switch_rate: float = 0.0,
         router_threshold: float = 0.5,
+        new_tokens: list[str] | None = None,
+        own_pieces: list[int] | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -84,9 +88,13 @@ class ScaleConfig(PreTrainedConfig):
         self.router_prior = router_prior
         self.router_switch_rate = router_switch_rate
         self.router_threshold = router_threshold
+        self.new_tokens = list(new_tokens or [])
+        self.own_pieces = list(own_pieces or [])
         self.use_cache = use_cache
         for name in _READ_FROM_BASE:
             kwargs[name] = self.base_config.get(name)
+        if self.new_tokens:
+            kwargs["vocab_size"] += len(self.new_tokens)
         # The base ties its own embeddings where it does; E' and H' are never tied.
         kwargs["tie_word_embeddings"] = False
         super().__init__(**kwargs)
@@ -96,6 +104,10 @@ class ScaleConfig(PreTrainedConfig):
         """The lowest layer that writes into the base stream; num_hidden_layers where none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
+
+    def pieces(self) -> list[list[int]]:
+        """Return of every new token the old ids in its place."""
+        return [[int(index) for index in token.split()] for token in self.new_tokens]
 
     def base(self) -> PreTrainedConfig:
         """Return the base model's configuration as an object of its own class; a base may be widened itself."""

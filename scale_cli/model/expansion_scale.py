@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
 from .fused_scale import add_product, frozen_norm, gated, product_dtype, rotate
+from .vocabulary_scale import NewTokens
 
 
 class ExpansionLinear(nn.Module):
@@ -321,10 +322,11 @@ class Expansion(nn.Module):
         super().__init__()
         decoder = base.model
         self.first_collaborating_layer = config.first_collaborating_layer
-        self.embed_tokens = nn.Embedding(decoder.embed_tokens.num_embeddings, config.expansion_hidden_size)
+        self.new_tokens = NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
             ExpansionLayer(base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
             for index, base_layer in enumerate(decoder.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)
-        self.lm_head = nn.Linear(config.expansion_hidden_size, decoder.embed_tokens.num_embeddings, bias=False)
+        self.lm_head = nn.Linear(config.expansion_hidden_size, config.vocab_size, bias=False)

@@ -35,7 +35,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) under the logits sum_k H_k x_k, with the gradients computed on the way forward.
 
     `distilled` has places among the tokens, and by how much their divergence from the logits without the last H_k x_k
-    is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing.
+    is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing. Where the first
+    head has fewer rows than the last, the second gives the logits of the tokens that it lacks.
     """
 
     @staticmethod
@@ -52,7 +53,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ]
         lowered = [head.to(product_dtype(head)) for head in heads]
         loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
-        num_rows = rows_at_once(device, len(lowered[0]))
+        num_rows = rows_at_once(device, len(lowered[-1]))
+        columns = _columns(lowered)
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
@@ -68,13 +70,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss += weight * divergence
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
             grad = grad_NV
-            for stream, head, of_stream, of_head in zip(read, lowered, of_streams, of_heads, strict=True):
+            for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
                     grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
-                    of_stream[rows] = grad @ head
+                    of_stream[rows] = grad[:, own] @ head
                 if of_head is not None:
-                    _add_product(of_head, grad.T, stream)
+                    _add_product(of_head, grad[:, own].T, stream)
         ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
         ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
         return loss
@@ -90,13 +92,23 @@ def _logits_and_bases(
     streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return sum_k H_k x_k in float32, and at some places the log-probabilities without its last term."""
-    logits_NV, bases = streams[0] @ heads[0].T, []
-    for index, (stream, head) in enumerate(zip(streams[1:], heads[1:], strict=True), start=1):
+    logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
+    if len(heads[0]) < len(heads[-1]):
+        logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
+    for index, (stream, head) in enumerate(zip(streams[joined:], heads[joined:], strict=True), start=joined):
         if index == len(heads) - 1:
             bases = [logits_NV[place].float().log_softmax(dim=1) for place in places]
         # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
         logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
     return logits_NV.float(), bases
+
+
+def _columns(heads: Sequence[Tensor]) -> list[slice]:
+    """Return of which tokens every head gives logits."""
+    num_first = len(heads[0])
+    if num_first == len(heads[-1]):
+        return [slice(None)] * len(heads)
+    return [slice(num_first), slice(num_first, None), *[slice(None)] * (len(heads) - 2)]
 
 
 def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +165,7 @@ def adaptation_cross_entropy(
     targets_BT: Tensor,
     between: Sequence[tuple[Tensor, Tensor]] = (),
     distillation: Sequence[float] | None = None,
+    new_head_ND: Tensor | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
 
@@ -165,6 +178,7 @@ def adaptation_cross_entropy(
         between: streams and heads of the frozen expansions that this one stands upon, whose logits are added.
         distillation: of every sequence, how much of its divergence from the logits without H' u is added; None: of
             none.
+        new_head_ND: H_new, of the last N rows of H', which H lacks.
     """
     length = targets_BT.shape[1]
     distilled = [
@@ -173,11 +187,13 @@ def adaptation_cross_entropy(
         if weight
     ]
     frozen = [tensor for u, head in between for tensor in (u.flatten(0, 1), head)]
+    x_ND = x_BTD.flatten(0, 1)
     return _ChunkedCrossEntropy.apply(
         targets_BT.flatten(),
         distilled,
-        x_BTD.flatten(0, 1),
+        x_ND,
         base_head_VD.detach(),
+        *(() if new_head_ND is None else (x_ND, new_head_ND)),
         *frozen,
         u_BTE.flatten(0, 1),
         head_VE,

@@ -38,12 +38,10 @@ class ScaleForCausalLM(WidenedModel):
 
     def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if base is None:
-            base = _empty_base(config)
-        self.base: Any = base
+        self.base: Any = _empty_base(config) if base is None else base
         below: list[Branch] = []
-        if isinstance(base, ScaleForCausalLM):
-            below = list(base.branches)
+        if isinstance(self.base, ScaleForCausalLM):
+            below = list(self.base.branches)
             # With it transformers would take a checkpoint's expansion.* for the base.expansion.* that is there too.
             self.base_model_prefix = ""
         self.expansion = Expansion(self.root, [branch.expansion for branch in below], config)
@@ -51,8 +49,10 @@ class ScaleForCausalLM(WidenedModel):
         self.routed_heads = (len(below), len(below) + 1)
         self.freeze()
         self.gradient_checkpointing = False  # transformers reads it by this name
-        self.generation_config = base.generation_config
+        self.generation_config = self.base.generation_config
         self.post_init()
+        if base is not None and self.expansion.new_tokens is not None:
+            self.expansion.new_tokens.compose(self.root.model.embed_tokens)
 
     @property
     def root(self) -> Any:
@@ -97,12 +97,19 @@ class ScaleForCausalLM(WidenedModel):
         if distillation is not None and self.branches[-1].writes:
             raise ValueError("distillation: the base's own logits are not at hand where the expansion writes into x")
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
+        new = self.expansion.new_tokens
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
         loss = adaptation_cross_entropy(
-            states.x_BTD[states.owner(top)], states.u_KBTE[-1], *heads, shift_labels, between, distillation
+            states.x_BTD[states.owner(top)],
+            states.u_KBTE[-1],
+            *heads,
+            shift_labels,
+            between,
+            distillation,
+            None if new is None else new.lm_head.weight,
         )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwe
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .routing import RouterMemory, evidence_of, log_prior, route
+from .routing import PieceShares, RouterMemory, evidence_of, log_prior, route
 
 
 class RouterLayer:
@@ -142,6 +142,7 @@ class Routed(nn.Module):
         for own, parent in zip(self._columns, [None, *parents], strict=True):
             self._read.append([own] if parent is None else [*self._read[parent], own])
         self._parents, self._prior, self._switch_rate = parents, router["prior"], router["switch_rate"]
+        self._shares = PieceShares(**router["new_tokens"]) if "new_tokens" in router else None
 
     @property
     def num_heads(self) -> int:
@@ -251,13 +252,17 @@ class Routed(nn.Module):
             heads = [base]
             for own, parent in zip(added, self._parents, strict=True):
                 heads.append(heads[parent] + own)
-            return torch.stack(heads)
+            return torch.stack([self._of_base(heads[0]), *heads[1:]])
         read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
         for row_BTD, columns in zip(read_KBTD, self._read, strict=True):
             for at in columns:
                 row_BTD[..., at] = rows_BTD[..., at]
-        logits: Tensor = head(read_KBTD)
-        return logits.float()
+        logits: Tensor = head(read_KBTD).float()
+        return logits if self._shares is None else torch.cat([self._of_base(logits[:1]), logits[1:]])
+
+    def _of_base(self, logits: Tensor) -> Tensor:
+        """Return what the base says of all tokens, those among them that it has not."""
+        return logits if self._shares is None else self._shares(logits[..., : -len(self._shares.first)])
 
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any

@@ -31,6 +31,8 @@ from torch import Tensor
 
 # Of each head, held at once: 16 MB in float32.
 LOGITS_AT_ONCE = 2**22
+# Of a piece's probability, given to the new tokens that begin with it where other text does too.
+_SHARE_OF_OTHERS = 2.0**-20
 # Of a head's logits; a head gone astray says more, and beside it float32 would round away what the others say.
 _LARGEST_SIZE = 256.0
 
@@ -134,6 +136,41 @@ def _log_of_sum(left: Tensor, right: Tensor) -> Tensor:
     """Return the logarithm of a sum: torch.logaddexp within 1e-7, in half of its time once it is compiled."""
     most = torch.maximum(left, right)
     return torch.where(most == -torch.inf, most, most + (1.0 + (torch.minimum(left, right) - most).exp()).log())
+
+
+class PieceShares:
+    """What a base that lacks some tokens says of them: a share of what it says of each one's first piece.
+
+    Without one, its head would have failed at the first new token of a document, and never be heard again. A piece's
+    probability is shared between it and the new tokens that begin with it:
+
+    - evenly, where the piece begins no text without the new tokens' script, so that in such text nothing changes
+    - all but 2^-20 of it to the piece, where it begins other text too (a space): of that the base says what it always
+      said, to a millionth of a nat a token
+
+    Args:
+        first: of every new token the first piece.
+        own: of those, the ones that begin no text without the script.
+    """
+
+    def __init__(self, first: Sequence[int], own: Sequence[int]) -> None:
+        self.first, self.own = list(first), list(own)
+        self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return (..., V + N) float32 of (..., V): old tokens, and then the new ones."""
+        if logits.device not in self._made:
+            first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
+            sharing_V = torch.bincount(first_N, minlength=logits.shape[-1]).double()
+            kept_V = torch.zeros_like(sharing_V)
+            kept_V[own_N] = -sharing_V[own_N].log1p()
+            given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
+            given_V[own_N] = kept_V[own_N]
+            added = torch.cat([kept_V, given_V[first_N]]).float()
+            sources = torch.cat([torch.arange(len(kept_V)), first_N])
+            self._made[logits.device] = sources.to(logits.device), added.to(logits.device)
+        sources, added = self._made[logits.device]
+        return logits.float()[..., sources] + added
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def freeze(self) -> None:
         """Let the base not train."""
         self.base.requires_grad_(False)
+        if (new := self.branches[-1].expansion.new_tokens) is not None:
+            new.embed_tokens.requires_grad_(False)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
@@ -213,7 +215,9 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
-        return states.logits_of(self.root.lm_head, self.routed_heads)
+        logits = states.logits_of(self.root.lm_head, self.routed_heads)
+        new = self.branches[-1].expansion.new_tokens
+        return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
     def head_logits(self, input_ids: Tensor) -> Callable[[slice], Sequence[Tensor]]:
         """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""

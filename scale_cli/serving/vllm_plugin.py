@@ -163,6 +163,7 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
         )
     parallel, mode = vllm_config.parallel_config, vllm_config.compilation_config.cudagraph_mode
     refused = {
+        "new tokens (method.vocabulary)": "new_tokens" in routing,
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

@@ -55,6 +55,7 @@ from scale_cli.training.optimiser import (
 from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
+from scale_cli.upscale.vocabulary import copy_grown_tokenizer
 
 _OPTIMISER = "optimiser.safetensors"
 
@@ -186,6 +187,7 @@ def raise_for_changed_base(changed: list[str], step: int) -> None:
 def describe_run(folder: Path, metadata: RunMetadata, model: MethodModel, state: TrainState) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
     describe_method(folder, model, metadata.config.method, metadata.record)
+    copy_grown_tokenizer(metadata.config, folder)
     state.save(folder)
     write_json(folder / CORPORA, metadata.contents)
     if metadata.branch_point is not None:

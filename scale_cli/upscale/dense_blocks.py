@@ -33,6 +33,8 @@ def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
 def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
     """Return (V, channels of all streams) in float32: the token embedding of a base and of what widens it."""
     frozen = base.model.embed_tokens.weight.detach().float()
+    if expansions and (new := expansions[-1].new_tokens) is not None:
+        frozen = torch.cat([frozen, new.embed_tokens.weight.float()])
     return torch.cat([frozen, *(expansion.embed_tokens.weight.float() for expansion in expansions)], dim=1)
 
 

@@ -34,6 +34,7 @@ from scale_cli.upscale.base import (
     stage_folder,
 )
 from scale_cli.upscale.baselines import prepare_baseline
+from scale_cli.upscale.vocabulary import NewPieces, grow_plainly
 
 if TYPE_CHECKING:
     from peft import PeftModel  # takes a moment to import, and only LoRA needs it
@@ -95,12 +96,20 @@ def _model_below(folder: Path, model: ModelConfig) -> ModelConfig:
     below = load_config(folder / "scale.yaml").model
     if below.dtype != model.dtype:
         raise BaseModelError(f"model.dtype: {model.dtype}, but {model.base} was trained on a base in {below.dtype}")
-    if not _read_method(folder).widens:
+    method = read_method(folder)
+    if not method.widens:
         raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
+    if method.vocabulary is not None:
+        raise BaseModelError(f"model.base: {model.base} has new tokens; export it as llama and widen that")
     return below
 
 
-def _read_method(folder: Path) -> MethodConfig:
+def read_method(folder: Path) -> MethodConfig:
+    """Read the method section that a folder was made with.
+
+    Raises:
+        StorageError: it is missing or damaged.
+    """
     try:
         return MethodConfig.model_validate(read_json(folder / _METHOD))
     except ValidationError:
@@ -111,11 +120,13 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
     """Load a base, check that it is the recorded one, and put a folder's parameters on it."""
     loaded = load_any_base(base)
     check_same_base(loaded, BaseRecord.load(folder), where=f"model.base {base.base}")
-    method = _read_method(folder)
+    method = read_method(folder)
     model: MethodModel
     if method.widens:
         model = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), loaded)
     else:
+        if method.vocabulary is not None:
+            loaded = grow_plainly(loaded, NewPieces.written(read_json(folder / "config.json")))
         model = prepare_baseline(loaded, method, seed)
     if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)

@@ -59,9 +59,9 @@ def initialise_expansion(
     generator = torch.Generator().manual_seed(seed)
     std = float(model.root.config.initializer_range)
     *below, expansion = (branch.expansion for branch in model.branches)
-    embedding = dense_embedding(model.root, below)
     codes = expansion.embed_tokens.weight
     if embedding_scale is None:
+        embedding = dense_embedding(model.root, [*below, expansion])[:, : -codes.shape[1]]
         codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):

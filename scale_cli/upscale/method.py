@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
@@ -12,25 +12,39 @@ from scale_cli.errors import ConfigError
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.initialise import initialise_expansion
+from scale_cli.upscale.initialise import initialise_expansion, random_ids
 from scale_cli.upscale.sizes import plan_expansion
+from scale_cli.upscale.vocabulary import NewPieces, beside_new_tokens, grow_plainly, start_new_head
 
 # Of parameters: learning rates, weight decay and optimisers tell them apart.
 Kind = Literal["embedding", "head", "gains", "matrix"]
 
 
-def start_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
+def start_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
     """Return what a method makes of a base before any training; `base` becomes a part of it."""
-    model = build_model(base, method, seed)
+    if method.vocabulary is not None and new is None:
+        raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
+    ids, num_old = random_ids(base, seed), base.config.vocab_size
+    model = build_model(base, method, seed, new)
+    if new is not None:
+        start_new_head(_new_rows(model, num_old), base, new.first, ids)
     if isinstance(model, ScaleForCausalLM):
         initialise_expansion(model, method.expansion.init, seed, method.expansion.embedding_scale)
     return model
 
 
-def build_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> MethodModel:
+def _new_rows(model: Any, num_old: int) -> Tensor:
+    """Return the rows of new tokens in a model's vocabulary head."""
+    if isinstance(model, ScaleForCausalLM):
+        assert model.expansion.new_tokens is not None
+        return model.expansion.new_tokens.lm_head.weight
+    rows: Tensor = model.lm_head.weight[num_old:]
+    return rows
+
+
+def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
     """Return a method's model with the blocks of an expansion not filled yet; on the meta device nothing ever is.
 
     Raises:
@@ -42,8 +56,8 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int) -> Metho
             "otherwise, export it as llama and start from that"
         )
     if not method.widens:
-        return prepare_baseline(base, method, seed)
-    return ScaleForCausalLM(plan_expansion(base.config, method), base)
+        return prepare_baseline(base if new is None else grow_plainly(base, new), method, seed)
+    return ScaleForCausalLM(plan_expansion(base.config, method, new), base)
 
 
 def set_router(model: MethodModel, router: RouterConfig) -> None:
@@ -67,7 +81,7 @@ def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
     """
     if isinstance(model, ScaleForCausalLM):
         return model
-    beside: BaseAndTrained = BaseAndTrained(load_base(base), model).to(model.device)
+    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(base, model), model).to(model.device)
     return beside.eval()
 
 

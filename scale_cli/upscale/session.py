@@ -33,6 +33,7 @@ from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load
 from scale_cli.upscale.method import build_model, set_router
 from scale_cli.upscale.sizes import check_context, check_processes
 from scale_cli.upscale.tokenizer import check_tokenizer, check_tokenizer_fits, load_tokenizer
+from scale_cli.upscale.vocabulary import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def open_folder(folder: Path, base: ModelConfig, router: RouterConfig | None = N
         raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
     verify_folder(folder)
     load_base_config(base)
-    tokenizer, record = load_tokenizer(base), BaseRecord.load(folder)
+    tokenizer, record = tokenizer_of(folder, base), BaseRecord.load(folder)
     check_tokenizer(tokenizer, record)
     return Session(folder, base, tokenizer, record, router)
 

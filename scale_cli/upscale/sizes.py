@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from scale_cli.config.schema import CollaborationConfig, MethodConfig, RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.upscale.vocabulary import NewPieces
 
 # Where a config leaves collaboration.layers out.
 _DEFAULT_LAYERS = {"preserve": "none", "adapt": "all", "route": "none"}
 
 
-def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
+def plan_expansion(base_config: Any, method: MethodConfig, new: NewPieces | None = None) -> ScaleConfig:
     """Return the configuration of the widened model.
 
     A widened base is widened by a share of the plain model at its bottom, whatever was added before.
@@ -44,6 +46,7 @@ def plan_expansion(base_config: Any, method: MethodConfig) -> ScaleConfig:
         router_prior=method.router.prior,
         router_switch_rate=method.router.switch_rate,
         router_threshold=method.router.threshold,
+        **({} if new is None else asdict(new)),
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.schema import ReadingConfig, TextSource
 from scale_cli.config.scripts import Script
@@ -25,7 +26,7 @@ _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
 _BYTES_READ = 1 << 28
 _MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
-TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # What older tools would read in its place, and what holds the old tokens alone.
 _STALE = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 
@@ -68,7 +69,7 @@ def grown_tokenizer(
         "first_id": first_id,
         "min_count": vocabulary.min_count,
     }
-    folder = cache_dir / f"vocabulary-{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+    folder = cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
     if not is_whole(folder):
         words = count_words(read_texts(sources, reading, _BYTES_READ), tokenizer.backend_tokenizer, script)
         new = learn(words, tokenizer.backend_tokenizer, spelling, script, most=num_new, min_count=vocabulary.min_count)
@@ -79,7 +80,7 @@ def grown_tokenizer(
             )
         with new_folder(folder) as partial:
             _write(partial, tokenizer, extended(tokenizer.backend_tokenizer, new, first_id))
-    return _load(folder)
+    return load_grown(folder)
 
 
 def check_size(vocab_size: int) -> None:
@@ -95,7 +96,7 @@ def check_size(vocab_size: int) -> None:
         )
 
 
-def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: int) -> Iterator[str]:
+def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes: float = math.inf) -> Iterator[str]:
     """Yield the documents of some sources, of each up to so many bytes."""
     for source in sources:
         size = 0
@@ -120,7 +121,7 @@ def _check_script_is_new(tokenizer: PreTrainedTokenizerBase, spelling: Spelling,
 def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a folder, whose new ids begin where the base's rows end."""
     try:
-        given = _load(Path(folder))
+        given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
     except Exception as error:  # of a damaged folder it may say anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -144,13 +145,14 @@ def _write(folder: Path, tokenizer: PreTrainedTokenizerBase, grown: Tokenizer) -
         tokenizer.save_pretrained(folder)
         for name in _STALE:
             (folder / name).unlink(missing_ok=True)
-        grown.save(str(folder / TOKENIZER_JSON))
+        grown.save(str(folder / TOKENIZER_FILES[0]))
     # The classes of single families put their own steps in the place of those that are described.
     settings = read_json(folder / "tokenizer_config.json")
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def _load(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+def load_grown(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that was written here."""
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer

@@ -1,0 +1,88 @@
+"""Tokens that the base has not: their rows in x and in the vocabulary head, and what the base says of them.
+
+    x_0    = E[t], or E_new[t]: the mean of the rows of its old pieces, frozen, so that x needs no gradient
+    logits = [H x ; H_new x] + H' u: a product of its own, so that H x keeps its bits
+
+The base gives a new token no probability, and so would never be heard again after the first: where it is routed,
+`PieceShares` (`routing.py`) gives it a share of its first piece's.
+
+Shapes: B batch, T positions, D base channels, V old tokens, N new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .routing import PieceShares
+
+
+class NewTokens(nn.Module):
+    """The rows of new tokens in x and in the vocabulary head.
+
+    Args:
+        base: the plain model.
+        pieces: of every new token the old ids in its place.
+        own_pieces: those first pieces that begin no other text.
+    """
+
+    def __init__(self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]) -> None:
+        super().__init__()
+        self.num_old, num_channels = base.model.embed_tokens.weight.shape
+        self.pieces = pieces
+        self.shared = PieceShares([old[0] for old in pieces], own_pieces)
+        self.embed_tokens = nn.Embedding(len(pieces), num_channels).requires_grad_(False)
+        self.lm_head = nn.Linear(num_channels, len(pieces), bias=False)
+
+    @torch.no_grad()
+    def compose(self, embedding: nn.Embedding) -> None:
+        """Fill the rows of x: the mean of the pieces' rows, as long as such a row is in the median."""
+        if embedding.weight.is_meta:
+            return
+        rows_VD = embedding.weight.detach().cpu().double()  # the same sums on every device
+        lengths = torch.tensor([len(old) for old in self.pieces])
+        owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+        flat = torch.tensor([index for old in self.pieces for index in old])
+        sums_ND = torch.zeros(len(lengths), rows_VD.shape[1], dtype=torch.float64).index_add_(0, owners, rows_VD[flat])
+        size = rows_VD[flat.unique()].norm(dim=1).median()
+        self.embed_tokens.weight.copy_(F.normalize(sums_ND, dim=1) * size)
+
+    def embed(self, embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
+        """Return x_0 (B, T, D) of old and new tokens."""
+        old_BTD = embedding(input_ids.clamp(max=self.num_old - 1))
+        new_BTD = self.embed_tokens((input_ids - self.num_old).clamp(min=0)).to(old_BTD.dtype)
+        return torch.where((input_ids < self.num_old).unsqueeze(-1), old_BTD, new_BTD)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Return H_new x (B, T, N)."""
+        return F.linear(x_BTD.to(self.lm_head.weight.dtype), self.lm_head.weight)
+
+
+class BaseOfNewTokens(nn.Module):
+    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained.
+
+    Args:
+        base: the plain model.
+        new: the new tokens.
+        config: of a model that has them.
+    """
+
+    def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.base = base
+        self.new = new
+
+    def get_decoder(self) -> Any:
+        """Return what makes hidden states of ids, old and new."""
+        decoder = self.base.get_decoder()
+        return lambda ids, **options: decoder(inputs_embeds=self.new.embed(decoder.embed_tokens, ids), **options)
+
+    def get_output_embeddings(self) -> Any:
+        """Return what makes logits of hidden states."""
+        head = self.base.get_output_embeddings()
+        return lambda states: self.new.shared(head(states))

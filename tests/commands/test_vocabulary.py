@@ -1,0 +1,123 @@
+"""A run with new tokens, from `scale upscale` to every export, with SentencePiece's kind of tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.export import export
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, PreservationError, RunFolderError, UsageError
+from scale_cli.export.router_keys import routed_class
+from scale_cli.join.members import join_runs
+from scale_cli.upscale.session import open_final
+from scale_cli.vocabulary import proofs
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+
+
+@pytest.fixture(autouse=True)
+def few_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_CODE_POINTS", [*range(0x500), *range(0xA900, 0xD900)])
+    monkeypatch.setattr(proofs, "_NUM_RANDOM", 500)
+
+
+def config_of(shared_data: Path, folder: Path, variant: str = "route", **method: Any) -> RunConfig:
+    for name, text in (("ko", "\n\n".join([KOREAN] * 8)), ("en", ENGLISH)):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return RunConfig.model_validate(
+        {
+            "output_dir": str(folder / "run"),
+            "model": {"base": str(shared_data / "ckpt-stories260K/hf")},
+            "method": {"variant": variant, "vocabulary": {"new_tokens": 64, "min_count": 2}, **method},
+            "corpus": {
+                "sequence_length": 32,
+                "num_workers": 1,
+                "sources": [{"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}],
+            },
+            "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 2, "warmup_steps": 1, "lr": 1e-3},
+            "evaluation": {
+                "perplexity": [
+                    {"name": "en", "path": str(folder / "en.txt"), "language": "en", "role": "retention"},
+                    {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko", "role": "acquisition"},
+                ]
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("variant", ["route", "full"])
+def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, variant: str) -> None:
+    config = config_of(shared_data, tmp_path, variant)
+    assert any("new tokens     64;" in line for line in upscale(config).lines())
+    train(config, None, lambda _: None)
+    evaluate(config)
+    export(config)
+
+    session = open_final(config)
+    assert len(session.tokenizer) == 576
+    folder = config.output_dir / "export/llama"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
+    assert ids.max() >= 512
+    assert tokenizer.get_vocab() == session.tokenizer.get_vocab()
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    trained = session.load()
+    assert plain.config.vocab_size == 576
+    with torch.no_grad():
+        wanted = trained(input_ids=ids).logits
+        served = (routed_class(folder) or type(plain)).from_pretrained(folder)
+        assert torch.allclose(served(input_ids=ids).logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-3)
+    verify(config.output_dir).require()
+
+
+def test_of_english_the_base_says_what_it_says_without_new_tokens(shared_data: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, method in (("with", {}), ("without", {"vocabulary": None})):
+        (tmp_path / name).mkdir()
+        config = config_of(shared_data, tmp_path / name, "route", **method)
+        upscale(config)
+        train(config, None, lambda _: None)
+        english = evaluate(config).report.corpora[0].heads
+        losses.append({name: english[name].bits_per_byte or 0.0 for name in ("base", "posterior")})
+    assert losses[0]["base"] == pytest.approx(losses[1]["base"], rel=1e-5)
+    assert losses[0]["posterior"] <= losses[0]["base"] + 1 / len(ENGLISH.encode()) + 1e-5
+
+
+def test_what_new_tokens_cannot_do_is_refused_in_one_line(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(shared_data, tmp_path)
+    with pytest.raises(ValueError, match="lora takes no new tokens"):
+        config_of(shared_data, tmp_path, "lora")
+    upscale(config)
+    train(config, None, lambda _: None)
+    with pytest.raises(RunFolderError, match=r"has tokens of its own \(method\.vocabulary\)"):
+        join_runs([config.output_dir], None, 0.0)
+    upon = config.model_copy(
+        update={
+            "output_dir": tmp_path / "upon",
+            "model": config.model.model_copy(update={"base": str(config.output_dir)}),
+            "method": config.method.model_copy(update={"vocabulary": None}),
+        }
+    )
+    with pytest.raises(UsageError, match=r"has new tokens; export it as llama and widen that"):
+        upscale(upon)
+
+    def moved(*_: object) -> int:
+        raise PreservationError("method.vocabulary: the tokens of 'x' are not what they were")
+
+    monkeypatch.setattr("scale_cli.upscale.vocabulary.check_extension", moved)
+    again = config.model_copy(update={"output_dir": tmp_path / "again"})
+    with pytest.raises(PreservationError):
+        upscale(again)
+    assert not (tmp_path / "again/upscaled").exists()
+    assert ConfigError.exit_code == 2
+    assert PreservationError.exit_code == 3

@@ -1,0 +1,131 @@
+"""Tokens that the base has not: its own logits keep their bits, and it is still heard where they come."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.config.schema import CollaborationConfig, MethodConfig
+from scale_cli.model.heads import BaseAndTrained, token_log_probs
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import PieceShares
+from scale_cli.model.vocabulary_scale import BaseOfNewTokens
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.vocabulary import NewPieces
+from tests.widening import TINY
+
+OLD = TINY["vocab_size"]
+PIECES = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7])  # 3 begins other text too
+ALL = OLD + len(PIECES.new_tokens)
+
+
+def grown(variant: str, **keys: Any) -> ScaleForCausalLM:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    layers = CollaborationConfig(layers="top:1") if keys.pop("collaborates", False) else CollaborationConfig()
+    method = MethodConfig(variant=variant, collaboration=layers, **keys)  # type: ignore[arg-type]
+    model = start_model(base, method, 0, PIECES)
+    assert isinstance(model, ScaleForCausalLM)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-20, 20, width=32), min_size=OLD, max_size=OLD))
+def test_what_a_base_says_of_new_tokens_is_taken_from_their_first_pieces_alone(row: list[float]) -> None:
+    logits = torch.tensor(row)
+    before = logits.double().log_softmax(-1)
+    after = PieceShares(PIECES.first, PIECES.own_pieces)(logits).double().log_softmax(-1)
+
+    first = torch.tensor(PIECES.first)
+    others = torch.ones(OLD, dtype=torch.bool)
+    others[PIECES.own_pieces] = False
+    assert torch.allclose(after[:OLD][others], before[others], atol=2e-6)  # the space's piece among them
+    for piece in PIECES.own_pieces:
+        group = torch.cat([after[piece : piece + 1], after[OLD:][first == piece]])
+        assert torch.allclose(group, group[0], atol=2e-6)
+        assert torch.allclose(group.logsumexp(0), before[piece], atol=4e-6)
+    of_space = after[OLD:][first == 3] - before[3]
+    assert torch.allclose(of_space, torch.tensor(-20 * math.log(2), dtype=torch.float64), atol=4e-6)
+
+
+@pytest.mark.parametrize(("variant", "collaborates"), [("preserve", False), ("route", False), ("route", True)])
+def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(variant: str, collaborates: bool) -> None:
+    model = grown(variant, collaborates=collaborates)
+    old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
+    states = model.final_states(old_ids, preserved=True)
+    assert torch.equal(model.base_logits(states), model.base(input_ids=old_ids).logits)
+
+    model.train()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = model.adaptation_logits(model.final_states(ids, preserved=False))
+    assert logits.shape[-1] == ALL
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    assert torch.allclose(loss, expected, atol=1e-5)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert gradients.keys() == trained.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+    assert "expansion.new_tokens.lm_head.weight" in trained
+    for name, parameter in trained.items():
+        assert parameter.grad is not None
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows() -> None:
+    model = grown("preserve")
+    assert model.expansion.new_tokens is not None
+    rows, old = model.expansion.new_tokens.embed_tokens.weight, model.root.model.embed_tokens.weight
+    size = old[[3, 5, 7, 8, 9]].norm(dim=1).median()
+    for row, pieces in zip(rows, PIECES.new_tokens, strict=True):
+        mean = old[[int(piece) for piece in pieces.split()]].mean(0)
+        assert torch.allclose(row, mean / mean.norm() * size, atol=1e-5)
+    assert not rows.requires_grad
+
+
+def test_routing_with_new_tokens_keeps_the_bound_and_generation_goes_on_from_the_cache() -> None:
+    model = grown("route")
+    ids = torch.randint(ALL, (1, 12), generator=torch.Generator().manual_seed(3))
+    said = token_log_probs(model, ids[:, :-1], ids[:, 1:])
+    assert said.log_probs_KBT.isfinite().all()
+    routed = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum()
+    assert routed >= said.log_probs_KBT.sum(-1).max() - math.log(2) - 1e-4
+
+    whole = model(input_ids=ids).logits[:, -1]
+    part = model(input_ids=ids[:, :7], use_cache=True)
+    rest = model(input_ids=ids[:, 7:], past_key_values=part.past_key_values, use_cache=True)
+    assert torch.allclose(whole, rest.logits[:, -1], atol=1e-4)
+
+
+def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base() -> None:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).eval()
+    before = base(input_ids=torch.tensor([[1, 3, 7, 5]])).logits
+    widened = grown("route")
+    full = start_model(LlamaForCausalLM(LlamaConfig(**TINY)).eval(), MethodConfig(variant="full"), 0, None)
+    assert full.lm_head.weight.shape[0] == OLD
+
+    model = start_model(base, MethodConfig(variant="full"), 0, PIECES)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert torch.equal(model(input_ids=torch.tensor([[1, 3, 7, 5]])).logits[..., :OLD], before)
+
+    plain = widened.root
+    beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
+    ids = torch.randint(ALL, (1, 9), generator=torch.Generator().manual_seed(4))
+    states = beside.base.get_decoder()(ids, use_cache=False).last_hidden_state
+    logits = beside.base.get_output_embeddings()(states)
+    routed = widened.head_logits(ids)(slice(None))[0]
+    assert torch.allclose(logits, routed, atol=1e-5)
