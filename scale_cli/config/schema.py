@@ -22,7 +22,7 @@ from scale_cli.config.values import (
     Name,
     PathText,
     Section,
-    SourcePattern,
+    SourcePatterns,
 )
 from scale_cli.config.vocabulary import VocabularyConfig
 
@@ -226,7 +226,7 @@ class TextSource(Section):
     """Where documents come from: local files by a glob, or a dataset on the hub."""
 
     name: Name
-    path: SourcePattern | Annotated[list[SourcePattern], Field(min_length=1, max_length=10_000)] | None = Field(
+    path: SourcePatterns | None = Field(
         default=None,
         description="one or several globs of .txt (documents parted by a blank line) .jsonl .json .csv .parquet, plain "
         "or .gz .xz .zst; local, or hf:// s3:// gs:// az:// https://",

@@ -62,6 +62,8 @@ def local_path(written: str) -> str:
 
 def source_pattern(written: str) -> str:
     """Return where text lies: a path as `local_path` does, or the URL of a store."""
+    if not written:
+        raise ValueError("is empty")
     scheme, parted, place = written.partition("://")
     if not parted:
         return local_path(written)
@@ -72,6 +74,14 @@ def source_pattern(written: str) -> str:
     return written
 
 
+def _source_patterns(written: str | list[str]) -> str | list[str]:
+    if isinstance(written, str):
+        return source_pattern(written)
+    if not written:
+        raise ValueError("is an empty list")
+    return [source_pattern(one) for one in written]
+
+
 def _folder(written: object) -> object:
     if isinstance(written, str | Path) and not str(written):
         raise ValueError("is empty")
@@ -79,5 +89,6 @@ def _folder(written: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
-SourcePattern = Annotated[str, Field(min_length=1), AfterValidator(source_pattern)]
+# Of either form first and of what it says then: an error is one line, and not one for each form.
+SourcePatterns = Annotated[str | list[str], AfterValidator(_source_patterns)]
 Folder = Annotated[Path, Field(strict=False), BeforeValidator(_folder)]

@@ -39,6 +39,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             },
             "freeze": {"num_layers": 3},
             "llama_pro": {"num_blocks": None},
+            "vocabulary": None,
         },
         "corpus": {
             "sequence_length": 2048,

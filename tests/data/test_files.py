@@ -141,3 +141,12 @@ def test_a_file_names_its_format_and_its_compression() -> None:
         "z.txt.xz": (".txt", ".xz"),
         "w": ("", ""),
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("", "is empty"), ([], "is an empty list"), (["x.txt", "ftp://h/x"], "URL")]
+)
+def test_a_bad_pattern_is_one_error(path: str | list[str], said: str) -> None:
+    with pytest.raises(ValidationError, match=said) as caught:
+        source(path)
+    assert caught.value.error_count() == 1
