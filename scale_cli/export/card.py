@@ -70,7 +70,7 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     return markdown(
         "export_card.md.j2",
         **shared_values(record, runs, licence, config.method.variant, library),
-        loading=loading(kind, architecture, config.model.dtype),
+        loading=loading(kind, architecture, config.model.dtype, has_new_tokens=config.method.vocabulary is not None),
         config=config,
         report=report,
         stages=stages,
@@ -89,11 +89,11 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     )
 
 
-def loading(kind: str, architecture: str = "", dtype: str = "") -> Markup:
+def loading(kind: str, architecture: str = "", dtype: str = "", *, has_new_tokens: bool = False) -> Markup:
     """Return how a folder is loaded: of a format, of a plain one that can route too (routed), or by PEFT (peft)."""
     least = ".".join(map(str, LEAST_TRANSFORMERS))
     values = {"kind": kind, "architecture": architecture, "dtype": dtype, "least_transformers": least}
-    return Markup(markdown("card_loading.md.j2", **values).strip("\n"))
+    return Markup(markdown("card_loading.md.j2", **values, has_new_tokens=has_new_tokens).strip("\n"))
 
 
 def shared_values(

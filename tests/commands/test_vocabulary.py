@@ -59,11 +59,12 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     assert any("new tokens     64;" in line for line in upscale(config).lines())
     train(config, None, lambda _: None)
     evaluate(config)
-    export(config)
+    assert not [line for line in export(config).lines() if "vLLM" in line]
 
     session = open_final(config)
     assert len(session.tokenizer) == 576
     folder = config.output_dir / "export/llama"
+    assert "our plug-in" not in (folder / "README.md").read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
     assert ids.max() >= 512
