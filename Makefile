@@ -7,7 +7,7 @@ RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
 VLLM := $(VENV)/vllm
 
-.PHONY: install wheel reference demo bench test torture runtimes serving check format lint types layers clean
+.PHONY: install wheel reference demo bench test proofs torture runtimes serving check format lint types layers clean
 
 install: $(STAMP)
 
@@ -35,6 +35,9 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: 
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+proofs: $(STAMP)  ## the petitions run in full length: about 3 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
