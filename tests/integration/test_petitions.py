@@ -1,4 +1,4 @@
-"""The whole loop on real text: a model of English novels learns Korean, in full from half a million tokens of petitions."""
+"""The whole loop on real text: a model of English novels learns Korean, in full from 512,000 tokens of petitions."""
 
 from __future__ import annotations
 
