@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.schema import ReadingConfig, TextSource
@@ -29,6 +28,7 @@ _MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # What older tools would read in its place, and what holds the old tokens alone.
 _STALE = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 
 def grown_tokenizer(
@@ -79,7 +79,8 @@ def grown_tokenizer(
                 f"{vocabulary.min_count:,} times (method.vocabulary.min_count)"
             )
         with new_folder(folder) as partial:
-            _write(partial, tokenizer, extended(tokenizer.backend_tokenizer, new, first_id))
+            write_grown(partial, tokenizer)
+            extended(tokenizer.backend_tokenizer, new, first_id).save(str(partial / TOKENIZER_FILES[0]))
     return load_grown(folder)
 
 
@@ -139,17 +140,16 @@ def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> Pr
     return given
 
 
-def _write(folder: Path, tokenizer: PreTrainedTokenizerBase, grown: Tokenizer) -> None:
-    """Save a tokenizer with another description, which whoever loads it takes as it stands."""
+def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a tokenizer that has new tokens so that every version of transformers takes it as it stands."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
         for name in _STALE:
             (folder / name).unlink(missing_ok=True)
-        grown.save(str(folder / TOKENIZER_FILES[0]))
-    # The classes of single families put their own steps in the place of those that are described.
     settings = read_json(folder / "tokenizer_config.json")
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    write_json(folder / "tokenizer_config.json", settings)
+    # The classes of single families put their own steps in the place of those that are described.
+    kept = {name: value for name, value in settings.items() if name not in _OF_TRANSFORMERS_5}
+    write_json(folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def load_grown(folder: Path) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     assert len(session.tokenizer) == 576
     folder = config.output_dir / "export/llama"
     assert "our plug-in" not in (folder / "README.md").read_text(encoding="utf-8")
+    told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to transformers 4
+    assert not told.keys() & {"backend", "is_local", "local_files_only"}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
     assert ids.max() >= 512
