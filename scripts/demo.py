@@ -15,7 +15,8 @@ from transformers.utils import logging
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import CorpusSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.biography import Language, biography, generate_people

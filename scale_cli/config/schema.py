@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
-from pydantic_core import CoreSchema
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusSource, EvaluationSource, distinct_names
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
     Accepted,
     BatchSize,
-    Documents,
     Folder,
     Fraction,
     Free,
-    Language,
     Length,
     MixedPrecision,
-    Name,
     PathText,
     Section,
-    SourcePatterns,
 )
 from scale_cli.config.vocabulary import VocabularyConfig
 
@@ -30,14 +26,8 @@ WIDENED = ("preserve", "adapt", "route")
 Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
 # The paper's learning rates (section on training details), where a config leaves train.lr out.
 _PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e-4}
-# How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
-_KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
-Role = Annotated[
-    Literal["retention", "acquisition"],
-    Field(description="what is to be kept, or what is to be learned; of a benchmark left out: kept if it is English"),
-]
 
 
 class ModelConfig(Section):
@@ -220,117 +210,6 @@ class MethodConfig(Section):
                 "or route with collaboration.layers none"
             )
         return self
-
-
-class TextSource(Section):
-    """Where documents come from: local files by a glob, or a dataset on the hub."""
-
-    name: Name
-    path: SourcePatterns | None = Field(
-        default=None,
-        description="one or several globs of .txt (documents parted by a blank line) .jsonl .json .csv .parquet, plain "
-        "or .gz .xz .zst; local, or hf:// s3:// gs:// az:// https://",
-    )
-    dataset: PathText | None = Field(default=None, description="hub dataset id")
-    subset: str | None = Field(default=None, description="of the dataset: its configuration")
-    split: str = Field(default="train", description="of the dataset")
-    revision: str | None = Field(default=None, description="of the dataset: branch, tag or commit")
-    text_field: str = Field(
-        default="text", description="column of a dataset, of .csv or .parquet, key of .jsonl or .json"
-    )
-    documents: Literal["paragraph", "file"] = Field(
-        default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
-    )
-    language: Language
-    skip_documents: int = Field(
-        default=0, ge=0, le=10**12, description="the first so many are passed over, as if they were not there"
-    )
-    max_documents: Documents | None = Field(
-        default=None, description="the first that are kept; reading ends too when more than so many were dropped"
-    )
-
-    @property
-    def paths(self) -> list[str]:
-        """The patterns of its files; none of a dataset."""
-        return [self.path] if isinstance(self.path, str) else self.path or []
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> TextSource:
-        if (self.path is None) == (self.dataset is None):
-            raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
-        return self
-
-    @model_validator(mode="after")
-    def _only_files_are_one_document(self) -> TextSource:
-        if self.documents == "file" and self.path is None:
-            raise ValueError("documents: 'file' is for .txt files; a dataset's rows are its documents")
-        return self
-
-
-class CorpusSource(TextSource):
-    """A training source and its share of the training tokens."""
-
-    weight: float = Field(
-        default=1.0, ge=1e-6, le=1e6, description="share of the training windows, relative to the others"
-    )
-    role: Literal["new", "replay"] = Field(
-        default="new", description="replay: text of what the base knows, so that it is not forgotten"
-    )
-
-
-class EvaluationSource(TextSource):
-    """A held-out corpus, and what a change on it would mean."""
-
-    split: str = Field(default="validation", description="of the dataset")
-    role: Role
-
-
-class BenchmarkSource(Section):
-    """A benchmark: a task or group by lm-eval's name, or a local file of minimal pairs or of multiple choice."""
-
-    name: Name
-    path: PathText | None = Field(
-        default=None, description="glob of .jsonl, .tsv or .zip of .jsonl; null: `name` is lm-eval's name of a task"
-    )
-    language: Language
-    role: Role
-    prompt: str = Field(
-        default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
-    )
-    delimiter: str = Field(default=" ", description="of a local file: stands between prompt and choice, as in lm-eval")
-    num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="null: the task's own")
-    limit: Documents | None = Field(default=None, description="first items of every task of a group, or of every file")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _language_and_role_of_the_name(cls, item: Any) -> Any:
-        item = {"name": item} if isinstance(item, str) else item
-        if not isinstance(item, dict):
-            return item
-        if item.get("path") is None and isinstance(item.get("name"), str):
-            item = {"language": "ko" if item["name"].startswith(_KOREAN_SUITES) else "en"} | item
-        if "language" in item:
-            item = {"role": "retention" if item["language"] == "en" else "acquisition"} | item
-        return item
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Say so in the JSON Schema too: a name is enough."""
-        mapping = handler(core)
-        handler.resolve_ref_schema(mapping)["required"] = ["name"]
-        return {"anyOf": [{"type": "string"}, mapping]}
-
-
-AnySource = TypeVar("AnySource", bound="TextSource | BenchmarkSource")
-
-
-def distinct_names(sources: list[AnySource]) -> list[AnySource]:
-    """Return the sources, or raise where two share a name (results are keyed by it)."""
-    names = [source.name for source in sources]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"two sources are named {twice[0]!r}")
-    return sources
 
 
 class ReadingConfig(Section):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RunConfig, TextSource
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.decompression import decompressed, unpacked
 from scale_cli.data.files import SourceFile, source_files
 from scale_cli.errors import CorpusError

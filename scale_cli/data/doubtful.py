@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import TokenisedCorpus
 
 # Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff

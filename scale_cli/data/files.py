@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.content import SourceHashes
 from scale_cli.errors import CorpusError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import dataset_splits
 from scale_cli.data.files import source_files
 from scale_cli.errors import CorpusError

@@ -17,7 +17,8 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.schema import ReadingConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, described
 from scale_cli.data.encoding import Encoded, TokenizerSpec, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction

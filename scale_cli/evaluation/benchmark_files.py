@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from scale_cli.config.schema import BenchmarkSource
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import CorpusError
 
 Row = dict[str, Any]

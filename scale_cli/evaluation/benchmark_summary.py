@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from scale_cli.config.schema import BenchmarkSource
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation.paired import (
     Values,
     holm,

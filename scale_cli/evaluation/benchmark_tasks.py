@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import regex_replace
 from tqdm import tqdm
 
-from scale_cli.config.schema import BenchmarkSource
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmark_files import LocalItems, Row, read_items
 from scale_cli.evaluation.results import SkippedBenchmark

@@ -9,7 +9,8 @@ import numpy as np
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import resolve_max_length
 
-from scale_cli.config.schema import BenchmarkSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
 from scale_cli.evaluation.benchmark_summary import (

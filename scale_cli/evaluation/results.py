@@ -10,7 +10,8 @@ import numpy as np
 
 from scale_cli.config.compare import EVALUATE_SECTIONS, differences
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import EvaluationSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import finite, paired_difference
 from scale_cli.report.numbers import Interval
 from scale_cli.storage.atomic import file_sha256, is_whole

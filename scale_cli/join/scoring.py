@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import EvaluationSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import Passes, score_corpus

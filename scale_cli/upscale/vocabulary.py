@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig, RunConfig, TextSource
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.scripts import Script
+from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import BaseModelError
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens

@@ -14,7 +14,8 @@ from scale_cli.commands.export import export
 from scale_cli.commands.generate import output_lines
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import CorpusSource, RunConfig
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.generation.generator import Continuation, Generator, Sampling

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
 from scale_cli.errors import CorpusError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Reason
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.content import SourceHashes
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.files import SourceFile, source_files

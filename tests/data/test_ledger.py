@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.schema import ReadingConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import Document, Reason, Record, Rejected
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.data.tokens import tokenised

@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.schema import ReadingConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data import encoding, tokenise
 from scale_cli.data.encoding import Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scale_cli.config.schema import BenchmarkSource
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import CorpusError
 from scale_cli.evaluation.benchmark_files import LocalItems, read_items
 

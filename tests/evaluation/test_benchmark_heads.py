@@ -12,7 +12,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import LlamaConfig
 
-from scale_cli.config.schema import BenchmarkSource, ModelConfig, RouterConfig
+from scale_cli.config.schema import ModelConfig, RouterConfig
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
 from scale_cli.evaluation.benchmark_tasks import open_benchmarks

@@ -12,7 +12,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest import utils as kobest
 
-from scale_cli.config.schema import BenchmarkSource
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks

@@ -15,7 +15,8 @@ from lm_eval.tasks.kobest.utils import macro_f1_score
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import BenchmarkSource, RouterConfig, RunConfig
+from scale_cli.config.schema import RouterConfig, RunConfig
+from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
 from scale_cli.evaluation.benchmarks import OpenedBenchmarks

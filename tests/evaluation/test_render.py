@@ -14,7 +14,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from scale_cli.config.schema import EvaluationSource, RouterConfig
+from scale_cli.config.schema import RouterConfig
+from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from scale_cli.config.schema import EvaluationSource, ModelConfig, RouterConfig
+from scale_cli.config.schema import ModelConfig, RouterConfig
+from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus

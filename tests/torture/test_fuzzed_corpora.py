@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Document
 from tests.data.corpus_files import COMPRESSORS
 from tests.torture.command_line import Scale, command_line
