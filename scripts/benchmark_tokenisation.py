@@ -77,7 +77,8 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
 
 def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
     """Tokenise with scale into an empty cache; return the number of tokens, boundaries left out."""
-    from scale_cli.config.sources import ReadingConfig, TextSource
+    from scale_cli.config.schema import ReadingConfig
+    from scale_cli.config.sources import TextSource
     from scale_cli.data.tokens import tokenised
 
     source = TextSource(name="corpus", path=str(folder / "corpus.jsonl"), language="en")
