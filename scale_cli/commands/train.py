@@ -290,9 +290,13 @@ def _open_run(
         held_out=held_out,
         state=state,
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
-        peak_tokens_per_s=peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes),
+        peak_tokens_per_s=_peak(config, accelerator) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
+
+
+def _peak(config: RunConfig, accelerator: Accelerator) -> float | None:
+    return peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes)
 
 
 def _log_corpora(

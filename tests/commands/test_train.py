@@ -21,18 +21,9 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
 from scale_cli.training import checkpoint, loop, saving
 from scale_cli.training.step import TakenStep, train_step
+from tests.torture.tiny_run import CLOCK
 
 MakeConfig = Callable[..., RunConfig]
-# What a metrics record may differ in between two identical runs.
-_CLOCK = (
-    "elapsed_s",
-    "tokens_per_s",
-    "data_wait_s",
-    "peak_memory_bytes",
-    "stepping_s",
-    "evaluating_s",
-    "saving_s",
-)
 
 
 def said_nothing(line: str) -> None:
@@ -41,7 +32,7 @@ def said_nothing(line: str) -> None:
 
 def metrics(run: RunFolder) -> list[dict[str, object]]:
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in record.items() if key not in _CLOCK} for record in records]
+    return [{key: value for key, value in record.items() if key not in CLOCK} for record in records]
 
 
 def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:

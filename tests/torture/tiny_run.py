@@ -22,7 +22,7 @@ from tests.torture.verbs import Verb, run_verb, start_group
 from tests.widening import tiny_llama
 
 # What two identical runs may differ in.
-_CLOCK = (
+CLOCK = (
     "elapsed_s",
     "tokens_per_s",
     "data_wait_s",
@@ -140,8 +140,8 @@ def outcome(run: RunFolder) -> dict[str, Any]:
     last = run.checkpoint(MAX_STEPS)
     position = json.loads((run.final / "position.json").read_text(encoding="utf-8"))
     return {
-        "metrics": [{key: value for key, value in record.items() if key not in _CLOCK} for record in records],
-        "position": {key: value for key, value in position.items() if key not in _CLOCK},
+        "metrics": [{key: value for key, value in record.items() if key not in CLOCK} for record in records],
+        "position": {key: value for key, value in position.items() if key not in CLOCK},
         "weights": _hash(run.final / "trained.safetensors"),
         "moments": _hashes_of_state(last),
         "ledger": _hash(run.final / "token_ledger.json"),
