@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,7 @@ def test_a_sentencepiece_model_without_the_package_says_just_that(
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     monkeypatch.setattr("scale_cli.upscale.tokenizer.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(BaseModelError) as error:
         load_tokenizer(named(checkpoint))
     assert str(error.value).endswith(
