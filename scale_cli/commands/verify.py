@@ -177,13 +177,18 @@ def _check_tokens(folder: Path) -> None:
     ledger = Ledger.load(folder)
     offsets, num_bytes = (np.fromfile(folder / name, dtype=np.int64) for name in (OFFSETS, NUM_BYTES))
     dropped = list(ledger.dropped.values())
-    sums = (
+    sums: tuple[tuple[str, int, int], ...] = (
         ("tokens", ledger.num_tokens, int(offsets[-1])),
         ("documents kept", ledger.kept.documents, len(num_bytes)),
         ("bytes kept", ledger.kept.num_bytes, int(num_bytes.sum())),
         ("documents read", ledger.read.documents, ledger.kept.documents + sum(d.documents for d in dropped)),
         ("bytes read", ledger.read.num_bytes, ledger.kept.num_bytes + sum(d.num_bytes for d in dropped)),
     )
+    if paths := ledger.paths.values():
+        sums += (
+            ("documents kept", ledger.kept.documents, sum(path.kept.documents for path in paths)),
+            ("documents read", ledger.read.documents, sum(path.read.documents for path in paths)),
+        )
     for name, noted, counted in sums:
         if noted != counted:
             raise VerificationError(f"{folder}: {Ledger.FILE} says {noted:,} {name}, there are {counted:,}")

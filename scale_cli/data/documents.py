@@ -88,6 +88,7 @@ class CorpusReader:
         self.files = source_files(source)
         self.total_bytes = sum(file.size for file in self.files)
         self._limit = max_document_bytes
+        self.path: str | None = None  # of the source's, of whose files the last record was
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -113,6 +114,7 @@ class CorpusReader:
 
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:
+            self.path = file.pattern
             try:
                 with file.open() as raw:
                     self._raw = raw
@@ -344,9 +346,21 @@ def dataset_commit(source: TextSource) -> str:
     return str(_dataset_builder(source).hash)
 
 
-def dataset_splits(source: TextSource) -> list[str]:
-    """Return the splits of a dataset, as far as they are known before it is loaded; none where they are not."""
-    return [str(split) for split in _dataset_builder(source).config.data_files or ()]
+def check_source(source: TextSource) -> None:
+    """Find out, without reading it, whether a source is there: every file opened, or the hub (or its cache) asked."""
+    if source.dataset is not None:
+        splits = [str(split) for split in _dataset_builder(source).config.data_files or ()]
+        if splits and source.split not in splits:
+            known = ", ".join(splits)
+            raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
+        return
+    for file in source_files(source):
+        try:
+            if file.stored is None:  # a store has been asked for it; to open it there is to fetch it
+                with file.open():
+                    pass
+        except OSError as error:
+            raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
 
 
 def _dataset_builder(source: TextSource) -> Any:

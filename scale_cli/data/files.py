@@ -23,11 +23,21 @@ _READ_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a store told of a file, asked once."""
+
+    store: Any  # fsspec's file system
+    size: int  # in bytes
+    content: str  # the hash of all that it told: its own hash, or size and time
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """One file, here or in a store."""
 
     name: str  # path or URL, as messages give it
-    store: Any = None  # fsspec's file system; None where the file is local
+    pattern: str = ""  # that found it
+    stored: Stored | None = None  # None where the file is local
 
     def __str__(self) -> str:
         return self.name
@@ -46,32 +56,32 @@ class SourceFile:
     @property
     def size(self) -> int:
         """In bytes, as it lies there."""
-        return int(Path(self.name).stat().st_size if self.store is None else self.store.size(self.name))
+        return Path(self.name).stat().st_size if self.stored is None else self.stored.size
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
         """Open it for reading from any place; what a store holds is fetched first: it fails as a whole or not."""
-        if self.store is None:
+        if self.stored is None:
             with Path(self.name).open("rb") as file:
                 yield file
             return
         with tempfile.TemporaryFile() as whole:
-            with _named_errors(self.name), self.store.open(self.name, "rb") as stored:
+            with _named_errors(self.name), self.stored.store.open(self.name, "rb") as stored:
                 shutil.copyfileobj(stored, whole, _READ_AT_ONCE)
             whole.seek(0)
             yield whole
 
     def content(self, hashes: SourceHashes) -> str:
-        """Return what names its content: its hash, or what a store says of it (its own hash, size and time)."""
-        if self.store is None:
-            return hashes.sha256(Path(self.name))
-        told = {**self.store.info(self.name), "etag": self.store.ukey(self.name)}
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        """Return what names its content."""
+        return hashes.sha256(Path(self.name)) if self.stored is None else self.stored.content
 
 
 def source_files(source: TextSource) -> list[SourceFile]:
     """Return the files of a source: those of each of its patterns by name, none twice."""
-    files = {file.name: file for pattern in source.paths for file in _matching(source.name, pattern)}
+    files: dict[str, SourceFile] = {}
+    for pattern in source.paths:
+        for file in _matching(source.name, pattern):
+            files.setdefault(file.name, file)
     for file in files.values():
         if file.format not in FORMATS:
             known = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSIONS)}"
@@ -91,7 +101,7 @@ def _matching(name: str, pattern: str) -> list[SourceFile]:
 def _local(name: str, pattern: str) -> list[SourceFile]:
     files = []
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        file = SourceFile(str(path))
+        file = SourceFile(str(path), pattern)
         # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
         if path.is_dir() and file.format not in FORMATS and path != Path(pattern):
             continue
@@ -107,8 +117,24 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
 
     with _named_errors(f"{name}: {pattern}"):
         store, path = fsspec.url_to_fs(pattern)
-        found = store.glob(path) if glob.has_magic(path) else [path]
-        return [SourceFile(store.unstrip_protocol(one), store) for one in sorted(found) if store.isfile(one)]
+        try:
+            found = store.glob(path, detail=True) if glob.has_magic(path) else {path: store.info(path)}
+        except FileNotFoundError:
+            return []
+        return [
+            SourceFile(store.unstrip_protocol(one), pattern, _stored(store, one, found[one]))
+            for one in sorted(found)
+            if found[one]["type"] == "file"
+        ]
+
+
+def _stored(store: Any, path: str, told: dict[str, Any]) -> Stored:
+    if told["size"] is None:  # an index page of a web server, which tells names alone
+        told = store.info(path)
+    if told["size"] is None:
+        raise ValueError(f"{path}: its server tells no size, so that a change would go unnoticed; download it")
+    content = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return Stored(store, int(told["size"]), content)
 
 
 @contextmanager

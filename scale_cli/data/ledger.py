@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from scale_cli.data.documents import Document, Reason, Record, Rejected
+from scale_cli.data.files import SourceFile
 from scale_cli.errors import CorpusError
 from scale_cli.storage.records import RunRecord
 
@@ -33,6 +35,15 @@ class DropCount(Count):
 
 
 @dataclass
+class PathCount:
+    """What one path of a source gave."""
+
+    files: int = 0  # that it found, and no path before it
+    read: Count = Count()
+    kept: Count = Count()
+
+
+@dataclass
 class Ledger(RunRecord):
     """The account of one source."""
 
@@ -47,17 +58,32 @@ class Ledger(RunRecord):
     # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
     # them
     num_unknown_tokens: int | None = None
+    paths: dict[str, PathCount] = field(default_factory=dict)  # read and kept, by path; none of a dataset
 
-    def kept_of(self, records: Iterable[Record]) -> Iterator[Document]:
-        """Yield the documents among some records, entering every record."""
+    @classmethod
+    def of_files(cls, paths: Sequence[str], files: Sequence[SourceFile]) -> Self:
+        """Return the account of the files that some paths found, before the first is opened."""
+        found = Counter(file.pattern for file in files)
+        return cls(files=len(files), paths={path: PathCount(found[path]) for path in paths})
+
+    def kept_of(self, records: Iterable[Record], path: Callable[[], str | None] = lambda: None) -> Iterator[Document]:
+        """Yield the documents among some records, entering every record.
+
+        Args:
+            records: in order.
+            path: says which path the last of them came of.
+        """
         for record in records:
             if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
                 self.num_damaged_files += 1
                 self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
                 continue
-            self.read = self.read.with_one(record.num_bytes)
+            counts: list[Ledger | PathCount] = [self, *([self.paths[found]] if (found := path()) is not None else [])]
+            for count in counts:
+                count.read = count.read.with_one(record.num_bytes)
             if isinstance(record, Document):
-                self.kept = self.kept.with_one(record.num_bytes)
+                for count in counts:
+                    count.kept = count.kept.with_one(record.num_bytes)
                 yield record
             else:
                 self._drop(record)

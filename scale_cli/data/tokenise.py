@@ -63,9 +63,9 @@ def tokenise(
             return
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
         reader = CorpusReader(source, reading.max_document_bytes)
-        ledger = Ledger(files=len(reader.files))
+        ledger = Ledger.of_files(source.paths, reader.files)
         with _Shards(unfinished, progress, recipe.dtype) as shards:
-            texts = (document.text for document in ledger.kept_of(reader))
+            texts = (document.text for document in ledger.kept_of(reader, lambda: reader.path))
             next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
             encoded = encode_all(texts, recipe, reading.num_workers or usable_cores())
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.compare import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.sources import check_source
+from scale_cli.data.documents import check_source
 from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import BaseModelError, RunFolderError
 from scale_cli.processes import placed

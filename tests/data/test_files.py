@@ -18,9 +18,8 @@ from pydantic import ValidationError
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.content import SourceHashes
-from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.documents import CorpusReader, Document, check_source
 from scale_cli.data.files import SourceFile, source_files
-from scale_cli.data.sources import check_source
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import COMPRESSORS, DOCUMENTS, FORMATS, LIMIT, compressions, formats
 
@@ -91,6 +90,28 @@ def test_a_pattern_among_several_that_matches_nothing_is_named(pattern: str, tmp
     with pytest.raises(CorpusError, match="source: no file matches") as caught:
         check_source(source([str(tmp_path / "x.txt"), pattern]))
     assert pattern in str(caught.value)
+
+
+def test_a_store_is_asked_once_for_all_files_of_a_pattern(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(9):
+        store.pipe(f"{BUCKET}/{number}.txt", b"text")
+    asked, info = [], Store.info
+
+    def noted(self: Store, path: str, **given: Any) -> Any:
+        asked.append(path)
+        return info(self, path, **given)
+
+    monkeypatch.setattr(Store, "info", noted)
+    files = source_files(source(f"{BUCKET}/*.txt"))
+    assert [file.size for file in files] == [4] * 9
+    assert not any(path.endswith(".txt") for path in asked)
+
+
+def test_a_server_that_tells_no_size_is_refused_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.pipe(f"{BUCKET}/x.txt", b"text")
+    monkeypatch.setattr(Store, "info", lambda _, path, **__: {"name": path, "size": None, "type": "file"})
+    with pytest.raises(CorpusError, match=r"^source: s3://bucket/x\.txt cannot be read \(.*tells no size.*\)$"):
+        check_source(source(f"{BUCKET}/x.txt"))
 
 
 def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

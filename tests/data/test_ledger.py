@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import Document, Reason, Record, Rejected
-from scale_cli.data.ledger import Ledger, check_bad_fraction
+from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
+from scale_cli.data.ledger import Ledger, PathCount, check_bad_fraction
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import CorpusError
 
@@ -131,3 +131,18 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
         r: read.count(b) for r, b in bad.items() if b in read
     }
     assert ledger.num_tokens == len(corpus.ids) == corpus.offsets[-1]
+    assert ledger.paths == {path: PathCount(1, ledger.read, ledger.kept)}
+
+
+def test_every_path_of_a_source_is_a_line_and_a_file_counts_for_the_first_that_finds_it(tmp_path: Path) -> None:
+    for name, lines in (("a", 2), ("b", 3)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * lines + "{\n")
+    paths = [str(tmp_path / name) for name in ("b.jsonl", "*.jsonl", "a.jsonl")]
+    reader = CorpusReader(TextSource(name="source", path=paths, language="ko"), 99)
+    ledger = Ledger.of_files(paths, reader.files)
+    assert len(list(ledger.kept_of(reader, lambda: reader.path))) == 5
+    counts = {
+        path: (of_one.files, of_one.read.documents, of_one.kept.documents) for path, of_one in ledger.paths.items()
+    }
+    assert counts == dict(zip(paths, [(1, 4, 3), (1, 3, 2), (0, 0, 0)], strict=True))
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
