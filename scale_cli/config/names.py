@@ -24,7 +24,11 @@ def method_name(variant: str) -> str:
 def method_in_words(method: MethodConfig) -> str:
     """Return the name of a method and the settings that matter most to it."""
     if method.widens:
-        setting = f", ratio {method.expansion.ratio:g}, {method.expansion.init} start"
+        expansion = method.expansion
+        setting = f", ratio {expansion.ratio:g}"
+        for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
+            setting += "" if ratio is None else f", of the {part} {ratio:g}"
+        setting += f", {expansion.init} start"
         if method.distils:
             setting += f", distilled on replay (weight {method.distillation.weight:g})"
     else:

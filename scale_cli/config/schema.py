@@ -45,6 +45,15 @@ class ExpansionConfig(Section):
     """How much is added, and how it starts (`upscale/initialise.py` has the table)."""
 
     ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
+    hidden_ratio: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=4.0,
+        description="how much wider the stream; rounded to what the widened heads divide; null: as the heads",
+    )
+    mlp_ratio: float | None = Field(
+        default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
+    )
     init: Literal["svd", "normal", "copy"] = Field(
         default="svd", description="what the added blocks start as: docs/training.md"
     )

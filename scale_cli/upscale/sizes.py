@@ -19,12 +19,15 @@ def plan_expansion(base_config: Any, method: MethodConfig, new: NewPieces | None
 
     A widened base is widened by a share of the plain model at its bottom, whatever was added before.
 
-    Whole key/value heads are added, at the base's head_dim and query to key/value ratio; stream and MLP grow in the
-    same proportion as the heads, so a ratio is rounded to a multiple of 1 / num_key_value_heads (at least one head).
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so a ratio is rounded to a
+    multiple of 1 / num_key_value_heads (at least one head); stream and MLP grow in the same proportion as the heads,
+    or as they are told to.
     """
     root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
-    num_key_value_heads = max(1, round(method.expansion.ratio * root.num_key_value_heads))
+    expansion = method.expansion
+    num_key_value_heads = max(1, round(expansion.ratio * root.num_key_value_heads))
     num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
+    ratio_of_heads = num_key_value_heads / root.num_key_value_heads
     layers = collaborating_layers(method.collaboration, method.variant, root.num_hidden_layers)
     if layers and root is not base_config:
         raise ConfigError(
@@ -35,9 +38,8 @@ def plan_expansion(base_config: Any, method: MethodConfig, new: NewPieces | None
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),
         variant=method.variant,
-        # In proportion to the heads: Llama requires hidden_size to be a multiple of num_attention_heads.
-        expansion_hidden_size=root.hidden_size * num_heads // root.num_attention_heads,
-        expansion_intermediate_size=round(root.intermediate_size * num_key_value_heads / root.num_key_value_heads),
+        expansion_hidden_size=_added_channels(base_config, num_heads, expansion.hidden_ratio or ratio_of_heads),
+        expansion_intermediate_size=max(1, round(root.intermediate_size * (expansion.mlp_ratio or ratio_of_heads))),
         expansion_num_attention_heads=num_heads,
         expansion_num_key_value_heads=num_key_value_heads,
         attention_collaboration_layers=layers if "attention" in modules else [],
@@ -48,6 +50,18 @@ def plan_expansion(base_config: Any, method: MethodConfig, new: NewPieces | None
         router_threshold=method.router.threshold,
         **({} if new is None else asdict(new)),
     )
+
+
+def _added_channels(base_config: Any, num_added_heads: int, ratio: float) -> int:
+    """Return the share of the plain model's channels with which all heads divide all channels, as Llama requires."""
+    root, stages = base_config, []
+    if isinstance(base_config, ScaleConfig):
+        root, stages = base_config.root(), base_config.stages()
+    below = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
+    num_heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
+    num_heads += num_added_heads
+    channels_per_head = max(round((below + ratio * root.hidden_size) / num_heads), below // num_heads + 1)
+    return int(channels_per_head * num_heads - below)
 
 
 def check_context(config: RunConfig, model_config: Any) -> None:

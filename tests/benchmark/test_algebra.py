@@ -41,6 +41,7 @@ METHODS: list[dict[str, Any]] = [
     {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
     {"variant": "preserve"},
     {"variant": "preserve", "expansion": {"ratio": 1.0}},
+    {"variant": "route", "expansion": {"ratio": 0.5, "hidden_ratio": 0.7, "mlp_ratio": 0.1}},
     {"variant": "adapt"},
     {"variant": "adapt", "collaboration": {"layers": [1]}},
     {"variant": "adapt", "collaboration": {"layers": "top:2", "modules": ["attention"]}},

@@ -27,7 +27,13 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
         "model": {"base": "some/model", "revision": None, "tokenizer": None, "dtype": "float32"},
         "method": {
             "variant": "route",
-            "expansion": {"ratio": 0.25, "init": "svd", "embedding_scale": 1.4},
+            "expansion": {
+                "ratio": 0.25,
+                "hidden_ratio": None,
+                "mlp_ratio": None,
+                "init": "svd",
+                "embedding_scale": 1.4,
+            },
             "collaboration": {"layers": None, "modules": ["attention", "mlp"]},
             "router": {"rule": "posterior", "prior": 0.5, "switch_rate": 0.0, "threshold": 0.5},
             "distillation": {"weight": 0.0},

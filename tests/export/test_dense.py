@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
+from scale_cli.config.schema import CollaborationConfig, ExpansionConfig, MethodConfig
 from scale_cli.export import dense as dense_module
 from scale_cli.export.dense import StreamScales, dense_config, dense_model
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.method import start_model
 from tests.widening import CHECKPOINTS, as_if_trained, real_base, real_ids, tiny_llama, train_steps, widen
 
 METHODS = [("preserve", None), ("adapt", None), ("route", "top:2")]
@@ -92,6 +96,24 @@ def test_it_is_exact_where_the_expansion_stream_has_grown_past_the_bases(shared_
     before = adaptation(model, ids)
     assert torch.equal(adaptation(louder(model, 32.0), ids), before)
     assert (answered(dense_model(model, "float32"), ids) - before).abs().max() <= 1e-4
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.floats(0.1, 1.5), st.floats(0.01, 2.0), st.floats(0.01, 2.0), st.booleans())
+def test_it_is_exact_and_the_base_untouched_whatever_the_sizes(
+    heads: float, stream: float, mlp: float, writes: bool
+) -> None:
+    base = tiny_llama()
+    ids = torch.arange(60).view(3, 20)
+    expected = answered(base, ids)
+    expansion = ExpansionConfig(ratio=heads, hidden_ratio=stream, mlp_ratio=mlp)
+    collaboration = CollaborationConfig(layers="top:1" if writes else "none")
+    started = start_model(base, MethodConfig(variant="route", expansion=expansion, collaboration=collaboration), seed=0)
+    assert isinstance(started, ScaleForCausalLM)
+    assert torch.equal(adaptation(started.eval(), ids), expected), "the function at the start"
+    model = as_if_trained(started)
+    assert torch.equal(answered(model.base, ids), expected)
+    assert (answered(dense_model(model, "float32"), ids) - adaptation(model, ids)).abs().max() <= 1e-4
 
 
 def test_it_is_a_plain_llama_of_larger_sizes_without_code(tmp_path: Path) -> None:

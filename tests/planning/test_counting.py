@@ -20,7 +20,8 @@ from tests.widening import tiny_llama
 VARIANTS = get_args(Variant)
 METHODS = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
 TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
-methods = pytest.mark.parametrize("method", [*METHODS, TOP], ids=[*VARIANTS, "route, top layer"])
+OWN = MethodConfig.model_validate({"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}})
+methods = pytest.mark.parametrize("method", [*METHODS, TOP, OWN], ids=[*VARIANTS, "route, top layer", "own sizes"])
 
 
 def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:

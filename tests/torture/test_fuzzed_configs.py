@@ -254,6 +254,8 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
         "method.variant": st.sampled_from(["preserve", "route", "full", "lora", "freeze", "llama-pro"]),
         "method.expansion.init": st.sampled_from(["svd", "normal", "copy"]),
         "method.expansion.ratio": st.floats(1e-3, 1.0),
+        "method.expansion.hidden_ratio": st.floats(1e-3, 1.0),
+        "method.expansion.mlp_ratio": st.floats(1e-3, 1.0),
         "method.freeze.num_layers": st.integers(0, 4),
         "corpus.sequence_length": st.integers(2, 64),
         "corpus.isolate_documents": st.sampled_from(["true", "false"]),

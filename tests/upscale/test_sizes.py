@@ -48,17 +48,36 @@ def test_stream_and_mlp_grow_in_proportion_to_the_heads(base: LlamaConfig, ratio
     assert planned.expansion_intermediate_size == pytest.approx(grown * base.intermediate_size, abs=0.5001)
 
 
+ratios = st.floats(0.01, 4.0)
+own_sizes = st.builds(ExpansionConfig, ratio=ratios, hidden_ratio=st.none() | ratios, mlp_ratio=st.none() | ratios)
+
+
 @unhurried
-@given(llama_configs(), st.floats(0.01, 4.0))
-def test_the_widened_sizes_are_those_of_a_valid_llama(base: LlamaConfig, ratio: float) -> None:
-    planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
-    widened = LlamaConfig(
-        hidden_size=base.hidden_size + planned.expansion_hidden_size,
-        intermediate_size=base.intermediate_size + planned.expansion_intermediate_size,
-        num_attention_heads=base.num_attention_heads + planned.expansion_num_attention_heads,
-        num_key_value_heads=(base.num_key_value_heads or 0) + planned.expansion_num_key_value_heads,
-        head_dim=base.head_dim,
-    )
+@given(llama_configs(), own_sizes)
+def test_stream_and_mlp_grow_as_near_to_ratios_of_their_own_as_the_heads_allow(
+    base: LlamaConfig, expansion: ExpansionConfig
+) -> None:
+    planned = plan_expansion(base, MethodConfig(expansion=expansion))
+    num_heads = base.num_attention_heads + planned.expansion_num_attention_heads
+    if expansion.hidden_ratio is not None:
+        missed = abs(planned.expansion_hidden_size - expansion.hidden_ratio * base.hidden_size)
+        assert 2 * missed <= num_heads or 0 < planned.expansion_hidden_size <= num_heads
+    if expansion.mlp_ratio is not None:
+        missed = abs(planned.expansion_intermediate_size - expansion.mlp_ratio * base.intermediate_size)
+        assert missed <= 0.5 or planned.expansion_intermediate_size == 1
+
+
+@unhurried
+@given(llama_configs(), st.lists(own_sizes, min_size=1, max_size=3))
+def test_the_widened_sizes_are_those_of_a_valid_llama(base: LlamaConfig, expansions: list[ExpansionConfig]) -> None:
+    planned: Any = base
+    for expansion in expansions:
+        planned = plan_expansion(planned, MethodConfig(expansion=expansion))
+    added = {
+        size: getattr(base, size) + sum(getattr(stage, f"expansion_{size}") for stage in planned.stages())
+        for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    widened = LlamaConfig(**added, head_dim=base.head_dim)
     widened.validate()
     assert widened.hidden_size % widened.num_attention_heads == 0
     assert widened.num_attention_heads % (widened.num_key_value_heads or 1) == 0
