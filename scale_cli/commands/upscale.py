@@ -22,8 +22,13 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
-from scale_cli.upscale.vocabulary import load_run_tokenizer, make_run_tokenizer, new_pieces, prove_vocabulary
-from scale_cli.vocabulary.tokenizer import write_grown
+from scale_cli.upscale.vocabulary import (
+    load_run_tokenizer,
+    make_run_tokenizer,
+    new_pieces,
+    prove_vocabulary,
+    write_run_tokenizer,
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,7 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
             write_trained(partial, model, method, record)
         else:
             describe_method(partial, model, method, record)
-        if method.vocabulary is None:
-            tokenizer.save_pretrained(partial)
-        else:
-            write_grown(partial, tokenizer)
+        write_run_tokenizer(partial, config, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
     return UpscaleSummary(
         run.upscaled, method.variant, model, record, len(base_logits), len(tokenizer) - len(of_base), num_texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
@@ -15,9 +16,10 @@ from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.base import REMEDY, one_line, stage_folder
+from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
 
 # Any of these is the beginning of a tokenizer; the first alone needs nothing else.
-_WHOLE, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+_WHOLE = "tokenizer.json"
 _OTHERS = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 
 
@@ -31,19 +33,21 @@ class TokenizerPlace:
 
     def problem(self) -> str | None:
         """Return what keeps any tokenizer from being loaded from there; None where it is nothing that is known."""
-        if self._has(_WHOLE):
+        if self.file(_WHOLE):
             return None
-        if self._has(_SENTENCEPIECE):
+        if self.file(SENTENCEPIECE):
             needed = "it is a SentencePiece model (tokenizer.model), and the package sentencepiece is not installed"
             return None if find_spec("sentencepiece") else needed
-        if any(self._has(name) for name in _OTHERS):
+        if any(self.file(name) for name in _OTHERS):
             return None
         return "there is none (no tokenizer.json, no tokenizer.model); say in model.tokenizer where it is"
 
-    def _has(self, file: str) -> bool:
+    def file(self, name: str) -> Path | None:
+        """Return one of its files; None where it has none of that name."""
         with suppress(OSError, ValueError):  # no such folder or repository
-            return bool(cached_file(self.name, file, revision=self.revision))
-        return False
+            found = cached_file(self.name, name, revision=self.revision)
+            return None if found is None else Path(found)
+        return None
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

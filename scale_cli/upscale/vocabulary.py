@@ -22,11 +22,12 @@ from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base, load_base_config, stage_folder
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
 from scale_cli.vocabulary.extension import pieces
 from scale_cli.vocabulary.proofs import check_extension
+from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.spelling import Spelling
-from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, grown_tokenizer, load_grown, read_texts
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, grown_tokenizer, load_grown, read_texts, write_grown
 
 # Of every source that new tokens are learned on: text that has to come back from them.
 _BYTES_RETURNED = 1 << 22
@@ -102,6 +103,19 @@ def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a method folder: its own where it has new tokens, else its base's."""
     grown = read_json(folder / "config.json").get("new_tokens")
     return load_grown(folder) if grown else load_tokenizer(model)
+
+
+def write_run_tokenizer(folder: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a run's tokenizer; where its base has a SentencePiece model too, that with the new tokens."""
+    if config.method.vocabulary is None:
+        tokenizer.save_pretrained(folder)
+        return
+    write_grown(folder, tokenizer)
+    found = tokenizer_place(config.model).file(SENTENCEPIECE)
+    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, config.model.base).byte_level:
+        first_id = load_base_config(config.model).vocab_size
+        grown = with_new_pieces(found.read_bytes(), tokenizer.backend_tokenizer, first_id)
+        (folder / SENTENCEPIECE).write_bytes(grown)
 
 
 def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:

@@ -20,15 +20,22 @@ from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, writing
 from scale_cli.vocabulary.extension import extended
 from scale_cli.vocabulary.learning import count_words, learn
+from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
 from scale_cli.vocabulary.spelling import Spelling
 
 _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
 _BYTES_READ = 1 << 28
 _MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    SENTENCEPIECE,
+)
 # What older tools would read in its place, and what holds the old tokens alone.
-_STALE = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_STALE = (SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
 _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 

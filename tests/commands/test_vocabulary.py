@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, PreservationError, RunFolderError, UsageError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.join.members import join_runs
 from scale_cli.upscale.session import open_final
 from scale_cli.vocabulary import proofs
+from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 
 
@@ -28,30 +27,6 @@ from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 def few_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "_CODE_POINTS", [*range(0x500), *range(0xA900, 0xD900)])
     monkeypatch.setattr(proofs, "_NUM_RANDOM", 500)
-
-
-def config_of(shared_data: Path, folder: Path, variant: str = "route", **method: Any) -> RunConfig:
-    for name, text in (("ko", "\n\n".join([KOREAN] * 8)), ("en", ENGLISH)):
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return RunConfig.model_validate(
-        {
-            "output_dir": str(folder / "run"),
-            "model": {"base": str(shared_data / "ckpt-stories260K/hf")},
-            "method": {"variant": variant, "vocabulary": {"new_tokens": 64, "min_count": 2}, **method},
-            "corpus": {
-                "sequence_length": 32,
-                "num_workers": 1,
-                "sources": [{"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}],
-            },
-            "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 2, "warmup_steps": 1, "lr": 1e-3},
-            "evaluation": {
-                "perplexity": [
-                    {"name": "en", "path": str(folder / "en.txt"), "language": "en", "role": "retention"},
-                    {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko", "role": "acquisition"},
-                ]
-            },
-        }
-    )
 
 
 @pytest.mark.parametrize("variant", ["route", "full"])

@@ -13,13 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from llama_cpp import Llama
+from sentencepiece import SentencePieceTrainer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
@@ -27,6 +36,9 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from tests.serving_page import commands, run, write_small_config
+from tests.vocabulary.grown_run import config_of
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from tests.widening import TINY
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 FORMATS = ("f32", "f16", "q8_0")
@@ -88,12 +100,16 @@ def gguf_of(folders: dict[str, Path], llama_cpp: Path, tmp_path_factory: pytest.
     def convert(name: str, gguf_format: str) -> Path:
         file = written / f"{name}-{gguf_format}.gguf"
         if not file.exists():
-            script = [sys.executable, str(Path(__file__).parent / "convert.py"), str(llama_cpp)]
-            arguments = [str(folders[name]), "--outfile", str(file), "--outtype", gguf_format]
-            subprocess.run([*script, *arguments], check=True, capture_output=True)
+            write_gguf(file, folders[name], gguf_format, llama_cpp)
         return file
 
     return convert
+
+
+def write_gguf(file: Path, folder: Path, gguf_format: str, llama_cpp: Path) -> None:
+    script = [sys.executable, str(Path(__file__).parent / "convert.py"), str(llama_cpp)]
+    arguments = [str(folder), "--outfile", str(file), "--outtype", gguf_format]
+    subprocess.run([*script, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +238,56 @@ def test_the_converted_tokenizer_gives_the_same_ids(
     with opened(gguf_of("float16", "q8_0")) as model:
         for text in texts:
             assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text).input_ids
+
+
+@pytest.fixture
+def sentencepiece_base(tmp_path: Path) -> Path:
+    """A random Llama whose tokenizer is a SentencePiece model of English, and that in tokenizers' format."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([ENGLISH]),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        max_sentence_length=len(ENGLISH),
+    )
+    (folder / "tokenizer.vocab").unlink()
+    tokenizer = LlamaTokenizer.from_pretrained(folder)
+    given = (folder / "tokenizer.model").read_bytes()
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.model").write_bytes(given)
+    torch.manual_seed(0)
+    sizes = {**TINY, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "initializer_range": 0.3}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
+def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
+    kind: str, sentencepiece_base: Path, llama_cpp: Path, shared_data: Path, texts: list[str], tmp_path: Path
+) -> None:
+    base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
+    config = config_of(shared_data, tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
+    upscale(config)
+    train(config, None, print)
+    folder, file = export(config).folder, tmp_path / "grown.gguf"
+    write_gguf(file, folder, "f32", llama_cpp)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    reference: Any = in_transformers(folder)
+    first_new = AutoTokenizer.from_pretrained(base).vocab_size
+    with opened(file) as model:
+        for text in [*texts, ENGLISH, KOREAN, f"{ENGLISH[:50]}{KOREAN}"]:
+            assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text, add_special_tokens=False).input_ids
+        for text in (ENGLISH, KOREAN):
+            ids = tokenizer(text).input_ids[:60]
+            assert (max(ids) >= first_new) == (text is KOREAN)
+            wanted = reference.generate(
+                torch.tensor([ids]), max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS, do_sample=False
+            )
+            assert continued(model, ids) == wanted[0, len(ids) :].tolist()
 
 
 def test_the_commands_of_the_serving_page_run_as_written(llama_cpp: Path, shared_data: Path, tmp_path: Path) -> None:

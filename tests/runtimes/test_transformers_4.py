@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scale_cli.commands.export import export
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import served_logits, trained_logits
@@ -24,7 +27,10 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.session import open_final
 from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.vocabulary.grown_run import config_of
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained
 
 SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}
@@ -105,14 +111,20 @@ def expected(
                     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": EOS}
                     generated = cast(Any, model).generate(IDS[:, :30], **options)
                     save_file({"logits": served_logits(model, IDS), "ids": generated}, folder / "routed.safetensors")
-    script = Path(__file__).parent / "answer.py"
-    folders = [str(folder) for folder, _ in found.values()]
+    let_answer(transformers_4, [folder for folder, _ in found.values()])
+    return found
+
+
+def let_answer(python: Path, folders: list[Path]) -> None:
+    """Put each folder's questions to transformers 4."""
     ran = subprocess.run(
-        [transformers_4, "-I", script, *folders], capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"}
+        [python, "-I", Path(__file__).parent / "answer.py", *folders],
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1"},
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("4.57."), ran.stdout
-    return found
 
 
 def test_every_supported_family_is_exported() -> None:
@@ -144,3 +156,24 @@ def test_with_its_code_an_export_routes_there_as_the_trained_model_does_here(
     answers, wanted = load_file(folder / "answers.safetensors"), load_file(folder / "routed.safetensors")
     torch.testing.assert_close(answers["routed"], wanted["logits"], rtol=0.0, atol=1e-4)
     assert torch.equal(answers["generated"], wanted["ids"])
+
+
+def test_an_export_with_new_tokens_answers_there_as_it_does_here(
+    transformers_4: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    config = config_of(shared_data, tmp_path)
+    upscale(config)
+    train(config, None, print)
+    folder, session = export(config).folder, open_final(config)
+    texts, model = [*TEXTS, ENGLISH, KOREAN], cast(Any, session.load())
+    ids = torch.tensor([session.tokenizer(text).input_ids[:50] for text in (ENGLISH, KOREAN)])
+    assert [row.max() >= 512 for row in ids] == [False, True]
+    (folder / "questions.json").write_text(json.dumps({"ids": ids.tolist(), "texts": texts}), encoding="utf-8")
+    let_answer(transformers_4, [folder])
+    answers = load_file(folder / "answers.safetensors")
+    assert answers["ids"].tolist() == [number for text in texts for number in session.tokenizer(text).input_ids]
+    torch.testing.assert_close(answers["logits"], trained_logits(model, ids), rtol=0.0, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(answers["routed"], served_logits(model, ids), rtol=0.0, atol=1e-4)
+    generated = model.generate(ids[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(answers["generated"], generated)
