@@ -13,13 +13,14 @@ import pytest
 
 from scale_cli.commands.biography import run_biography
 from scale_cli.commands.compare import compare
-from scale_cli.commands.evaluate import PICTURE, EvaluationSummary, open_benchmarks_of, write_report
+from scale_cli.commands.evaluate import PICTURE, EvaluationSummary, write_report
 from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.biography import BiographyConfig
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import MissingExtraError
+from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.extras import EXTRA_OF
 from tests.evaluation.test_render import report
 from tests.export.conftest import configured

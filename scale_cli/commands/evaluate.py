@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
+from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
 from scale_cli.evaluation.results import Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.extras import how_to_install, is_installed, require
+from scale_cli.extras import how_to_install, is_installed
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
 from scale_cli.storage.atomic import new_folder, write_text
@@ -23,9 +23,6 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState, trained_sha256
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.session import open_final
-
-if TYPE_CHECKING:
-    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 
 PICTURE = "trade-off.png"
 
@@ -82,16 +79,6 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     )
     on_main(lambda: write_report(report, config, run.evaluation, measured.items))
     return EvaluationSummary(run.evaluation, report)
-
-
-def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
-    """Open every benchmark of a config; None where it names none."""
-    if not config.evaluation.benchmarks:
-        return None
-    require("lm_eval", "evaluation.benchmarks")
-    from scale_cli.evaluation.benchmarks import OpenedBenchmarks  # lm-eval takes seconds, and only this needs it
-
-    return OpenedBenchmarks.open(config.evaluation.benchmarks)
 
 
 def served_head(method: MethodConfig) -> str:

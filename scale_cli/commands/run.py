@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
-from scale_cli.commands.evaluate import EvaluationSummary, evaluate, open_benchmarks_of
+from scale_cli.commands.evaluate import EvaluationSummary, evaluate
 from scale_cli.commands.export import (
     card_is_current,
     check_format,
@@ -20,6 +20,7 @@ from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_held_out_corpora
 from scale_cli.errors import ConfigError
+from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
@@ -22,6 +23,7 @@ from scale_cli.data.corpora import (
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.counting import peak_tokens_per_s
@@ -51,6 +53,7 @@ from scale_cli.training.checkpoint import (
 )
 from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
+from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tracking import check_trackers, tracked
@@ -60,6 +63,9 @@ from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
 from scale_cli.upscale.sizes import context_warnings
+
+if TYPE_CHECKING:
+    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,14 @@ class TrainSummary:
 
     def lines(self) -> list[str]:
         """Return aligned lines."""
-        state = self.state
+        state, best = self.state, self.state.best
         rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
+        kept = f", of step {best.step:,}: {best.forgetting:+.4f} bits/byte on what is to be kept" if best else ""
         return [
             f"trained        {state.step:,} steps, {state.num_tokens:,} tokens "
             f"in {state.stepping_s:,.0f} s{rate}; "
             f"besides {state.evaluating_s:,.0f} s evaluating, {state.saving_s:,.0f} s saving",
-            f"written        {self.folder}",
+            f"written        {self.folder}{kept}",
         ]
 
 
@@ -101,16 +108,19 @@ def train(
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     check_before_writing(config, training_sources(config), accelerator.num_processes)
     check_trackers(config)
+    benchmarks = open_benchmarks_of(config) if config.train.eval_benchmarks_every_steps else None
+    for skipped in benchmarks.skipped if benchmarks is not None else ():
+        log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
         number = main_decides(lambda: _starting_point(run_folder, config, resume, log, accepted))
         start = _numbered(number, run_folder, resume)
         if start is None:
             on_main(lambda: _check_beginning(config, log))
-        run = _open_run(config, accelerator, start, log)
+        run = _open_run(config, accelerator, start, benchmarks, log)
         on_main(lambda: held.enter_context(tracked(run.metrics, config, run.state.step)))
         run_loop(run)
-        _write_final(run)
+        _write_final(run, _put_back_best(run, log))
     return TrainSummary(run_folder.final, run.state)
 
 
@@ -131,14 +141,29 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
     return TrainSummary(final, TrainState.load(final))
 
 
-def _write_final(run: TrainingRun) -> None:
+def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
+    """Return what `final/` is of: the last step, or where the best is kept, that, the model being put back to it."""
+    best, bound = run.state.best, run.config.train.max_forgetting
+    if best is None or bound is None:
+        return run.state
+    if best.forgetting > bound:
+        lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
+        log(f"warning: train.max_forgetting {bound:g}: no evaluation kept within it; the least was lost, {lost}")
+    if best.step == run.state.step:
+        return run.state
+    checkpoint = run.folder.checkpoint(best.step)
+    on_main(lambda: verify_folder(checkpoint))
+    return load_checkpoint(checkpoint, run.model, run.optimiser)
+
+
+def _write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    check_base(run.metadata, run.accelerator, run.model, run.state)
+    check_base(run.metadata, run.accelerator, run.model, state)
     with averaged(run.optimiser):
         trained = gather_trained(run.model, run.accelerator)
         if run.accelerator.is_main_process:
             with new_folder(run.folder.final) as partial:
-                describe_run(partial, run.metadata, run.model, run.state)
+                describe_run(partial, run.metadata, run.model, state)
                 save_tensors(partial / TRAINED, trained)
                 measure_cost(run).save(partial)
     run.accelerator.wait_for_everyone()
@@ -237,7 +262,11 @@ def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
 
 
 def _open_run(
-    config: RunConfig, accelerator: Accelerator, start: Path | None, log: Callable[[str], None]
+    config: RunConfig,
+    accelerator: Accelerator,
+    start: Path | None,
+    benchmarks: OpenedBenchmarks | None,
+    log: Callable[[str], None],
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
     session = open_start(config)
@@ -269,6 +298,9 @@ def _open_run(
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
     optimiser = build_optimiser(model, sizes)
     state = TrainState() if start is None else load_checkpoint(start, model, optimiser)
+    if state.best is not None and not run_folder.checkpoint(state.best.step).is_dir():
+        log(f"warning: {run_folder.checkpoint(state.best.step)}: the best so far is not there; the rest is chosen from")
+        state = replace(state, best=None)
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
@@ -277,17 +309,20 @@ def _open_run(
     if init_from is not None:
         branch_point = branch_point_at(init_from, sizes.init_moments)
     ledgers = [corpus.ledger for corpus in corpora]
+    observer = None
+    if sizes.observes:
+        observed = _observed(model, config, accelerator)
+        observer = Observer(config, model, wrapped, observed, held_out, benchmarks)
     saved = run_folder.checkpoint(state.step)
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
-        observed=_observed(model, config, accelerator) if sizes.eval_every_steps else None,
         wrapped=wrapped,
         metadata=RunMetadata(config, session.record, contents, base_parts, ledgers, batches, branch_point),
         optimiser=optimiser,
         batches=batches,
-        held_out=held_out,
+        observer=observer,
         state=state,
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=_peak(config, accelerator) if main else None,

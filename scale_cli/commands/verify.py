@@ -45,7 +45,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
+from scale_cli.storage.metrics import MetricsRecord, place_of, read_records
 from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, ExportRecord, TrainState
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.folder import load_any_base
@@ -246,17 +246,20 @@ def _check_joined(folder: Path) -> None:
 def _check_log(folder: Path) -> None:
     state, config = TrainState.load(folder), load_config(folder / "scale.yaml")
     metrics = RunFolder(folder.parent).metrics
-    records = [record for record in read_records(metrics) if EVALUATION not in record]
+    records = [record for record in read_records(metrics) if not place_of(record)[1]]
     steps = [record["step"] for record in records]
-    skipped = {record["step"] for record in records if "skipped" in record}
+    skipped = {record["step"] for record in records if "skipped" in record and record["step"] <= state.step}
+    chosen = config.train.max_forgetting is not None  # among the evaluations: the log goes on after it
+    last_step = config.train.max_steps if chosen else state.step
+    ends = [record for record in records if record["step"] == state.step] if chosen else records[-1:]
     if sorted(steps) != steps or len(set(steps)) != len(steps):
         raise VerificationError(f"{metrics}: a step is there twice, or out of order")
-    if missing := _missing_steps(records, state.step, config.train.log_every_steps):
+    if missing := _missing_steps(records, last_step, config.train.log_every_steps):
         raise VerificationError(f"{metrics}: step {missing[0]} is missing")
     if len(skipped) != state.skipped_steps:
         raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {state.skipped_steps}")
-    if records and "num_tokens" in records[-1] and records[-1]["num_tokens"] != state.num_tokens:
-        raise VerificationError(f"{metrics}: ends at {records[-1]['num_tokens']:,} tokens, not {state.num_tokens:,}")
+    if ends and "num_tokens" in ends[0] and ends[0]["num_tokens"] != state.num_tokens:
+        raise VerificationError(f"{metrics}: ends at {ends[0]['num_tokens']:,} tokens, not {state.num_tokens:,}")
 
 
 def _missing_steps(records: list[MetricsRecord], last_step: int, last_cadence: int) -> list[int]:

@@ -348,6 +348,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_be_observed(self) -> RunConfig:
+        train, roles = self.train, {source.role for source in self.evaluation.perplexity}
+        if train.eval_benchmarks_every_steps and not self.evaluation.benchmarks:
+            raise ValueError("train.eval_benchmarks_every_steps: evaluation.benchmarks names none")
+        if train.max_forgetting is None:
+            return self
+        if not train.eval_every_steps:
+            raise ValueError(
+                "train.max_forgetting: needs periodic evaluations to choose from; set train.eval_every_steps"
+            )
+        if missing := sorted({"acquisition", "retention"} - roles):
+            raise ValueError(f"train.max_forgetting: evaluation.perplexity has no corpus of role {missing[0]}")
+        return self
+
+    @model_validator(mode="after")
     def _flash_attention_can(self) -> RunConfig:
         train = self.train
         if train.attention != "flash_attention_2":
@@ -366,7 +381,7 @@ class RunConfig(Section):
             )
         if self.model.dtype == "bfloat16" and not self.method.trains_base_weights:
             return self
-        evaluated = [("evaluation", self.evaluation.mixed_precision)] if train.eval_every_steps else []
+        evaluated = [("evaluation", self.evaluation.mixed_precision)] if train.observes else []
         for section, precision in [("train", train.mixed_precision), *evaluated]:
             if precision == "no":
                 raise ValueError(

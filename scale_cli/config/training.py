@@ -131,6 +131,13 @@ class TrainConfig(Section):
     log_every_steps: Free[Steps] = Field(default=10, description="a record in metrics.jsonl")
     save_every_steps: Free[Steps] = Field(default=500, description="a checkpoint")
     keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    max_forgetting: Accepted[float | None] = Field(
+        default=None,
+        ge=0.0,
+        le=100.0,
+        description="final/ holds the weights of the periodic evaluation that is best on what is to be learned, among "
+        "those that lost at most so many bits/byte on any corpus to be kept; null: the last ones",
+    )
     trackers: Free[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]]] = Field(
         default=[], description="that get what metrics.jsonl gets; none unless named, each set up as its own docs say"
     )
@@ -140,6 +147,10 @@ class TrainConfig(Section):
         default=None, description="held-out losses into metrics.jsonl; null: only `scale evaluate` evaluates"
     )
     eval_max_documents: Free[Documents] = Field(default=32, description="per corpus, at each periodic evaluation")
+    eval_benchmarks_every_steps: Free[Steps | None] = Field(
+        default=None, description="accuracy on evaluation.benchmarks into metrics.jsonl; null: only `scale evaluate`"
+    )
+    eval_max_items: Free[Documents] = Field(default=32, description="per task, each time")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:
@@ -174,6 +185,11 @@ class TrainConfig(Section):
             if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
                 raise ValueError("decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more")
         return self
+
+    @property
+    def observes(self) -> bool:
+        """Whether anything is measured on the way."""
+        return self.eval_every_steps is not None or self.eval_benchmarks_every_steps is not None
 
     @property
     def shape_of_decay(self) -> str:

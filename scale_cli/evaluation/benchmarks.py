@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +24,10 @@ from scale_cli.evaluation.benchmark_summary import (
 )
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, quiet_lm_eval
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
+from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import is_main, share
+from scale_cli.processes import Share, is_main, share
+from scale_cli.storage.metrics import Losses
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.vocabulary import load_run_tokenizer
 
@@ -52,6 +56,31 @@ class OpenedBenchmarks:
             model: in evaluation mode.
             config: for the base's tokenizer, the router's settings, the sizes of batches and the bootstrap.
         """
+        measured, skipped = [], list(self.skipped)
+        for benchmark, items in self._items(model, config, share()):
+            if isinstance(items, RunError):
+                skipped.append(SkippedBenchmark(benchmark.name, str(items)))
+            else:
+                measured.append(BenchmarkItems(benchmark.name, benchmark.source, items, benchmark.reports_macro_f1))
+        results, averages = summarise_benchmarks(
+            measured, num_resamples=config.evaluation.bootstrap_resamples, seed=config.seed
+        )
+        return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
+
+    def accuracies(self, model: HeadedModel, config: RunConfig, max_items: int, share: Share) -> Losses:
+        """Return `acc` of every head on the first items of every task, by benchmark; arguments as of `measure`."""
+        return {
+            benchmark.name: {
+                head: finite(float(np.mean([item.heads[head].metrics["acc"] for item in items]))) for head in HEADS
+            }
+            for benchmark, items in self._items(model, config, share, max_items)
+            if not isinstance(items, RunError)
+        }
+
+    def _items(
+        self, model: HeadedModel, config: RunConfig, share: Share, max_items: int | None = None
+    ) -> Iterator[tuple[Benchmark, list[Item] | RunError]]:
+        """Yield every benchmark with its items, or with the reason why lm-eval cannot measure it."""
         tokenizer = load_run_tokenizer(config)
         answers = ObservedHeads(
             model,
@@ -60,41 +89,40 @@ class OpenedBenchmarks:
             max_length=resolve_max_length(load_base_config(config.model), tokenizer),
             batch_size=config.evaluation.batch_size,
             mixed_precision=config.evaluation.mixed_precision,
-            share=share(),
+            share=share,
         )
-        measured, skipped = [], list(self.skipped)
         for benchmark in self.ready:
             answers.progress = f"evaluating {benchmark.name}" if is_main() else None
             try:
-                items = measure_items(benchmark, answers)
-                measured.append(BenchmarkItems(benchmark.name, benchmark.source, items, benchmark.reports_macro_f1))
+                yield benchmark, measure_items(benchmark, answers, max_items)
             except RunError as error:
-                skipped.append(SkippedBenchmark(benchmark.name, str(error)))
+                yield benchmark, error
             answers.forget()
-        results, averages = summarise_benchmarks(
-            measured, num_resamples=config.evaluation.bootstrap_resamples, seed=config.seed
-        )
-        return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
 
 
-def measure_items(benchmark: Benchmark, answers: ObservedHeads) -> list[Item]:
+def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
     """Return a benchmark's items, with lm-eval's metrics of each under every head.
+
+    Args:
+        benchmark: what is measured.
+        answers: every head's.
+        max_items: of every task, where that is less than the benchmark's own limit.
 
     Raises:
         RunError: lm-eval cannot score a request, or reports no accuracy.
     """
-    tasks = benchmark.tasks
+    tasks, limit = benchmark.tasks, min(benchmark.limit or sys.maxsize, max_items or sys.maxsize)
     benchmark.seed_examples()
     with quiet_lm_eval():
         for task in tasks.values():
-            task.build_all_requests(limit=benchmark.limit)
+            task.build_all_requests(limit=limit)
     answers.loglikelihood([request for task in tasks.values() for request in task.instances])
     samples: dict[str, Any] = {}
     for head in HEADS:
         answers.head = head
         benchmark.seed_examples()
         with quiet_lm_eval():
-            samples[head] = evaluate(answers, {"tasks": tasks}, limit=benchmark.limit, bootstrap_iters=0)["samples"]
+            samples[head] = evaluate(answers, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]
     items = []
     for name in tasks:
         by_head = [samples[head][name] for head in HEADS]

@@ -13,7 +13,8 @@ from scale_cli.storage.atomic import write_text, writing
 
 EVALUATION: Final = "evaluation_nats_per_token"
 EVALUATION_OF_AVERAGE: Final = "evaluation_of_average_nats_per_token"
-Losses = dict[str, dict[str, float | None]]  # nats per token by head, by corpus; None: not finite
+BENCHMARKS: Final = "benchmark_accuracies"
+Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
 
 
 class MetricsRecord(TypedDict, total=False):
@@ -36,6 +37,8 @@ class MetricsRecord(TypedDict, total=False):
     skipped: str  # why the step was left out
     evaluation_nats_per_token: Losses
     evaluation_of_average_nats_per_token: Losses
+    benchmark_accuracies: Losses
+    best_step: int  # of the evaluation whose weights are kept, where one is chosen
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
@@ -61,7 +64,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 def place_of(record: MetricsRecord) -> tuple[int, bool]:
     """Return what records are in order of: the step, and whether it is the evaluation that follows it."""
-    return int(record["step"]), EVALUATION in record
+    return int(record["step"]), EVALUATION in record or BENCHMARKS in record
 
 
 class MetricsLog:

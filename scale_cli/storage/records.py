@@ -101,6 +101,15 @@ class BaseRecord(RunRecord):
 
 
 @dataclass(frozen=True)
+class Score:
+    """What a periodic evaluation says of the weights at a step, in bits/byte of the head that is served."""
+
+    step: int
+    acquisition: float  # the mean over the corpora of that role; less is better
+    forgetting: float  # the most lost against the base on any corpus of role retention
+
+
+@dataclass(frozen=True)
 class TrainState(RunRecord):
     """How far a run has come."""
 
@@ -115,6 +124,7 @@ class TrainState(RunRecord):
     skipped_steps: int = 0  # of the steps done, those left out because their loss or gradient was not finite
     skipped_tokens: int = 0  # the target tokens of those
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
+    best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
 
     @classmethod
     def from_json(cls, value: Any) -> Self:

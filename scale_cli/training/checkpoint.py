@@ -112,7 +112,7 @@ def write_checkpoint(metadata: RunMetadata, model: MethodModel, snapshot: Snapsh
         describe_run(partial, metadata, model, snapshot.state)
         save_tensors(partial / TRAINED, snapshot.trained)
         save_tensors(partial / _OPTIMISER, snapshot.moments)
-    _remove_old_checkpoints(run, step, metadata.config.train.keep_checkpoints)
+    _remove_old_checkpoints(run, snapshot.state, metadata.config.train.keep_checkpoints)
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -138,7 +138,7 @@ def write_sharded_checkpoint(
             describe_run(partial, metadata, model, state)
         save_shards(partial, {**tensors, **moments})
     if accelerator.is_main_process:
-        _remove_old_checkpoints(run, state.step, metadata.config.train.keep_checkpoints)
+        _remove_old_checkpoints(run, state, metadata.config.train.keep_checkpoints)
     accelerator.wait_for_everyone()
 
 
@@ -148,10 +148,15 @@ def _remove_unfit(folder: Path) -> None:
         remove_folder(folder)
 
 
-def _remove_old_checkpoints(run: RunFolder, newest_step: int, num_kept: int) -> None:
-    """Remove all but the newest; one of a later step is a damaged one that a resume has skipped, and does not count."""
-    for old in [folder for folder in checkpoints(run) if step_of(folder) <= newest_step][:-num_kept]:
-        remove_folder(old)
+def _remove_old_checkpoints(run: RunFolder, newest: TrainState, num_kept: int) -> None:
+    """Remove all but the newest and the best.
+
+    One of a later step is a damaged one that a resume has skipped, and does not count.
+    """
+    best_step = None if newest.best is None else newest.best.step
+    for old in [folder for folder in checkpoints(run) if step_of(folder) <= newest.step][:-num_kept]:
+        if step_of(old) != best_step:
+            remove_folder(old)
 
 
 @contextmanager

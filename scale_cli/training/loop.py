@@ -19,21 +19,17 @@ from tqdm import tqdm
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.prefetch import BatchesAhead
-from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
-from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.model.heads import HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.device import peak_memory_bytes
-from scale_cli.processes import ALONE, share
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, Losses, MetricsLog, MetricsRecord
+from scale_cli.storage.metrics import BENCHMARKS, EVALUATION, EVALUATION_OF_AVERAGE, MetricsLog, MetricsRecord
 from scale_cli.storage.records import TrainState
 from scale_cli.training.averaging import averaged, has_average
 from scale_cli.training.checkpoint import RunMetadata
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
+from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.saving import Saver
-from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
 from scale_cli.upscale.folder import MethodModel
@@ -49,13 +45,12 @@ class TrainingRun:
     config: RunConfig  # the resolved config
     accelerator: Accelerator  # processes and devices
     model: MethodModel  # what is trained
-    observed: HeadedModel | None  # the same with its base head, for the periodic evaluation; None where there is none
     # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
     wrapped: nn.Module
     metadata: RunMetadata  # of the run, for its checkpoints
     optimiser: torch.optim.Optimizer  # over what trains
     batches: Batches  # of the whole run
-    held_out: list[TokenisedCorpus]  # corpora of the periodic evaluation
+    observer: Observer | None  # what measures the model on the way; None where nothing is measured
     state: TrainState  # where the run stands
     metrics: MetricsLog | None  # the log; None except on the main process
     # of all devices, would they do nothing but the method's products; None where it is not known
@@ -119,7 +114,7 @@ class _Loop:
         run, train = self.run, self.run.config.train
         if run.state.evaluation_due:
             run.state = replace(run.state, evaluation_due=False)
-            self._evaluate_unless_asked()
+            self._evaluate_unless_asked(run.state.step)
         done = run.state.step
         while done < train.max_steps:
             self.saver.check()
@@ -131,8 +126,7 @@ class _Loop:
             last = done == train.max_steps
             if self._is_logged(done):
                 self._learn()
-            if train.eval_every_steps and done % train.eval_every_steps == 0:
-                self._evaluate_unless_asked()
+            self._evaluate_unless_asked(done)
             if not last and self.stop.agreed(run.accelerator):
                 self._leave()
             if last or done % train.save_every_steps == 0:
@@ -244,23 +238,42 @@ class _Loop:
                 }
             )
 
-    def _evaluate_unless_asked(self) -> None:
-        """Evaluate; where a signal comes meanwhile, leave it to the resumed run."""
+    def _evaluate_unless_asked(self, done: int) -> None:
+        """Measure what is due after a step; where a signal comes meanwhile, leave it to the resumed run."""
+        run, train, observer = self.run, self.run.config.train, self.run.observer
+        chooses = train.max_forgetting is not None
+        losses_due = _is_due(done, train.eval_every_steps) or (chooses and done == train.max_steps)
+        benchmarks_due = _is_due(done, train.eval_benchmarks_every_steps)
+        if observer is None or not (losses_due or benchmarks_due):
+            return
         self._learn()
-        run, started_s = self.run, time.monotonic()
-        record: MetricsRecord = {"step": run.state.step}
+        started_s, best = time.monotonic(), run.state.best
+        record: MetricsRecord = {"step": done}
         try:
-            with self.stop.at_once():
-                record[EVALUATION] = _evaluate(run)
-            if has_average(run.optimiser):
-                with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
-                    record[EVALUATION_OF_AVERAGE] = _evaluate(run)
+            if losses_due:
+                with self.stop.at_once():
+                    losses = observer.losses()
+                record[EVALUATION] = {name: of_one.per_token() for name, of_one in losses.items()}
+                if has_average(run.optimiser):
+                    with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
+                        losses = observer.losses()
+                    record[EVALUATION_OF_AVERAGE] = {name: of_one.per_token() for name, of_one in losses.items()}
+                if train.max_forgetting is not None:  # of the weights that final/ would hold
+                    best = better_of(best, observer.score(done, losses), train.max_forgetting)
+            if benchmarks_due:
+                with averaged(run.optimiser), self.stop.at_once():
+                    record[BENCHMARKS] = observer.accuracies()
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
             self._leave()
+        if best is not None:
+            record["best_step"] = best.step
+        run.state, is_new = replace(run.state, best=best), best != run.state.best
         self.clock(evaluating_s=time.monotonic() - started_s)
         if run.metrics is not None:
             run.metrics.append(record)
+        if is_new:
+            self.saver.save(run.state)
 
     def _leave(self) -> NoReturn:
         """Save the state, wait until it is safe, and leave; every process has to call this.
@@ -279,6 +292,10 @@ class _Loop:
         raise Interrupted(
             f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}", exit_code
         )
+
+
+def _is_due(done: int, every_steps: int | None) -> bool:
+    return every_steps is not None and done % every_steps == 0
 
 
 def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
@@ -327,33 +344,3 @@ def _progress_bar(run: TrainingRun) -> Any:
         unit="step",
         disable=not run.accelerator.is_main_process,
     )
-
-
-def _evaluate(run: TrainingRun) -> Losses:
-    """Score a few documents of every held-out corpus, shared among the processes; returned by corpus and head."""
-    assert run.observed is not None, "opened where train.eval_every_steps is set"
-    run.model.eval()
-    with gathered_roots(run.wrapped, run.observed):
-        losses = _held_out_losses(run, run.observed)
-    run.model.train()
-    return losses
-
-
-def _held_out_losses(run: TrainingRun, observed: HeadedModel) -> Losses:
-    """Return nats per token of every head on every held-out corpus; None for an infinite loss."""
-    losses = {}
-    for source, corpus in zip(run.config.evaluation.perplexity, run.held_out, strict=True):
-        scored = score_corpus(
-            observed,
-            corpus,
-            run.config.method.router,
-            Passes.of(run.config),
-            max_documents=run.config.train.eval_max_documents,
-            progress=f"evaluating {source.name}" if run.accelerator.is_main_process else None,
-            # The parts of a sharded model are only together while all processes run the same batch.
-            share=ALONE if is_sharded(run.model) else share(),
-        )
-        heads = scored.heads | {"routed": scored.rules[run.config.method.router.rule]}
-        per_token = {head: float(nats.sum() / scored.num_tokens.sum()) for head, nats in heads.items()}
-        losses[source.name] = {head: loss if loss < float("inf") else None for head, loss in per_token.items()}
-    return losses

@@ -99,6 +99,9 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "project": "scale",
             "run_name": None,
             "eval_max_documents": 32,
+            "max_forgetting": None,
+            "eval_benchmarks_every_steps": None,
+            "eval_max_items": 32,
         },
         "evaluation": {
             "perplexity": [

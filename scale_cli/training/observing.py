@@ -1,0 +1,114 @@
+"""What is measured of the weights on the way: held-out text, some items of benchmarks; and the best weights so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.model.heads import HeadedModel
+from scale_cli.processes import ALONE, Share, is_main, share
+from scale_cli.storage.metrics import Losses
+from scale_cli.storage.records import Score
+from scale_cli.training.sharding import gathered_roots, is_sharded
+from scale_cli.upscale.folder import MethodModel
+
+if TYPE_CHECKING:
+    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
+
+
+@dataclass(frozen=True)
+class HeldOutLosses:
+    """What every head pays for the first documents of one corpus."""
+
+    heads: dict[str, float]  # nats by head, `routed` for the router's rule
+    num_tokens: float
+    num_bytes: float
+
+    def per_token(self) -> dict[str, float | None]:
+        """Return nats per token by head; None for an infinite loss."""
+        of_heads = {head: nats / self.num_tokens for head, nats in self.heads.items()}
+        return {head: loss if loss < math.inf else None for head, loss in of_heads.items()}
+
+    def bits_per_byte(self, head: str) -> float:
+        """Return what one head pays per byte."""
+        return self.heads[head] / (self.num_bytes * math.log(2))
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What measures a model as it trains; every process takes part."""
+
+    config: RunConfig
+    model: MethodModel  # what is trained
+    wrapped: nn.Module  # the same as it is run
+    observed: HeadedModel  # the same with its base head
+    held_out: list[TokenisedCorpus]  # in the config's order
+    benchmarks: OpenedBenchmarks | None  # those of which a few items are asked
+
+    def losses(self) -> dict[str, HeldOutLosses]:
+        """Return what some documents of every held-out corpus cost, by the corpus's name."""
+        losses, train = {}, self.config.train
+        with self._in_evaluation():
+            for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
+                scored = score_corpus(
+                    self.observed,
+                    corpus,
+                    self.config.method.router,
+                    Passes.of(self.config),
+                    max_documents=train.eval_max_documents,
+                    progress=f"evaluating {source.name}" if is_main() else None,
+                    share=self._share,
+                )
+                heads = scored.heads | {"routed": scored.rules[self.config.method.router.rule]}
+                nats = {head: float(of_documents.sum()) for head, of_documents in heads.items()}
+                losses[source.name] = HeldOutLosses(nats, scored.num_tokens.sum(), scored.num_bytes.sum())
+        return losses
+
+    def accuracies(self) -> Losses:
+        """Return every head's share of right answers among the first items of every benchmark."""
+        assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
+        with self._in_evaluation():
+            return self.benchmarks.accuracies(self.observed, self.config, self.config.train.eval_max_items, self._share)
+
+    def score(self, step: int, losses: Mapping[str, HeldOutLosses]) -> Score | None:
+        """Return what the head that is served has learned and lost; None where that is not finite."""
+        served = "routed" if self.config.method.variant == "route" else "adapted"
+        learned, lost = [], []
+        for source in self.config.evaluation.perplexity:
+            bits = losses[source.name].bits_per_byte(served)
+            if source.role == "acquisition":
+                learned.append(bits)
+            else:
+                lost.append(bits - losses[source.name].bits_per_byte("base"))
+        score = Score(step, sum(learned) / len(learned), max(lost))
+        return score if math.isfinite(score.acquisition) and math.isfinite(score.forgetting) else None
+
+    @property
+    def _share(self) -> Share:
+        # The parts of a sharded model are only together while all processes run the same batch.
+        return ALONE if is_sharded(self.model) else share()
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        self.model.eval()
+        with gathered_roots(self.wrapped, self.observed):
+            yield
+        self.model.train()
+
+
+def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:
+    """Return which of two evaluations to keep the weights of.
+
+    Of those that keep within the bound on forgetting, that which has learned most; where none does, that which has
+    lost least. Of two that are alike, the first.
+    """
+    known = [score for score in (best, new) if score is not None]
+    return min(known, key=lambda score: (max(score.forgetting - max_forgetting, 0.0), score.acquisition), default=None)

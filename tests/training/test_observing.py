@@ -1,0 +1,160 @@
+"""What is measured as a model trains, and which weights are kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scale_cli.commands.evaluate import evaluate
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
+from scale_cli.config.schema import RunConfig
+from scale_cli.storage.atomic import file_sha256, remove_folder
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import BENCHMARKS, EVALUATION, MetricsLog, MetricsRecord, read_records
+from scale_cli.storage.records import TRAINED, Score, TrainState
+from scale_cli.training.checkpoint import checkpoints, step_of
+from scale_cli.training.observing import HeldOutLosses, Observer, better_of
+from tests.config.small_config import EVALUATED, error_of
+from tests.training.conftest import MakeConfig
+
+BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
+SCORES = st.lists(st.tuples(BITS, BITS), max_size=12).map(
+    lambda pairs: [Score(step, *pair) for step, pair in enumerate(pairs, start=1)]
+)
+
+
+@given(SCORES, st.floats(0.0, 3.0))
+def test_the_best_has_learned_most_within_the_bound_and_where_none_keeps_within_it_has_lost_least(
+    scores: list[Score], bound: float
+) -> None:
+    best = reduce(lambda before, new: better_of(before, new, bound), scores, None)
+    within = [score for score in scores if score.forgetting <= bound]
+    if within:
+        least = min(score.acquisition for score in within)
+        assert best == next(score for score in within if score.acquisition == least)
+    elif scores:
+        assert best is not None and best.forgetting == min(score.forgetting for score in scores)
+    else:
+        assert best is None
+    assert better_of(best, None, bound) == best
+
+
+def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
+    def nats(base: float, adapted: float, routed: float) -> HeldOutLosses:
+        return HeldOutLosses({"base": base, "adapted": adapted, "routed": routed}, 1.0, 1.0)
+
+    sources = [
+        {"name": name, "path": "x.txt", "language": "en", "role": role}
+        for name, role in (("a", "retention"), ("b", "retention"), ("c", "acquisition"), ("d", "acquisition"))
+    ]
+    losses = {"a": nats(1, 9, 1.5), "b": nats(1, 9, 1.2), "c": nats(9, 2, 3), "d": nats(9, 4, 5)}
+    for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
+        tree = {
+            "output_dir": "x",
+            "model": {"base": "x"},
+            "method": {"variant": variant},
+            "corpus": {"sources": [{"name": "x", "path": "x.txt", "language": "ko"}]},
+            "train": {"max_steps": 1},
+            "evaluation": {"perplexity": sources},
+        }
+        observer = Observer(RunConfig.model_validate(tree), *[None] * 5)  # type: ignore[arg-type]
+        score = observer.score(7, losses)
+        bit = HeldOutLosses({"a": 1.0}, 1.0, 1.0).bits_per_byte("a")
+        assert score is not None and score.step == 7
+        assert (score.acquisition, score.forgetting) == pytest.approx((acquisition * bit, forgetting * bit))
+        assert observer.score(7, losses | {"c": nats(1, float("inf"), float("inf"))}) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("train.max_forgetting=0.1",), "train.eval_every_steps"),
+        (("train.max_forgetting=0.1", "train.eval_every_steps=5"), "no corpus of role acquisition"),
+        (("train.eval_benchmarks_every_steps=5",), "evaluation.benchmarks names none"),
+    ],
+)
+def test_what_could_not_be_measured_is_refused(overrides: tuple[str, ...], said: str) -> None:
+    assert said in error_of(EVALUATED, *overrides)
+
+
+class Killed(Exception):
+    """Ends training as a kill would: without a checkpoint."""
+
+
+def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path
+) -> None:
+    tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
+    corpora = ", ".join(
+        f"{{name: {role}, path: {tales}, language: en, role: {role}, max_documents: 2}}"
+        for role in ("acquisition", "retention")
+    )
+    arc = f"{{name: arc, path: {shared_data}/eval-arc-easy/arc_easy.jsonl, language: en, limit: 3}}"
+    whole, cut = (
+        make_config(
+            name,
+            f"evaluation.perplexity=[{corpora}]",
+            f"evaluation.benchmarks=[{arc}]",
+            "evaluation.bootstrap_resamples=100",
+            "train.eval_every_steps=2",
+            "train.eval_benchmarks_every_steps=4",
+            "train.eval_max_items=3",
+            "train.max_forgetting=0.1",
+            "train.keep_checkpoints=1",
+            "train.log_every_steps=4",
+        )
+        for name in ("whole", "cut")
+    )
+    # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
+    scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
+
+    def scored(_: Observer, step: int, _losses: Mapping[str, HeldOutLosses]) -> Score:
+        return Score(step, *scores[step])
+
+    monkeypatch.setattr(Observer, "score", scored)
+    upscale(whole)
+    train(whole, None, print)
+    run = RunFolder(whole.output_dir)
+    assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
+    assert file_sha256(run.final / TRAINED) == file_sha256(run.checkpoint(4) / TRAINED)
+    assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)
+    assert TrainState.load(run.final).step == 4
+    records = [record for record in read_records(run.metrics) if EVALUATION in record]
+    assert [(record["step"], record["best_step"]) for record in records] == [(2, 2), (4, 4), (6, 4), (8, 4), (9, 4)]
+    verify(run.root).require()
+    report = evaluate(whole).report
+    (arc_result,) = report.benchmarks
+    of_step_4 = records[1][BENCHMARKS]["arc"]
+    assert of_step_4 == {head: of_one.metrics["acc"].value for head, of_one in arc_result.heads.items()}
+
+    append = MetricsLog.append
+
+    def killed_at_8(log: MetricsLog, record: MetricsRecord) -> None:
+        append(log, record)
+        if record["step"] == 8:
+            raise Killed
+
+    upscale(cut)
+    monkeypatch.setattr(MetricsLog, "append", killed_at_8)
+    with pytest.raises(Killed):
+        train(cut, None, print)
+    monkeypatch.setattr(MetricsLog, "append", append)
+    train(cut, "auto", print)
+    resumed = RunFolder(cut.output_dir)
+    assert file_sha256(resumed.final / TRAINED) == file_sha256(run.final / TRAINED)
+    assert [(r["step"], r["best_step"]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
+        (record["step"], record["best_step"]) for record in records
+    ]
+    remove_folder(resumed.final)
+    remove_folder(resumed.checkpoint(4))
+    said: list[str] = []
+    train(cut, "auto", said.append)
+    assert any("the best so far is not there" in line for line in said)
+    assert TrainState.load(resumed.final).step == 9
