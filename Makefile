@@ -36,8 +36,8 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-proofs: $(STAMP)  ## the petitions run in full length: about 3 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs
+proofs: $(STAMP)  ## the petitions run in full length, and generated code: about 3 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/upscale/test_objective.py --proofs
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2

@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/runtimes too (make runtimes)",
     )
-    parser.addoption("--proofs", action="store_true", help="tests/integration in full length (make proofs)")
+    parser.addoption("--proofs", action="store_true", help="what `make proofs` runs in full length")
     parser.addoption("--serving", action="store_true", help="tests/serving/engine too (make serving)")
 
 
