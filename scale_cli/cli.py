@@ -219,7 +219,11 @@ def compare(runs: take.Runs, output: take.Output) -> None:
 
 @app.command()
 def join(
-    runs: take.Runs, output: take.JoinedFolder, prior: take.Prior = None, switch_rate: take.SwitchRate = 0.0
+    runs: take.Runs,
+    output: take.JoinedFolder,
+    prior: take.Prior = None,
+    switch_rate: take.SwitchRate = 0.0,
+    folder_format: take.JoinedFormat = "transformers",
 ) -> None:
     """Put finished runs on the same base into one routed model.
 
@@ -229,7 +233,7 @@ def join(
     quieten_libraries()
     from scale_cli.commands.join import join
 
-    show(on_main(lambda: join(folders, output, prior, switch_rate)))
+    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format)))
 
 
 @app.command()

@@ -80,6 +80,10 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
+JoinedFormat = Annotated[
+    Literal["transformers", "llama"],
+    typer.Option("--format", help="transformers: every head bit for bit; llama: one plain model, routed by vLLM too."),
+]
 JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
 Prior = Annotated[
     float | None,

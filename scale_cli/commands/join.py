@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from scale_cli.errors import ConfigError, ExportParityError, PreservationError
+from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.guarantee import bound_nats
+from scale_cli.export.dense import dense_model
 from scale_cli.export.licence import base_licence
+from scale_cli.export.parity import check_parity, measure_parity, served_logits
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.join.card import bound_in_words, figures_table, joined_card
 from scale_cli.join.members import JoinedRuns, join_runs
@@ -41,6 +46,7 @@ class JoinReport(RunRecord):
     # the most that routing may cost over the best head on a document; None where it may switch
     max_cost_nats: float | None
     corpora: list[JoinedCorpus]  # what was measured
+    format: str = "transformers"  # of the folder
 
     def to_json(self) -> dict[str, Any]:
         """Return what report.json holds."""
@@ -72,10 +78,26 @@ class JoinSummary:
         ]
 
 
-def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: float) -> JoinSummary:
-    """Put the expansions of finished runs on one base, measure them, and write the joined model."""
+def join(
+    runs: Sequence[Path], output: Path, prior: float | None, switch_rate: float, folder_format: str = "transformers"
+) -> JoinSummary:
+    """Put the expansions of finished runs on one base, measure them, and write the joined model.
+
+    Args:
+        runs: finished ones on one base.
+        output: the folder that is written.
+        prior: weight of the base head at the first token; None for an even share of every head.
+        switch_rate: of the posterior rule.
+        folder_format: `transformers`, which computes every head bit for bit, or `llama`, one plain model that vLLM
+            routes too.
+    """
     check_replaceable(output, KIND)
     joined = join_runs(runs, prior, switch_rate)
+    if folder_format == "llama" and router_keys(joined.model) is None:
+        writer = next(m.name for m, branch in zip(joined.members, joined.model.branches, strict=True) if branch.writes)
+        raise ConfigError(
+            f"--format llama: {writer} writes into the base's stream (method.collaboration): transformers"
+        )
     if not any(config.evaluation.perplexity for config in joined.configs):
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
     prove(joined)
@@ -90,15 +112,20 @@ def join(runs: Sequence[Path], output: Path, prior: float | None, switch_rate: f
         router_switch_rate=switch_rate,
         max_cost_nats=_max_cost_nats(joined.model),
         corpora=[score(joined.model, name, held_out) for name, held_out in corpora.items()],
+        format=folder_format,
     )
     with new_folder(output) as partial:
-        write_self_contained(joined.model, joined.tokenizer, partial)
+        if folder_format == "llama":
+            plain = dense_model(joined.model, "float32", sample_ids(joined.tokenizer))
+            write_plain(plain, joined.tokenizer, joined.configs[0].model, partial, router_keys(joined.model))
+        else:
+            write_self_contained(joined.model, joined.tokenizer, partial)
         report.save(partial)
         licence = base_licence(joined.configs[0].model)
         licence.copy_files(partial)
-        card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate)
+        card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate, folder_format)
         write_text(partial / "README.md", card)
-        _check_written(partial, joined)
+        _CHECKS[folder_format](partial, joined)
     return JoinSummary(output, report)
 
 
@@ -130,3 +157,36 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
     for one, other in zip(_head_logits(loaded, prompts), _head_logits(joined.model, prompts), strict=True):
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             raise ExportParityError("the folder that was written does not compute what was measured; it was removed")
+
+
+def _check_plain(folder: Path, joined: JoinedRuns) -> None:
+    """Load a plain model that was written, with its router and without, and hold it to what was measured."""
+    prompts = sample_ids(joined.tokenizer)
+    for loader, expected in ((routed_class(folder), served_logits), (AutoModelForCausalLM, _all_added_up)):
+        loaded = placed(load_written(loader, folder)).eval()
+        check_parity(measure_parity(loaded, joined.model, expected, prompts), "float32")
+
+
+def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
+    """Return what a plain model of several expansions computes: the base's logits and what each of them adds."""
+    heads = model.routed_logits(model.final_states(input_ids, preserved=True))
+    added = (heads[head] - heads[branch.parent] for head, branch in enumerate(model.branches, start=1))
+    return sum(added, start=heads[0])
+
+
+# Of every format what its folder is held to.
+_CHECKS = {"transformers": _check_written, "llama": _check_plain}
+
+
+def check_plain_join(folder: Path) -> None:
+    """Hold a joined folder of the format `llama` to the runs that it was made of.
+
+    Raises:
+        BaseModelError: they are not at hand.
+        ExportParityError: it computes something else.
+    """
+    report = JoinReport.load(folder)
+    runs = [Path(member["folder"]) for member in report.members]
+    if gone := [run for run in runs if not run.is_dir()]:
+        raise BaseModelError(f"{gone[0]}: not there any more")
+    _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate))

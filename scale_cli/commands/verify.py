@@ -11,7 +11,7 @@ What is checked, by kind of folder:
 | final                             | the log: no step twice, none missing, the same number of tokens                |
 | export                            | logits against the trained model, where `final/` is still beside it; of a      |
 |                                   | plain one that can be routed, those of its router too                          |
-| joined                            | the base's hash, and its logits bit for bit                                    |
+| joined                            | the base's hash, and its logits bit for bit; a plain one's to those of its runs |
 | tokens                            | that documents, bytes and tokens add up to the ledger                          |
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from scale_cli.commands.export import check_written_export
-from scale_cli.commands.join import JoinReport
+from scale_cli.commands.join import JoinReport, check_plain_join
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger, TokenLedger
@@ -133,6 +133,8 @@ def _check(folder: Path) -> FolderCheck:
         _check_export(check)
     if _architecture(folder) == JoinedForCausalLM.__name__:
         _hold(check, "base and its preservation", lambda: _check_joined(folder))
+    elif _is_joined(folder):
+        _hold(check, "logits, routed and plain", lambda: check_plain_join(folder))
     return check
 
 
@@ -167,7 +169,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _demanded(folder: Path) -> set[str]:
-    if _architecture(folder) == JoinedForCausalLM.__name__:  # written wherever its user says, as `final` too
+    if _is_joined(folder):  # written wherever its user says, as `final` too
         return set()
     place = "/".join(folder.absolute().parts[-2:])
     return {name for pattern, names in _FILES.items() if re.fullmatch(pattern, place) for name in names}
@@ -228,6 +230,10 @@ def _check_method(check: FolderCheck, base: ModelConfig) -> None:
 def _architecture(folder: Path) -> str | None:
     config = folder / "config.json"
     return next(iter(read_json(config).get("architectures") or []), None) if config.is_file() else None
+
+
+def _is_joined(folder: Path) -> bool:
+    return _architecture(folder) is not None and JoinReport.is_in(folder)
 
 
 def _check_joined(folder: Path) -> None:

@@ -7,7 +7,7 @@ one stream [a x ; b u] with powers of two a and b, b / a so small that u does no
 
 with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x and g' (a / b) sqrt(d / (d + d')) for
 u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
-Expansions that stand upon one another are stored one after another, d' being the channels of all of them.
+Expansions upon one another, or beside one another, are stored one after another, d' being the channels of all of them.
 
 Qwen3 norms every head's queries and keys with the same eps. There rms(q; eps') is wanted to be sqrt(eps' / eps) times
 rms(q; eps), and is where q is as many times as large: so are the rows that make queries and keys.
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import random_ids
@@ -57,8 +57,10 @@ _COVERED = {"float32": 16.0, "bfloat16": 8.0, "float16": 256.0}
 _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
-def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
+def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
     """Return a plain model of the base's own class whose logits are the adaptation head's.
+
+    Of expansions beside one another there is no such head: its logits are the base's and what each of them adds.
 
     Args:
         model: the trained model.
@@ -81,7 +83,7 @@ def dense_model(model: ScaleForCausalLM, dtype: str, prompts: Sequence[Tensor] =
 
 
 @torch.no_grad()
-def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> float:
+def largest_stream_ratio(model: WidenedModel, prompts: Sequence[Tensor]) -> float:
     """Return the largest rms(u) / rms(x) that any norm meets on some (1, T) prompts."""
     with measured_stream_ratios(model) as ratios:
         for input_ids in prompts:
@@ -91,7 +93,7 @@ def largest_stream_ratio(model: ScaleForCausalLM, prompts: Sequence[Tensor]) -> 
 
 def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
     """Return any method's trained model as a plain one: a widened one made dense, LoRA merged, the rest as they are."""
-    if isinstance(model, ScaleForCausalLM):
+    if isinstance(model, WidenedModel):
         return dense_model(model, dtype, prompts)
     plain = copy.deepcopy(model).float()
     if not isinstance(plain, PreTrainedModel):
@@ -100,7 +102,7 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
     return plain.eval()
 
 
-def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedConfig:
+def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
     """Return the base's configuration with the widened sizes."""
     base = model.root.config.to_dict()
     widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -118,21 +120,17 @@ def dense_config(model: ScaleForCausalLM, scales: StreamScales) -> PreTrainedCon
     return AutoConfig.for_model(base.pop("model_type"), **base)
 
 
-def _eps_growth(model: ScaleForCausalLM, scales: StreamScales) -> float:
+def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
     """Return eps' / eps, which is the growth of the base stream's mean square too."""
     num_base: int = model.root.config.hidden_size
     num_added = sum(stage.expansion_hidden_size for stage in model.config.stages())
     return scales.base**2 * num_base / (num_base + num_added)
 
 
-def _stages(model: ScaleForCausalLM) -> list[Expansion]:
-    """Return the expansions that stand upon one another, bottom up."""
-    return [branch.expansion for branch in model.branches]
-
-
 @torch.no_grad()
-def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, Tensor]:
-    base, stages = model.root, _stages(model)
+def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tensor]:
+    base, stages = model.root, [branch.expansion for branch in model.branches]
+    parents = [branch.parent for branch in model.branches]
     decoder, num_base = base.model, base.config.hidden_size
     eps_growth = _eps_growth(model, scales)
     embedding = dense_embedding(base, stages)
@@ -156,7 +154,7 @@ def _dense_tensors(model: ScaleForCausalLM, scales: StreamScales) -> dict[str, T
                 rows = scales
             elif name in ("q_proj", "k_proj") and hasattr(base_layer.self_attn, "q_norm"):
                 rows = StreamScales(eps_growth**0.5, eps_growth**0.5)
-            for kind, tensor in _joined_linear(frozen, added, rows).items():
+            for kind, tensor in _joined_linear(frozen, added, parents, rows).items():
                 tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
         for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads
             if hasattr(base_layer.self_attn, name):
@@ -178,9 +176,11 @@ def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamSca
     return shrink * torch.cat([frozen.weight.float(), *of_added])
 
 
-def _joined_linear(frozen: nn.Linear, added: Sequence[ExpansionLinear], rows: StreamScales) -> dict[str, Tensor]:
+def _joined_linear(
+    frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int], rows: StreamScales
+) -> dict[str, Tensor]:
     """Return weight (and bias) of the joined map, its rows scaled."""
-    joined = {"weight": dense_weight(frozen, added)}
+    joined = {"weight": dense_weight(frozen, added, parents)}
     if frozen.bias is not None:
         biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
         joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])

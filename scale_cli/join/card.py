@@ -48,6 +48,7 @@ def joined_card(
     max_cost_nats: float | None,
     licence: Licence,
     switch_rate: float,
+    folder_format: str,
 ) -> str:
     """Return the README.md of a joined model.
 
@@ -57,6 +58,7 @@ def joined_card(
         max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
         licence: of the base.
         switch_rate: of the posterior rule.
+        folder_format: `transformers` or `llama`.
     """
     runs = [load_config(member.folder / "scale.yaml") for member in joined.members]
     heads = ["base", *(member.name for member in joined.members)]
@@ -75,7 +77,8 @@ def joined_card(
     return markdown(
         "joined_card.md.j2",
         **shared_values(joined.record, runs, licence, "joined"),
-        loading=loading("transformers"),
+        loading=loading({"llama": "joined"}.get(folder_format, folder_format)),
+        is_plain=folder_format == "llama",
         num_expansions=len(joined.members),
         making=Table(["", ""], making, "ll").markdown(),
         expansions=Table(titles, rows, "l" * 7).markdown(),

@@ -173,6 +173,6 @@ class JoinedConfig(PreTrainedConfig):
         fields = dict(self.base_config)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
-    def expansions(self) -> list[ScaleConfig]:
-        """Return the sizes of every member's expansion."""
+    def stages(self) -> list[ScaleConfig]:
+        """Return the configurations of all expansions, each of them as if it stood on the base."""
         return [ScaleConfig(base_config=self.base_config, **member["expansion"]) for member in self.members]

@@ -34,7 +34,7 @@ class JoinedForCausalLM(WidenedModel):
             )
         self.base: Any = base
         paths: list[list[Expansion]] = [[]]  # of every head, what stands below the next one
-        for member, sizes in zip(config.members, config.expansions(), strict=True):
+        for member, sizes in zip(config.members, config.stages(), strict=True):
             below = paths[member["parent"]]
             paths.append([*below, Expansion(base, below, sizes)])
         self.members = nn.ModuleList(path[-1] for path in paths[1:])

@@ -1,8 +1,12 @@
-"""All blocks of a linear map as one matrix, stage after stage: [[W, W12], [W21, W22]], and that widened again."""
+"""All blocks of a linear map as one matrix, stream after stream: [[W, W12], [W21, W22]], and that widened again.
+
+An expansion reads the streams below it; of one beside it, which it knows nothing of, the block is 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,21 +16,29 @@ from scale_cli.model.expansion_scale import Expansion, ExpansionLayer, Expansion
 
 
 @torch.no_grad()
-def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear]) -> Tensor:
+def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int]) -> Tensor:
     """Return one matrix over all streams, in float32.
 
     Args:
         frozen: W.
-        added: what widens it, bottom up; a W12 writes into the rows of W, and is 0 where it does not exist.
+        added: what widens it, each after its parent; a W12 writes into the rows of W, and is 0 where there is none.
+        parents: of each of them the stream below it: 0 is the base's, k that of the k-th.
     """
-    weight = frozen.weight.detach().float()
-    for linear in added:
-        right = torch.zeros(len(weight), linear.weight_22.shape[1], device=weight.device)
+    widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
+    streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
+    rows = [frozen.weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)]
+    rows[0][:, streams[0]] = frozen.weight
+    read = [[streams[0]]]
+    for own, linear, parent in zip(streams[1:], added, parents, strict=True):
         if linear.weight_12 is not None:
-            right[: frozen.out_features] = linear.weight_12
-        below = torch.cat([linear.weight_21, linear.weight_22], dim=1).float()
-        weight = torch.cat([torch.cat([weight, right], dim=1), below])
-    return weight
+            rows[0][:, own] = linear.weight_12
+        of_this = rows[0].new_zeros(len(linear.weight_22), sum(widths))
+        below = linear.weight_21.split([one.stop - one.start for one in read[parent]], dim=1)
+        for stream, block in zip([*read[parent], own], [*below, linear.weight_22], strict=True):
+            of_this[:, stream] = block
+        rows.append(of_this)
+        read.append([*read[parent], own])
+    return torch.cat(rows)
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def initialise_expansion(
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
         for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
-            _initialise_linear(widened, dense_weight(frozen, widening), start, std, generator)
+            _initialise_linear(widened, dense_weight(frozen, widening, range(len(widening))), start, std, generator)
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
 
 
-def expansion_norms(model: ScaleForCausalLM) -> dict[str, ExpansionNorm]:
+def expansion_norms(model: WidenedModel) -> dict[str, ExpansionNorm]:
     """Return the norms of all expansions by name, each expansion's bottom up."""
     return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
 
 
 @contextmanager
-def measured_stream_ratios(model: ScaleForCausalLM) -> Iterator[dict[str, Tensor]]:
+def measured_stream_ratios(model: WidenedModel) -> Iterator[dict[str, Tensor]]:
     """Yield the largest rms(u) / rms(x) of any position that each norm meets in the body, by the norm's name.
 
     Scalars on the model's device, of the forward passes that there are: nothing is computed twice or waited for.

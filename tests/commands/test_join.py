@@ -285,3 +285,17 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
     with pytest.raises(PreservationError, match="the head korean does not compute what it does alone"):
         join([runs["korean"].output_dir], tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: Runs, tmp_path: Path) -> None:
+    members = [runs[name].output_dir for name in ("korean", "upon")]
+    bitwise, plain = tmp_path / "bitwise", tmp_path / "plain"
+    join(members, bitwise, prior=None, switch_rate=0.0)
+    join(members, plain, prior=None, switch_rate=0.0, folder_format="llama")
+    assert verify(plain).checks[0].held == ["hashes", "logits, routed and plain"]
+    assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
+    sampling = Sampling(max_new_tokens=8)
+    ((said,), (plainly,)) = (Generator(at).continue_all(["Once upon a time"], sampling) for at in (bitwise, plain))
+    assert said.text == plainly.text
+    with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
+        join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")

@@ -93,6 +93,22 @@ def test_of_a_joined_model_there_is_a_stream_for_every_member_and_the_prior_is_t
     assert router_keys(model) == {"stream_sizes": [32, 16, 32], "parents": [0, 0], "prior": 1 / 3, "switch_rate": 0.0}
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@torch.no_grad()
+def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str, tmp_path: Path) -> None:
+    base = tiny(family, tmp_path / "base")
+    one = as_if_trained(widen(base, "preserve"))
+    upon = as_if_trained(widen(one, "preserve", ratio=0.5), seed=2)
+    two = as_if_trained(widen(base, "preserve", ratio=0.75), seed=3)
+    model = joined(base, one=(0, one), two=(0, two), upon=(1, upon))
+    router, wanted = router_keys(model), model.routed_logits(model.final_states(IDS, preserved=True))
+    assert router is not None
+    assert router["parents"] == [0, 0, 1]
+    got = heads_of(dense_model(model, "float32", [IDS]), router)
+    for logits, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "method",
     [
