@@ -296,6 +296,6 @@ def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: 
     assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
     sampling = Sampling(max_new_tokens=8)
     ((said,), (plainly,)) = (Generator(at).continue_all(["Once upon a time"], sampling) for at in (bitwise, plain))
-    assert said.text == plainly.text
+    assert said.completion == plainly.completion
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
