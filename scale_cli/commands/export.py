@@ -56,15 +56,13 @@ class ExportSummary:
     export_format: str
     variant: str
     parity: Parity
-    has_new_tokens: bool
 
     def lines(self) -> list[str]:
         """Return aligned lines."""
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         lines = [f"format         {self.export_format}: {_DESCRIPTIONS[self.export_format]}"]
         if self.parity.routed is not None:
-            in_vllm = "" if self.has_new_tokens else ", or in vLLM with our plug-in"
-            lines.append(f"routed         with trust_remote_code=True, by `scale serve`{in_vllm}")
+            lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
         elif self.export_format == "llama" and self.variant == "route":
             lines.append("note           it holds the adaptation head; this router needs export.format=transformers")
         return [
@@ -142,7 +140,7 @@ def export(config: RunConfig) -> ExportSummary:
         licence = base_licence(config.model)
         licence.copy_files(partial)
         write_card(partial, config, parity, licence)
-    return ExportSummary(folder, export_format, config.method.variant, parity, config.method.vocabulary is not None)
+    return ExportSummary(folder, export_format, config.method.variant, parity)
 
 
 def export_folder(config: RunConfig) -> Path:

@@ -44,10 +44,6 @@ def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainl
         raise UsageError(
             f"{folder}: its config.json has no {KEY}: it cannot be served routed; --plain serves what it holds"
         )
-    if chosen == "vllm" and "new_tokens" in config[KEY]:
-        raise UsageError(
-            f"{folder}: vLLM does not route new tokens (method.vocabulary); --plain, or --engine transformers"
-        )
     if chosen == "vllm":
         architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
         flags = ["--hf-overrides", architectures]

@@ -160,17 +160,20 @@ class PieceShares:
     def __call__(self, logits: Tensor) -> Tensor:
         """Return (..., V + N) float32 of (..., V): old tokens, and then the new ones."""
         if logits.device not in self._made:
-            first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
-            sharing_V = torch.bincount(first_N, minlength=logits.shape[-1]).double()
-            kept_V = torch.zeros_like(sharing_V)
-            kept_V[own_N] = -sharing_V[own_N].log1p()
-            given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
-            given_V[own_N] = kept_V[own_N]
-            added = torch.cat([kept_V, given_V[first_N]]).float()
-            sources = torch.cat([torch.arange(len(kept_V)), first_N])
+            sources, added = self.table(logits.shape[-1])
             self._made[logits.device] = sources.to(logits.device), added.to(logits.device)
         sources, added = self._made[logits.device]
         return logits.float()[..., sources] + added
+
+    def table(self, num_old: int) -> tuple[Tensor, Tensor]:
+        """Return of every token, the new ones last, whose logit it has from the base, and what is added to that."""
+        first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
+        sharing_V = torch.bincount(first_N, minlength=num_old).double()
+        kept_V = torch.zeros_like(sharing_V)
+        kept_V[own_N] = -sharing_V[own_N].log1p()
+        given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
+        given_V[own_N] = kept_V[own_N]
+        return torch.cat([torch.arange(num_old), first_N]), torch.cat([kept_V, given_V[first_N]]).float()
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

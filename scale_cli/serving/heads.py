@@ -3,7 +3,7 @@
     z_0 = H x        z_k = z_parent(k) + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
 
 One product over all columns is what the plain model computes. Kept apart, the columns of each stream give every head at
-that price.
+that price. Where the base lacks some tokens, its own head says what `model/routing.py` makes of z_0.
 
 Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of it.
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..model.routing import mix_logits
+from ..model.routing import PieceShares, mix_logits
 
 _ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
 
@@ -38,14 +39,55 @@ class Shard:
     sum: Callable[[Tensor], Tensor]
 
 
-def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], length: int) -> Tensor:
+class BasesShare:
+    """What the base's head says, on this device, of a vocabulary of which it lacks the last tokens.
+
+    Args:
+        shares: of its pieces' probability.
+        vocab_size: how many tokens there are in all.
+        shard: this device's.
+        device: where the tables lie.
+    """
+
+    def __init__(self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device) -> None:
+        sources_V, added_V = shares.table(vocab_size - len(shares.first))
+        self.sources_V, self.added_V = sources_V.to(device), added_V.to(device)
+        here, num_old = slice(shard.start, shard.start + shard.length), vocab_size - len(shares.first)
+        self.num_old = min(max(num_old - shard.start, 0), shard.length)
+        self.added_here_V = self.added_V[here]
+        self.pieces_P, piece_N = self.sources_V[num_old:].unique(return_inverse=True)
+        self.piece_here_N = piece_N[max(here.start - num_old, 0) : max(here.stop - num_old, 0)]
+        self.local_P = (self.pieces_P - shard.start).clamp(0, shard.length - 1)
+        self.is_here_P = self.pieces_P - shard.start == self.local_P
+        self.shard = shard
+
+    def __call__(self, part_TV: Tensor) -> Tensor:
+        """Return (T, V) of the logits that the base's columns give."""
+        pieces_TP = self.shard.sum(torch.where(self.is_here_P, part_TV[:, self.local_P].float(), 0.0))
+        of_new_TN = pieces_TP[:, self.piece_here_N]
+        said_TV = torch.cat([part_TV[:, : self.num_old].float(), of_new_TN], dim=-1) + self.added_here_V
+        return torch.cat([said_TV, part_TV[:, self.shard.length :].float()], dim=-1)
+
+
+def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None, length: int) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _added_up(parts, parents)], dim=-1)
+    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, of_base)], dim=-1)
 
 
-def scores_of(parts: Sequence[Tensor], parents: Sequence[int], log_weights_TK: Tensor, sizes_TK: Tensor) -> Tensor:
+def scores_of(
+    parts: Sequence[Tensor],
+    parents: Sequence[int],
+    of_base: Tensor | None,
+    log_weights_TK: Tensor,
+    sizes_TK: Tensor,
+) -> Tensor:
     """Return (T, V): the scores of the heads' mixture."""
-    return mix_logits(log_weights_TK.T, _added_up(parts, parents), sizes_TK.T)
+    return mix_logits(log_weights_TK.T, _heads(parts, parents, of_base), sizes_TK.T)
+
+
+def _heads(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None) -> list[Tensor]:
+    base, *others = _added_up(parts, parents)
+    return [base if of_base is None else of_base, *others]
 
 
 def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
@@ -66,6 +108,7 @@ class StreamHeads:
         shard: of the vocabulary.
         weight: (V, D), all columns, where they can be read one by one: a token's logits are then its row times the
             hidden row. None where they are quantised.
+        base: of z_0 what the base's head says; None where that is z_0 itself.
         sizes_of: the function of that name, or a compiled one.
         scores_of: likewise.
     """
@@ -75,43 +118,57 @@ class StreamHeads:
     parents: Sequence[int]
     shard: Shard
     weight: Tensor | None
+    base: BasesShare | None = None
     sizes_of: Callable[..., Tensor] = sizes_of
     scores_of: Callable[..., Tensor] = scores_of
 
     def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of this device's share of the vocabulary, and (T, K) the heads' log-sum-exps over all."""
         parts = self._parts(rows_TD)
-        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, self.shard.length))
-        return self.scores_of(parts, self.parents, log_weights_TK, sizes_TK), sizes_TK
+        of_base = None if self.base is None else self.base(parts[0])
+        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, of_base, self.shard.length))
+        return self.scores_of(parts, self.parents, of_base, log_weights_TK, sizes_TK), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; the logits of few rows are held at once."""
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
             parts = self._parts(rows)
-            chosen.append(self._chosen(parts, ids))
-            sizes.append(self.sizes_of(parts, self.parents, self.shard.length))
+            of_base = None if self.base is None else self.base(parts[0])
+            chosen.append(self._chosen(partial(_columns, parts), ids))
+            sizes.append(self.sizes_of(parts, self.parents, of_base, self.shard.length))
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`."""
         if self.weight is None:
-            return self.shard.sum(self._chosen(self._parts(rows_TD), ids_T))
-        local_T, ours_T = self._local(ids_T)
-        products_TD = rows_TD.float() * self.weight[local_T].float()
-        parts = [part.sum(dim=-1) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
+            return self.shard.sum(self._chosen(partial(_columns, self._parts(rows_TD)), ids_T))
+        return self.shard.sum(self._chosen(partial(self._products, self.weight, rows_TD), ids_T))
+
+    def _products(self, weight_VD: Tensor, rows_TD: Tensor, local_T: Tensor) -> list[Tensor]:
+        products_TD = rows_TD.float() * weight_VD[local_T].float()
         # Rounded as the head's own products are.
-        logits_TK = torch.stack(_added_up([part.to(rows_TD.dtype) for part in parts], self.parents), dim=-1)
-        return self.shard.sum(torch.where(ours_T[:, None], logits_TK, 0.0))
+        return [part.sum(dim=-1).to(rows_TD.dtype) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
 
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
         streams = rows_TD.split(list(self.stream_sizes), dim=-1)
         return [product(stream) for product, stream in zip(self.products, streams, strict=True)]
 
-    def _chosen(self, parts: Sequence[Tensor], ids_T: Tensor) -> Tensor:
+    def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor) -> Tensor:
+        """Return (T, K) logits of `ids_T`; 0 where another device has them.
+
+        Args:
+            parts_of: gives every stream's part (T,) of the logits of tokens that this device has.
+            ids_T: the tokens.
+        """
         local_T, ours_T = self._local(ids_T)
-        chosen = _added_up([part.gather(-1, local_T[:, None]) for part in parts], self.parents)
-        return torch.where(ours_T[:, None], torch.cat(chosen, dim=-1), 0.0)
+        chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)
+        chosen_TK = torch.where(ours_T[:, None], chosen_TK, 0.0)
+        if self.base is None:
+            return chosen_TK
+        local_T, ours_T = self._local(self.base.sources_V[ids_T])
+        of_base_T = torch.where(ours_T, parts_of(local_T)[0].float() + self.base.added_V[ids_T], 0.0)
+        return torch.cat([of_base_T[:, None], chosen_TK[:, 1:]], dim=-1)
 
     def _local(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         local_T = ids_T.long() - self.shard.start
@@ -120,3 +177,7 @@ class StreamHeads:
 
     def _over_all_devices(self, sizes_TK: Tensor) -> Tensor:
         return torch.logsumexp(self.shard.gather(sizes_TK), dim=0)
+
+
+def _columns(parts: Sequence[Tensor], local_T: Tensor) -> list[Tensor]:
+    return [part.gather(-1, local_T[:, None])[:, 0] for part in parts]

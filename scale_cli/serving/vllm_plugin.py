@@ -25,9 +25,9 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
-from ..model.routing import log_prior
+from ..model.routing import PieceShares, log_prior
 from .block_router import BlockRouter, Step, attach_state, detach_state
-from .heads import Shard, StreamHeads, scores_of, sizes_of
+from .heads import BasesShare, Shard, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
 # As vLLM does with functions like them: passes over all logits are made one.
@@ -52,12 +52,17 @@ class Routed:
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
         self.router = BlockRouter(prior_K, routing["switch_rate"]).to(self.lm_head.weight.device)
         self.columns, products, weight = head_products(self.lm_head, routing["stream_sizes"])
+        shard, base = shard_of(self.lm_head), None
+        if "new_tokens" in routing:
+            shares = PieceShares(**routing["new_tokens"])
+            base = BasesShare(shares, self.config.vocab_size, shard, self.lm_head.weight.device)
         self.heads = StreamHeads(
             products,
             routing["stream_sizes"],
             routing["parents"],
-            shard_of(self.lm_head),
+            shard,
             weight,
+            base,
             _compiled(sizes_of),
             _compiled(scores_of),
         )
@@ -163,7 +168,6 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
         )
     parallel, mode = vllm_config.parallel_config, vllm_config.compilation_config.cudagraph_mode
     refused = {
-        "new tokens (method.vocabulary)": "new_tokens" in routing,
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

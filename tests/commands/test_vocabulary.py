@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,11 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     assert any("new tokens     64;" in line for line in upscale(config).lines())
     train(config, None, lambda _: None)
     evaluate(config)
-    assert not [line for line in export(config).lines() if "vLLM" in line]
+    export(config)
 
     session = open_final(config)
     assert len(session.tokenizer) == 576
     folder = config.output_dir / "export/llama"
-    assert "our plug-in" not in (folder / "README.md").read_text(encoding="utf-8")
     told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to transformers 4
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
@@ -60,7 +60,8 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
 
 def test_of_english_the_base_says_what_it_says_without_new_tokens(shared_data: Path, tmp_path: Path) -> None:
     losses = []
-    for name, method in (("with", {}), ("without", {"vocabulary": None})):
+    methods: dict[str, dict[str, Any]] = {"with": {}, "without": {"vocabulary": None}}
+    for name, method in methods.items():
         (tmp_path / name).mkdir()
         config = config_of(shared_data, tmp_path / name, "route", **method)
         upscale(config)

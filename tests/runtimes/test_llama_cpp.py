@@ -269,8 +269,7 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
     kind: str, sentencepiece_base: Path, llama_cpp: Path, shared_data: Path, texts: list[str], tmp_path: Path
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
-    config = config_of(shared_data, tmp_path)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
+    config = config_of(shared_data, tmp_path, base=base)
     upscale(config)
     train(config, None, print)
     folder, file = export(config).folder, tmp_path / "grown.gguf"

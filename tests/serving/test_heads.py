@@ -13,15 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scale_cli.model.routing import mix_logits
-from scale_cli.serving.heads import Shard, StreamHeads
+from scale_cli.model.routing import PieceShares, mix_logits
+from scale_cli.serving.heads import BasesShare, Shard, StreamHeads
 
 STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
 VOCABULARY, PADDED = 11, 16
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
 ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
-IDS_T = torch.arange(9) % VOCABULARY
+IDS_T = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])
+EVEN_TK = torch.full((9, 4), 0.25).log()
+# All tokens are the base's, or it lacks the last so many: of some the first piece lies on the other device.
+every_vocabulary = pytest.mark.parametrize(
+    "shares",
+    [None, PieceShares([2, 1], [2]), PieceShares([0, 0, 3, 4, 0], [0, 4])],
+    ids=["all old", "2 new", "5 new"],
+)
 
 
 class Devices:
@@ -41,50 +48,62 @@ class Devices:
         return self.gather(rank, tensor).sum(dim=0)
 
 
-def heads(weight_VD: Tensor, shard: Shard, *, readable: bool) -> StreamHeads:
+def heads(weight_VD: Tensor, shard: Shard, shares: PieceShares | None, *, readable: bool) -> StreamHeads:
     columns = weight_VD.split(STREAMS, dim=1)
     products: list[Callable[[Tensor], Tensor]] = [partial(F.linear, weight=part) for part in columns]
-    return StreamHeads(products, STREAMS, PARENTS, shard, weight_VD if readable else None)
+    base = None if shares is None else BasesShare(shares, VOCABULARY, shard, weight_VD.device)
+    return StreamHeads(products, STREAMS, PARENTS, shard, weight_VD if readable else None, base)
 
 
-def alone(*, readable: bool = True) -> StreamHeads:
-    return heads(WEIGHT_VD, Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor), readable=readable)
+def alone(shares: PieceShares | None = None, *, readable: bool = True) -> StreamHeads:
+    shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
+    return heads(WEIGHT_VD, shard, shares, readable=readable)
 
 
-def expected_logits() -> Tensor:
+def expected_logits(shares: PieceShares | None = None) -> Tensor:
     """(T, K, V): every head as a product with the columns of its stream and of its ancestors'."""
     masks = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]])
     wide = masks.repeat_interleave(torch.tensor(STREAMS), dim=1)
-    return torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
+    logits_TKV = torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
+    if shares is not None:
+        logits_TKV[:, 0] = shares(logits_TKV[:, 0, : -len(shares.first)])
+    return logits_TKV
 
 
-def test_mixed_scores_are_of_every_parents_and_its_own_columns() -> None:
+@every_vocabulary
+def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: PieceShares | None) -> None:
     log_weights_TK = torch.randn(9, 4, generator=GENERATOR).log_softmax(dim=-1)
-    scores_TV, sizes_TK = alone().mix(ROWS_TD, log_weights_TK)
-    torch.testing.assert_close(scores_TV, mix_logits(log_weights_TK.T, expected_logits().transpose(0, 1)))
-    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(), dim=-1))
+    scores_TV, sizes_TK = alone(shares).mix(ROWS_TD, log_weights_TK)
+    torch.testing.assert_close(scores_TV, mix_logits(log_weights_TK.T, expected_logits(shares).transpose(0, 1)))
+    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(shares), dim=-1))
 
 
+@every_vocabulary
 @pytest.mark.parametrize("readable", [True, False])
-def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool) -> None:
-    expected = expected_logits().gather(-1, IDS_T[:, None, None].expand(-1, 4, 1))[..., 0]
-    torch.testing.assert_close(alone(readable=readable).logits_of(ROWS_TD, IDS_T), expected)
-    logits_TK, sizes_TK = alone(readable=readable).observe(ROWS_TD, IDS_T)
+def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool, shares: PieceShares | None) -> None:
+    expected = expected_logits(shares).gather(-1, IDS_T[:, None, None].expand(-1, 4, 1))[..., 0]
+    torch.testing.assert_close(alone(shares, readable=readable).logits_of(ROWS_TD, IDS_T), expected)
+    logits_TK, sizes_TK = alone(shares, readable=readable).observe(ROWS_TD, IDS_T)
     torch.testing.assert_close(logits_TK, expected)
-    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(), dim=-1))
+    torch.testing.assert_close(sizes_TK, torch.logsumexp(expected_logits(shares), dim=-1))
 
 
+@every_vocabulary
 @pytest.mark.parametrize("readable", [True, False])
-def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool) -> None:
+def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool, shares: PieceShares | None) -> None:
     devices, padding = Devices(), torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
     halves = torch.cat([WEIGHT_VD, padding]).split(PADDED // 2)
 
-    def of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of(rank: int) -> tuple[Tensor, ...]:
         shard = Shard(8 * rank, (8, 3)[rank], partial(devices.gather, rank), partial(devices.sum, rank))
-        mine = heads(halves[rank], shard, readable=readable)
-        return mine.logits_of(ROWS_TD, IDS_T), *mine.observe(ROWS_TD, IDS_T)
+        mine = heads(halves[rank], shard, shares, readable=readable)
+        mixed_TV, _ = mine.mix(ROWS_TD, EVEN_TK)
+        whole_TV = devices.gather(rank, F.pad(mixed_TV[:, : shard.length], (0, 8 - shard.length)))
+        whole_TV = whole_TV.transpose(0, 1).flatten(1)[:, :VOCABULARY]
+        return mine.logits_of(ROWS_TD, IDS_T), *mine.observe(ROWS_TD, IDS_T), whole_TV
 
-    one = alone().logits_of(ROWS_TD, IDS_T), *alone().observe(ROWS_TD, IDS_T)
+    whole = alone(shares)
+    one = whole.logits_of(ROWS_TD, IDS_T), *whole.observe(ROWS_TD, IDS_T), whole.mix(ROWS_TD, EVEN_TK)[0]
     with ThreadPoolExecutor(2) as threads:
         for both in threads.map(of, range(2)):
             for found, expected in zip(both, one, strict=True):

@@ -3,8 +3,8 @@
     python ask.py QUESTIONS.json ANSWERS.json
 
 The questions are jobs, an engine each: its folder and options, and rounds of prompts with how to sample. Of every
-prompt of a round come the tokens of all its continuations, the log-probabilities that were asked for, and the counters
-of the engine after the round.
+prompt of a round come its tokens and those of all its continuations, the log-probabilities that were asked for, and the
+counters of the engine after the round.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def answers_of_round(engine: LLM, asked: dict[str, Any]) -> dict[str, Any]:
     sampling = dict(asked["sampling"])
     if "choice" in sampling:
         sampling["structured_outputs"] = StructuredOutputsParams(choice=sampling.pop("choice"))
-    prompts: Any = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    prompts: Any = [of if isinstance(of, str) else {"prompt_token_ids": of} for of in asked["prompts"]]
     outputs = engine.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
     return {
+        "prompts": [list(output.prompt_token_ids) for output in outputs],
         "tokens": [[list(one.token_ids) for one in output.outputs] for output in outputs],
         "text": [[one.text for one in output.outputs] for output in outputs],
         "log_probs": [[_of_tokens(one.logprobs, one.token_ids) for one in output.outputs] for output in outputs],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights
+from scale_cli.model.routing import PieceShares, log_prior, mix_logits, posterior_log_weights
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
@@ -34,6 +34,9 @@ SIZES: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}}
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
+LACKING = f"{SHARED}; the base lacks some tokens"
+NUM_NEW = 40
+NEW_TOKENS = {"first": [index % 7 for index in range(NUM_NEW)], "own": [0, 3, 5]}
 SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -48,7 +51,7 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 
 
 @torch.no_grad()
-def routed_log_probs(model: Any, switch_rate: float) -> Tensor:
+def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, list[int]] | None = None) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
     hidden = model.model(input_ids=IDS).last_hidden_state
     parts = [
@@ -58,6 +61,8 @@ def routed_log_probs(model: Any, switch_rate: float) -> Tensor:
     heads = [parts[0]]
     for parent, part in zip(PARENTS, parts[1:], strict=True):
         heads.append(heads[parent] + part)
+    if new_tokens is not None:
+        heads[0] = PieceShares(**new_tokens)(heads[0][..., :-NUM_NEW])
     logits_KBTV = torch.stack(heads)
     next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]
@@ -79,6 +84,8 @@ def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> d
         model = AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(folder)
         expected[family] = routed_log_probs(model, SWITCH_RATES[family])
+        if family == "Llama":
+            expected[LACKING] = routed_log_probs(model, SWITCH_RATES[family], NEW_TOKENS)
         tell_of_the_router(folder, SWITCH_RATES[family])
         routed = {"hf_overrides": {"architectures": [f"ScaleRouted{family}ForCausalLM"]}}
         sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
@@ -87,22 +94,24 @@ def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> d
     shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     jobs[SHARED] = jobs["Llama"] | {"engine": {**jobs["Llama"]["engine"], **shared}}
     expected[SHARED] = expected["Llama"]
+    lacking = {"scale_router": {**router(SWITCH_RATES["Llama"]), "new_tokens": NEW_TOKENS}}
+    overrides = {"hf_overrides": {**jobs[SHARED]["engine"]["hf_overrides"], **lacking}}
+    jobs[LACKING] = jobs[SHARED] | {"engine": {**jobs[SHARED]["engine"], **overrides}}
     answers = ask(jobs, root)
     return {name: (answers[name], expected[name]) for name in jobs}
 
 
+def router(switch_rate: float) -> dict[str, Any]:
+    return {"stream_sizes": STREAMS, "parents": PARENTS, "prior": PRIOR, "switch_rate": switch_rate}
+
+
 def tell_of_the_router(folder: Path, switch_rate: float) -> None:
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    told["scale_router"] = {
-        "stream_sizes": STREAMS,
-        "parents": PARENTS,
-        "prior": PRIOR,
-        "switch_rate": switch_rate,
-    }
+    told["scale_router"] = router(switch_rate)
     (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, SHARED])
+@pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING])
 def test_a_family_routes_among_its_heads_as_torch_does(
     family: str, served_and_expected: dict[str, tuple[Any, Tensor]]
 ) -> None:
