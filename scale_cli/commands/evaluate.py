@@ -95,7 +95,7 @@ def write_report(
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         report.save(partial)
         drawn = is_drawable(report) and is_installed("matplotlib")
-        write_text(partial / "report.md", markdown(report, config.method.router, PICTURE if drawn else None))
+        write_text(partial / "report.md", markdown(report, config.method, PICTURE if drawn else None))
         if drawn:
             png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
         write_text(partial / "scale.yaml", dump_config(config))

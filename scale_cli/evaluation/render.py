@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from scale_cli.config.names import language_name, method_name
-from scale_cli.config.schema import RouterConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (
     HEADS,
@@ -79,7 +79,8 @@ def _corpus_rows(report: Report) -> list[list[str]]:
                 if corpus.language == language:
                     figures = [number(corpus.heads[head].bits_per_byte) for head in _heads_shown(report)]
                     difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
-                    rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, ""])
+                    per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
+                    rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
     return rows
 
 
@@ -116,24 +117,31 @@ def _verdict(head: BenchmarkHead) -> str:
     return p_value(head.p_holm) if shows_difference(head.p_holm) else NO_DIFFERENCE
 
 
-def markdown(report: Report, router: RouterConfig, picture: str | None) -> str:
+def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
     """Return report.md.
 
     Args:
         report: what was measured.
-        router: that it was measured under.
+        method: that it was measured of.
         picture: name of a file beside it; None where there is none.
     """
     served = "the adaptation head" if report.served == "adapted" else f"both heads, routed by the {report.served} rule"
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
+    router, has_own_tokens = method.router, method.vocabulary is not None
     return pages.markdown(
         "evaluation.md.j2",
         report=report,
         trained_by=method_name(report.variant),
         served=served,
         picture=picture,
+        has_own_tokens=has_own_tokens,
         corpora=[
-            (corpus, language_name(corpus.language), meaning, _corpus_table(corpus, report.served).markdown())
+            (
+                corpus,
+                language_name(corpus.language),
+                meaning,
+                _corpus_table(corpus, report.served, has_own_tokens).markdown(),
+            )
             for role, meaning in _ROLES.items()
             for corpus in report.with_role(role)
         ],
@@ -152,7 +160,8 @@ def markdown(report: Report, router: RouterConfig, picture: str | None) -> str:
     )
 
 
-def _corpus_table(corpus: CorpusResult, served: str) -> Table:
+def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:
+    """Return every head's figures; of tokens that no other run has, those alone that compare."""
     titles = [
         "head", "nats/token", "perplexity", "bits/byte", "bits/byte - base [95 %]", "nats/token - base [95 %]",
         "worst document, nats",
@@ -167,7 +176,10 @@ def _corpus_table(corpus: CorpusResult, served: str) -> Table:
         ]
         for name, head in ((name, corpus.heads[name]) for name in HEADS)
     ]
-    return Table(titles, rows, "lrrrrrr")
+    of_tokens = {"nats/token", "perplexity", "nats/token - base [95 %]"} if has_own_tokens else set()
+    kept = [index for index, title in enumerate(titles) if title not in of_tokens]
+    shown = [[row[index] for index in kept] for row in (titles, *rows)]
+    return Table(shown[0], shown[1:], "l" + "r" * (len(kept) - 1))
 
 
 def _differences(head: HeadResult) -> list[str]:

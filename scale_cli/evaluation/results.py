@@ -51,6 +51,11 @@ class CorpusResult:
     num_bytes: int
     heads: dict[str, HeadResult]
 
+    @property
+    def bytes_per_token(self) -> float:
+        """How much text a token is."""
+        return self.num_bytes / self.num_tokens
+
 
 @dataclass(frozen=True)
 class BenchmarkHead:

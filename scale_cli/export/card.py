@@ -70,7 +70,7 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     return markdown(
         "export_card.md.j2",
         **shared_values(record, runs, licence, config.method.variant, library),
-        loading=loading(kind, architecture, config.model.dtype, has_new_tokens=config.method.vocabulary is not None),
+        loading=loading(kind, architecture, config.model.dtype),
         config=config,
         report=report,
         stages=stages,
@@ -89,11 +89,11 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     )
 
 
-def loading(kind: str, architecture: str = "", dtype: str = "", *, has_new_tokens: bool = False) -> Markup:
+def loading(kind: str, architecture: str = "", dtype: str = "") -> Markup:
     """Return how a folder is loaded: of a format, of a plain one that can route too (routed), or by PEFT (peft)."""
     least = ".".join(map(str, LEAST_TRANSFORMERS))
     values = {"kind": kind, "architecture": architecture, "dtype": dtype, "least_transformers": least}
-    return Markup(markdown("card_loading.md.j2", **values, has_new_tokens=has_new_tokens).strip("\n"))
+    return Markup(markdown("card_loading.md.j2", **values).strip("\n"))
 
 
 def shared_values(
@@ -254,7 +254,17 @@ def _figures(report: Report, answers: str) -> Table:
         head = corpus.heads[answers]
         figures = [number(corpus.heads["base"].bits_per_byte), number(head.bits_per_byte)]
         named = [corpus.name, f"{language_name(corpus.language)}, {corpus.role}", f"{corpus.num_documents:,}"]
+        named.append(f"{corpus.bytes_per_token:.2f}")
         difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
-    titles = ["held-out", "", "documents", "base", "this model", "difference [95 %]", "worst document, nats"]
-    return Table(titles, rows, "l" * 7)
+    titles = [
+        "held-out",
+        "",
+        "documents",
+        "bytes/token",
+        "base",
+        "this model",
+        "difference [95 %]",
+        "worst document, nats",
+    ]
+    return Table(titles, rows, "l" * 8)

@@ -15,7 +15,7 @@ from lm_eval.tasks.kobest.utils import macro_f1_score
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import RouterConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
@@ -196,7 +196,7 @@ def pages() -> Callable[[], tuple[list[str], str]]:
                 measured("kobest_x", answered(alike, [0, 1] * 10), "ko", macro_f1=True),
             ]
         )
-        return terminal_lines(report), markdown(report, RouterConfig(), None)
+        return terminal_lines(report), markdown(report, MethodConfig(variant="route"), None)
 
     return pages
 

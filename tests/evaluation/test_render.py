@@ -14,13 +14,15 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from scale_cli.config.schema import RouterConfig
+from scale_cli.config.schema import MethodConfig, RouterConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.report.figures import png
 from scale_cli.report.numbers import Interval, with_interval
+
+ROUTE = MethodConfig(variant="route")
 
 
 def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
@@ -103,7 +105,7 @@ def test_a_report_survives_json_whatever_was_measured(of_losses: dict[str, Any])
 @pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
 def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dict[str, Any]) -> None:
     made = report(**of_losses)
-    text = markdown(made, RouterConfig(), "picture.png")
+    text = markdown(made, ROUTE, "picture.png")
     assert "![" in text and "(picture.png)" in text
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
@@ -115,7 +117,7 @@ def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dic
         assert f"{result.num_tokens:,} tokens" in section
     assert "not finite" in text or not of_losses.get("broken")
     assert not re.search(r"\b(nan|inf|None)\b", text)
-    assert "![" not in markdown(made, RouterConfig(), None)
+    assert "![" not in markdown(made, ROUTE, None)
 
 
 def test_figures_are_the_documents_own() -> None:
@@ -154,14 +156,26 @@ def test_a_perplexity_beyond_floating_point_is_no_figure() -> None:
 
 @pytest.mark.parametrize("variant", ["full", "lora", "freeze", "llama-pro"])
 def test_a_baseline_is_not_called_scale(variant: str) -> None:
-    assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), RouterConfig(), None)
-    assert "Trained by SCALE-Route:" in markdown(report(), RouterConfig(), None)
+    assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE, None)
+    assert "Trained by SCALE-Route:" in markdown(report(), ROUTE, None)
 
 
 def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -> None:
-    told = markdown(report(), RouterConfig(prior=0.9), None)
+    told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)), None)
     assert "0.105 at most" in told and "does not cover" in told
-    assert "at most (" not in markdown(report(), RouterConfig(switch_rate=0.1), None)
+    switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
+    assert "at most (" not in markdown(report(), switching, None)
+
+
+def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
+    own = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
+    assert "nats/token" in markdown(report(), ROUTE, None) and "perplexity" in markdown(report(), ROUTE, None)
+    told = markdown(report(), own, None)
+    assert "nats/token" not in told and "perplexity" not in told and "bits/byte" in told
+    corpora = report().corpora
+    for lines in (told.splitlines(), terminal_lines(report())):
+        assert sum(" a token." in line or "bytes/token" in line for line in lines) == len(corpora)
+    assert f"{corpora[0].num_bytes / corpora[0].num_tokens:.2f} a token" in told
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -196,4 +210,4 @@ def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
     made = report()
     only_korean = Report(**{**vars(made), "corpora": made.with_role("acquisition")})
     assert [line for line in terminal_lines(only_korean) if "retention" in line] == []
-    assert "petitions" in markdown(only_korean, RouterConfig(), None)
+    assert "petitions" in markdown(only_korean, ROUTE, None)
