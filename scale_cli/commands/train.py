@@ -40,6 +40,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState, read_corpora
+from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
 from scale_cli.training.checkpoint import (
@@ -48,6 +49,7 @@ from scale_cli.training.checkpoint import (
     check_base,
     checkpoints,
     describe_run,
+    kept_beside_moments,
     load_checkpoint,
     newest_whole_checkpoint,
 )
@@ -287,6 +289,7 @@ def _open_run(
         for warning in repetition_warnings(init_from, config, contents):
             log(f"warning: {warning}")
     model = session.load_to_train(config.seed)
+    base_weights = start_to_decay_to(model, sizes)
     if init_from is not None:
         load_trained(model, init_from)
     if (begun := start or init_from) is not None:
@@ -296,8 +299,10 @@ def _open_run(
         wrapped = shard_model(model, accelerator, sizes)
     else:
         wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
-    optimiser = build_optimiser(model, sizes)
-    state = TrainState() if start is None else load_checkpoint(start, model, optimiser)
+    optimiser = build_optimiser(model, sizes, base_weights)
+    state = TrainState()
+    if start is not None:
+        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
     if state.best is not None and not run_folder.checkpoint(state.best.step).is_dir():
         log(f"warning: {run_folder.checkpoint(state.best.step)}: the best so far is not there; the rest is chosen from")
         state = replace(state, best=None)

@@ -337,6 +337,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _trains_what_decays_to_the_base(self) -> RunConfig:
+        if self.train.decay_to_base and not self.method.trains_base_weights:
+            raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
+        return self
+
+    @model_validator(mode="after")
     def _learns_tokens_of_its_sources(self) -> RunConfig:
         if (vocabulary := self.method.vocabulary) is None:
             return self

@@ -47,6 +47,13 @@ class AverageConfig(Section):
     )
 
 
+class LookaheadConfig(Section):
+    """Every so many steps what trains goes back, but for a share of the way it has come: with replay, MER."""
+
+    every_steps: Steps = Field(description="from one to the next")
+    share: float = Field(default=0.5, gt=0.0, le=1.0, description="of the way since the last one that is kept")
+
+
 class TrainConfig(Section):
     """How it is trained."""
 
@@ -79,6 +86,9 @@ class TrainConfig(Section):
     average: AverageConfig | None = Field(
         default=None, description="final/ holds the mean of the weights over several steps; null: the last ones"
     )
+    lookahead: LookaheadConfig | None = Field(
+        default=None, description="what trains goes back part of its way every few steps; null: never"
+    )
     min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="the last rate, relative to lr")
     schedule: Accepted[Literal["cosine", "linear", "constant", "wsd", "infinite"]] = Field(
         default="cosine",
@@ -102,6 +112,10 @@ class TrainConfig(Section):
         default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
     )
     weight_decay: Accepted[float] = Field(default=0.1, ge=0.0, le=100.0, description="by either optimiser")
+    decay_to_base: Accepted[bool] = Field(
+        default=False,
+        description="weight_decay draws what trains to the base's weights instead of 0, embeddings and gains too",
+    )
     adam_beta1: Accepted[float] = Field(default=0.9, ge=0.0, lt=1.0, description="of the gradient's average")
     adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
     adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
@@ -163,6 +177,12 @@ class TrainConfig(Section):
         if self.optimiser == "muon" and self.sharding != "none":
             raise ValueError(
                 f"optimiser: muon goes with sharding: none, not with {self.sharding}: it needs whole matrices"
+            )
+        if self.decay_to_base and self.sharding != "none":
+            raise ValueError(f"decay_to_base: true goes with sharding: none, not with {self.sharding}")
+        if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
+            raise ValueError(
+                f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
             )
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")

@@ -19,10 +19,10 @@ class Parameters:
 
     num_frozen: int  # that no optimiser moves
     num_trainable: int  # that one does
-    frozen_bytes: int  # in the dtype they are held in
+    frozen_bytes: int  # in the dtype they are held in, and of the start that what trains may decay to
     trainable_bytes: int  # of the float32 master copy
-    # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix, and the average where one is
-    # asked for
+    # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix; the average and
+    # lookahead's slow weights where they are asked for
     moments_bytes: int
 
     @classmethod
@@ -31,15 +31,16 @@ class Parameters:
         parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
         frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
         trainable = [parameters[name] for name in kinds]
-        beside = 0 if train.average is None else 1
+        trainable_bytes = sum(parameter.nbytes for parameter in trainable)
+        beside = sum(kept is not None for kept in (train.average, train.lookahead))
         moments = [
             parameters[name].nbytes * (len(moments_of(kind, train.optimiser)) + beside) for name, kind in kinds.items()
         ]
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(parameter.nbytes for parameter in frozen),
-            trainable_bytes=sum(parameter.nbytes for parameter in trainable),
+            frozen_bytes=sum(parameter.nbytes for parameter in frozen) + train.decay_to_base * trainable_bytes,
+            trainable_bytes=trainable_bytes,
             moments_bytes=sum(moments),
         )
 
@@ -53,10 +54,10 @@ class Parameters:
 class Memory:
     """Bytes that one process holds at its fullest: from the last forward to the first backward product of a step."""
 
-    frozen: int  # weights that do not train
+    frozen: int  # weights that do not train; with `train.decay_to_base` the start of those that do
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
-    moments: int  # the optimiser's, and the average
+    moments: int  # the optimiser's, the average, lookahead's slow weights
     saved: int  # what a micro-batch keeps for the backward pass, weights in autocast's precision included
     head: int  # logits at once, and what becomes of them
 

@@ -2,7 +2,8 @@
 
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
-    optimiser.safetensors  the moments of every trainable parameter, and its average (`train.average`)
+    optimiser.safetensors  the moments of every trainable parameter, its average (`train.average`) and slow weights
+                           (`train.lookahead`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
     position.json          step, tokens seen, where the time went
     token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
@@ -14,7 +15,7 @@ kind is read by any number of processes, sharded or not. When and on which threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from scale_cli.storage.atomic import (
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, BranchPoint, TrainState
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
+from scale_cli.training.anchors import SLOW, keeps_slow_weights
 from scale_cli.training.averaging import AVERAGE, first_averaged
 from scale_cli.training.optimiser import (
     empty_optimiser_tensors,
@@ -236,11 +238,26 @@ def has_moments(folder: Path) -> bool:
     return (folder / _OPTIMISER).is_file() or has_shards(folder)
 
 
-def load_checkpoint(folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer) -> TrainState:
-    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now."""
+def kept_beside_moments(folder: Path) -> list[str]:
+    """Return what a checkpoint holds of every parameter beside its moments, and a run that goes on takes up."""
+    train, step = load_config(folder / "scale.yaml").train, TrainState.load(folder).step
+    begins = first_averaged(train)
+    averages = [AVERAGE] if begins is not None and step > begins else []
+    return [*averages, SLOW] if keeps_slow_weights(train, step) else averages
+
+
+def load_checkpoint(
+    folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer, beside: Sequence[str] = ()
+) -> TrainState:
+    """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
+
+    Args:
+        folder: the checkpoint.
+        model: gets its parameters.
+        optimiser: gets its moments.
+        beside: what else the optimiser gets of it (`kept_beside_moments`); another run begins without.
+    """
     state = TrainState.load(folder)
-    begins = first_averaged(load_config(folder / "scale.yaml").train)
-    beside = [AVERAGE] if begins is not None and state.step > begins else []
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, *beside)
         load_shards(folder, {**trainable_parameters(model), **moments})

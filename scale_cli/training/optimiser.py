@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
+
+# Of a group, where it does not decay to 0: what its parameters decay to.
+START = "start"
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
 # of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/recipe.md).
@@ -40,21 +44,27 @@ def rates_of(model: nn.Module, train: TrainConfig) -> Rates:
     return replace(of_start, **train.lr_multipliers.model_dump(exclude_none=True))
 
 
-def build_optimiser(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+def build_optimiser(
+    model: nn.Module, train: TrainConfig, start: Mapping[str, Tensor] | None = None
+) -> torch.optim.Optimizer:
     """Return an optimiser over the trainable parameters, a group for each kind; nothing frozen has any state.
 
     AdamW, or of `muon` Muon on the matrices, each block by itself and LoRA's two factors too, and AdamW on the rest.
     Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
-    step in which their token does not occur.
+    step in which their token does not occur. Towards a `start`, given by name, it acts on everything, and not by the
+    optimiser (`training/anchors.py`).
     """
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
     def group(kind: Kind, multiplier: float, decay: float) -> list[dict[str, Any]]:
-        members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
+        members = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
+        decays: dict[str, Any] = {"weight_decay": decay}
+        if start:
+            decays = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
         moments = {"moments": moments_of(kind, train.optimiser)}
-        return [{"params": members, "lr_multiplier": multiplier, "weight_decay": decay, **moments}] if members else []
+        return [{"params": [*members.values()], "lr_multiplier": multiplier, **decays, **moments}] if members else []
 
     rest = [*group("embedding", rates.embedding, 0.0), *group("gains", rates.gains, 0.0)]
     rest += group("head", rates.head, train.weight_decay)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
+from scale_cli.training.anchors import decay_to_start, lookahead
 from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
@@ -83,7 +84,7 @@ def train_step(
         optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
         batches: of the whole run.
         step: counted from 0.
-        train: learning rate, clipping, precision, average.
+        train: learning rate, clipping, precision, lookahead, average.
         between_micro_batches: what it raises ends the step before anything is updated.
     """
     num_tokens = batches.num_target_tokens(step)
@@ -106,16 +107,19 @@ def train_step(
     figures = torch.stack([loss, grad_norm.float()])
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
-    _update_where_finite(optimiser, figures)
+    with lookahead(optimiser, step, train):
+        _update_where_finite(optimiser, figures, train.weight_decay)
     update_average(optimiser, step, train)
     optimiser.zero_grad(set_to_none=True)
     return TakenStep(step, figures, lr, num_tokens)
 
 
-def _update_where_finite(optimiser: Any, figures: Tensor) -> None:
+def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -> None:
     """Update, or leave weights, moments and step counts as they are: the device decides, this process does not wait."""
+    finite = torch.isfinite(figures).all()
+    decay_to_start(optimiser, weight_decay, finite)
     # What gradient scalers tell a fused optimiser by (`torch/optim/adam.py`).
-    optimiser.found_inf = (~torch.isfinite(figures).all()).float()
+    optimiser.found_inf = (~finite).float()
     try:
         optimiser.step()
     finally:

@@ -62,10 +62,18 @@ OTHERWISE = (
     "method.distillation.weight=1",
     "corpus.sources.1.role=replay",
     "train.average={kind: ema, steps: 3}",
+    "train.lookahead={every_steps: 3}",
+)
+TO_THE_BASE = (
+    "method.variant=full",
+    "method.collaboration.layers=null",
+    "train.decay_to_base=true",
+    "train.lookahead={every_steps: 2}",
+    "train.average={kind: tail, steps: 7}",
 )
 
 
-@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged"])
+@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged, lookahead"])
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
@@ -139,7 +147,7 @@ def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert TrainState.load(tmp_path).tokens_per_s == 300
 
 
-@pytest.mark.parametrize("overrides", [(), ("train.average={kind: tail, steps: 7}",)], ids=["", "averaged"])
+@pytest.mark.parametrize("overrides", [(), TO_THE_BASE], ids=["", "averaged, to the base"])
 def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

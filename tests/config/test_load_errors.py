@@ -187,6 +187,12 @@ def test_preserve_with_a_collaborating_layer_is_refused(layers: str) -> None:
     assert "preserve" in message
 
 
+@pytest.mark.parametrize("variant", ["route", "lora"])
+def test_what_trains_none_of_the_bases_weights_does_not_decay_to_them(variant: str) -> None:
+    message = error_of(SMALLEST, f"method.variant={variant}", "train.decay_to_base=true")
+    assert f"train.decay_to_base: {variant} trains none of the base's weights" in message
+
+
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
 
 

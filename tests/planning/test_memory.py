@@ -92,11 +92,14 @@ def test_several_processes_hold_their_gradients_twice_and_nothing_else_more() ->
     assert together.total - together.gradients == alone.total - alone.gradients
 
 
-def test_an_average_is_as_large_as_what_trains_in_memory_and_in_a_checkpoint() -> None:
+def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_it_decays_to_is_frozen() -> None:
     model = without_weights(tiny_llama(vocab_size=VOCAB_SIZE), MethodConfig(variant="lora"))
-    plain, average = (
-        Parameters.of(model, TrainConfig.model_validate({"max_steps": 1, "average": average}))
-        for average in (None, {"kind": "ema"})
+    plain, average, ahead, to_base = (
+        Parameters.of(model, TrainConfig.model_validate({"max_steps": 1, **keys}))
+        for keys in ({}, {"average": {"kind": "ema"}}, {"lookahead": {"every_steps": 1}}, {"decay_to_base": True})
     )
-    assert average.moments_bytes - plain.moments_bytes == plain.trainable_bytes
-    assert average.checkpoint_bytes - plain.checkpoint_bytes == plain.trainable_bytes
+    for beside in (average, ahead):
+        assert beside.moments_bytes - plain.moments_bytes == plain.trainable_bytes
+        assert beside.checkpoint_bytes - plain.checkpoint_bytes == plain.trainable_bytes
+    assert to_base.frozen_bytes - plain.frozen_bytes == plain.trainable_bytes
+    assert to_base.checkpoint_bytes == plain.checkpoint_bytes

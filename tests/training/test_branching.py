@@ -98,6 +98,15 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeCo
         train(make_config("branch", *keys, *kept), "auto", lambda _: None)
 
 
+def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(make_config: MakeConfig) -> None:
+    keys = ("train.max_steps=2", "train.save_every_steps=1")
+    trunk, _ = begun(make_config("trunk", *keys, "train.average={kind: ema}"))
+    kept = (f"train.init_from={trunk.checkpoint(1)}", "train.init_moments=kept", "seed=5")
+    branch, _ = begun(make_config("branch", *keys, *kept))
+    assert are_equal(trained(branch.final), trained(branch.checkpoint(2)))
+    assert not [name for name in load_tensors(branch.checkpoint(2) / "optimiser.safetensors") if "average" in name]
+
+
 @pytest.mark.parametrize(
     ("keys", "kind", "told"),
     [

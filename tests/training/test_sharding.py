@@ -39,9 +39,10 @@ from tests.widening import tiny_llama
 pytestmark = pytest.mark.long
 
 SHARDINGS = ("none", "expansion", "all")
-# LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
-_RANK = "method.lora.rank=1"
 SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
+# LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
+_OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
+OF_BASELINES = {v: (f"method.variant={v}", *(_OF_LORA if v == "lora" else ())) for v in SHARDED_BASELINES}
 EVALUATED_BASELINES = ("freeze", "lora")
 # Without sharding four processes do what two do, and so does a checkpoint of theirs.
 IN_FOUR = ("expansion", "all")
@@ -103,13 +104,13 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train(add("one", evaluated), None, print)
     for variant in SHARDED_BASELINES:
         evaluated_too = [evaluated] if variant in EVALUATED_BASELINES else []
-        train(add(f"{variant}-one", f"method.variant={variant}", _RANK, *evaluated_too), None, print)
+        train(add(f"{variant}-one", *OF_BASELINES[variant], *evaluated_too), None, print)
     for sharding in SHARDINGS:
         add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", evaluated)
     for sharding in IN_FOUR:
         add(f"{sharding}-four", "train.micro_batch_size=1", f"train.sharding={sharding}")
     for variant, sharding in SHARDED_BASELINES.items():
-        settings = [f"method.variant={variant}", _RANK, "train.micro_batch_size=2", f"train.sharding={sharding}"]
+        settings = [*OF_BASELINES[variant], "train.micro_batch_size=2", f"train.sharding={sharding}"]
         add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
     trunk = RunFolder(configs["all-two"].output_dir).checkpoint(_SAVED_STEP)
     branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3")

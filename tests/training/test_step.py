@@ -12,6 +12,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import NonFiniteError, TrainingError
+from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.optimiser import (
     build_optimiser,
     load_optimiser_tensors,
@@ -122,8 +123,9 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     """
     method = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
     model = start_model(tiny_llama(vocab_size=64), method, 0)
-    train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name})
-    wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
+    anchors = {"decay_to_base": True, "lookahead": {"every_steps": 4}}
+    train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name, **anchors})
+    wrapped, optimiser = for_training(model, train), build_optimiser(model, train, start_to_decay_to(model, train))
     trained = trainable_parameters(model)
     train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 0, train).result()
 
