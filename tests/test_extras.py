@@ -82,7 +82,7 @@ def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
 ) -> None:
     without("peft")
     planned = plan(config, flops=1e12, utilisation=None, num_processes=1)
-    assert list(planned.refused) == ["lora"]
+    assert list(planned.refused) == ["lora", "osf"]
     assert "scale-cli[lora]" in planned.refused["lora"]
 
 

@@ -54,8 +54,8 @@ class BiographySummary:
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> BiographySummary:
     """Run the benchmark; what is there already, made with the same settings, is not made again."""
     require("matplotlib", "scale biography")
-    if any(compared.method.variant == "lora" for compared in config.methods):
-        require("peft", "methods: variant lora")
+    if any(compared.method.variant in ("lora", "osf") for compared in config.methods):
+        require("peft", "methods: variant lora, osf")
     folder = config.output_dir
     _claim(folder, config)
     curriculum = write_curriculum(config)

@@ -101,8 +101,8 @@ def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
     total, trainable = run.cost.total_parameters, run.cost.trainable_parameters
     if run.method.variant in ("full", "freeze"):
         return total, total
-    # LoRA is served merged; what LLaMA-Pro and the widened models train stays beside what the base holds.
-    return total - trainable, total - trainable if run.method.variant == "lora" else total
+    # LoRA and OSF are served merged; what LLaMA-Pro and the widened models train stays beside what the base holds.
+    return total - trainable, total - trainable if run.method.variant in ("lora", "osf") else total
 
 
 def mean_interval(intervals: Sequence[Interval]) -> Interval:

@@ -10,6 +10,7 @@ _NAMES = {
     "route": "SCALE-Route",
     "full": "full fine-tuning",
     "lora": "LoRA",
+    "osf": "OSF",
     "freeze": "partial fine-tuning",
     "llama-pro": "LLaMA-Pro",
 }
@@ -33,7 +34,8 @@ def method_in_words(method: MethodConfig) -> str:
             setting += f", distilled on replay (weight {method.distillation.weight:g})"
     else:
         setting = {
-            "lora": f", rank {method.lora.rank}",
+            "lora": f", rank {method.lora.rank}{' stabilised' if method.lora.rank_stabilised else ''}",
+            "osf": f", {method.osf.kept:.0%} of directions kept",
             "freeze": f", bottom {method.freeze.num_layers} layers frozen",
             "llama-pro": ", new blocks only",
         }.get(method.variant, "")

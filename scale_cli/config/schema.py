@@ -23,9 +23,15 @@ from scale_cli.config.values import (
 from scale_cli.config.vocabulary import VocabularyConfig
 
 WIDENED = ("preserve", "adapt", "route")
-Variant = Literal["preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro"]
-# The paper's learning rates (section on training details), where a config leaves train.lr out.
-_PAPER_LR = {"full": 1.0e-5, "lora": 1.0e-5, "freeze": 1.0e-5, "llama-pro": 2.0e-4}
+Variant = Literal["preserve", "adapt", "route", "full", "lora", "osf", "freeze", "llama-pro"]
+# Of a variant, where a config leaves them out of `train`: the paper's learning rates (section on training details); OSF
+# has the fine-tunings', and no decay, which would shrink what it leaves as the base has it.
+_LEFT_OUT = {
+    **{variant: {"lr": 1.0e-5} for variant in ("full", "lora", "freeze")},
+    "osf": {"lr": 1.0e-5, "weight_decay": 0.0},
+    "llama-pro": {"lr": 2.0e-4},
+}
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
 
@@ -111,11 +117,8 @@ class LoraConfig(Section):
 
     rank: int = Field(default=16, ge=1, le=2**16, description="of A and B")
     alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
-    targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        min_length=1,
-        description="projections that get adapters",
-    )
+    rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
+    targets: list[str] = Field(default=_PROJECTIONS, min_length=1, description="projections that get adapters")
     embeddings: bool = Field(
         default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
     )
@@ -125,6 +128,13 @@ class LoraConfig(Section):
         if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
             raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
         return self
+
+
+class OsfConfig(Section):
+    """Fine-tuning outside each matrix's largest singular directions, which stay as they are (PEFT)."""
+
+    kept: float = Field(default=0.5, gt=0.0, lt=1.0, description="share of a matrix's directions that stay")
+    targets: list[str] = Field(default=_PROJECTIONS, min_length=1, description="projections whose matrices train")
 
 
 class FreezeConfig(Section):
@@ -162,6 +172,7 @@ class MethodConfig(Section):
     distillation: DistillationConfig = DistillationConfig()
     vocabulary: VocabularyConfig | None = Field(default=None, description="tokens that are added; null: none")
     lora: LoraConfig = LoraConfig()
+    osf: OsfConfig = OsfConfig()
     freeze: FreezeConfig = FreezeConfig()
     llama_pro: LlamaProConfig = LlamaProConfig()
 
@@ -174,7 +185,7 @@ class MethodConfig(Section):
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         of_lora = self.variant == "lora" and self.lora.embeddings
-        return of_lora or self.variant in ("full", "freeze", "llama-pro")
+        return of_lora or self.variant in ("full", "osf", "freeze", "llama-pro")
 
     @property
     def routes_plainly(self) -> bool:
@@ -322,12 +333,11 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _learning_rate_of_the_variant(cls, tree: Any) -> Any:
+    def _defaults_of_the_variant(cls, tree: Any) -> Any:
         train, method = (tree.get(key) if isinstance(tree, dict) else None for key in ("train", "method"))
-        if isinstance(train, dict) and "lr" not in train and isinstance(method, dict):
-            variant = method.get("variant")
-            if isinstance(variant, str) and variant in _PAPER_LR:
-                return {**tree, "train": {**train, "lr": _PAPER_LR[variant]}}
+        variant = method.get("variant") if isinstance(method, dict) else None
+        if isinstance(train, dict) and isinstance(variant, str) and variant in _LEFT_OUT:
+            return {**tree, "train": {**_LEFT_OUT[variant], **train}}
         return tree
 
     @model_validator(mode="after")
@@ -337,7 +347,9 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _trains_what_decays_to_the_base(self) -> RunConfig:
+    def _can_be_held_to_the_base(self) -> RunConfig:
+        if self.method.variant == "osf" and self.train.sharding != "none":
+            raise ValueError("method.variant: osf trains unsharded only; set train.sharding to none")
         if self.train.decay_to_base and not self.method.trains_base_weights:
             raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
         return self

@@ -80,7 +80,7 @@ class TrainConfig(Section):
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, 1e-5 full, freeze, lora",
+        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, 1e-5 full, freeze, lora, osf",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(
@@ -111,7 +111,9 @@ class TrainConfig(Section):
     constant_lr_ratio: Accepted[float] = Field(
         default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
     )
-    weight_decay: Accepted[float] = Field(default=0.1, ge=0.0, le=100.0, description="by either optimiser")
+    weight_decay: Accepted[float] = Field(
+        default=0.1, ge=0.0, le=100.0, description="by either optimiser; left out, 0 with osf"
+    )
     decay_to_base: Accepted[bool] = Field(
         default=False,
         description="weight_decay draws what trains to the base's weights instead of 0, embeddings and gains too",

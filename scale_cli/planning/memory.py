@@ -19,7 +19,7 @@ class Parameters:
 
     num_frozen: int  # that no optimiser moves
     num_trainable: int  # that one does
-    frozen_bytes: int  # in the dtype they are held in, and of the start that what trains may decay to
+    frozen_bytes: int  # in the dtype they are held in; of buffers, and of the start that what trains may decay to
     trainable_bytes: int  # of the float32 master copy
     # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix; the average and
     # lookahead's slow weights where they are asked for
@@ -39,7 +39,8 @@ class Parameters:
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(parameter.nbytes for parameter in frozen) + train.decay_to_base * trainable_bytes,
+            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *model.buffers()])
+            + train.decay_to_base * trainable_bytes,
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(moments),
         )
@@ -54,7 +55,7 @@ class Parameters:
 class Memory:
     """Bytes that one process holds at its fullest: from the last forward to the first backward product of a step."""
 
-    frozen: int  # weights that do not train; with `train.decay_to_base` the start of those that do
+    frozen: int  # weights that do not train, and buffers; with `train.decay_to_base` the start of those that do
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
     moments: int  # the optimiser's, the average, lookahead's slow weights

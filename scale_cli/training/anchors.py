@@ -1,4 +1,4 @@
-"""What trains is held near to where it was: `train.lookahead`, near the last anchor; `train.decay_to_base`, the base.
+"""What trains is held to what was: by lookahead, by a decay to the base, and by OSF to the directions that it leaves.
 
 Lookahead (Zhang et al. 2019, https://arxiv.org/abs/1907.08610): every k steps theta becomes
 slow + share (theta - slow), slow being what that made of it k steps before. With replay that is MER, replay and
@@ -6,6 +6,9 @@ Reptile, as continual pre-training has it (https://arxiv.org/abs/2508.01908). Th
 
 Decay to the base (L2-SP, Li et al. 2018, https://arxiv.org/abs/1802.01483), decoupled as AdamW's decay is: each step
 begins with theta - lr wd (theta - theta_0), wd being `train.weight_decay`.
+
+OSF (https://arxiv.org/abs/2504.07097) trains matrices outside their largest singular directions. PEFT projects the
+gradients, but an optimiser's update of projected gradients is not projected: so what it has made of them is, each step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.training.optimiser import START, trainable_parameters
+from scale_cli.training.optimiser import PROJECTED, START, trainable_parameters
 from scale_cli.training.sharding import local_part
 
 SLOW = "slow"
@@ -66,3 +69,15 @@ def decay_to_start(optimiser: torch.optim.Optimizer, weight_decay: float, finite
             share = finite * (group["lr"] * weight_decay)
             for parameter, start in zip(group["params"], group[START], strict=True):
                 parameter.lerp_(start, share)
+
+
+@torch.no_grad()
+def project(optimiser: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Take out of the factors that OSF trains what has come into the kept directions; nothing where not finite."""
+    for group in optimiser.param_groups:
+        for parameter in group.get(PROJECTED, ()):
+            projected = parameter.detach()
+            assert parameter._backward_hooks, "PEFT's own projection, which is linear: it serves for values too"
+            for of_gradient in parameter._backward_hooks.values():
+                projected = of_gradient(projected)
+            parameter.copy_(torch.where(finite, projected, parameter))

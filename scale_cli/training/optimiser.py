@@ -20,8 +20,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-# Of a group, where it does not decay to 0: what its parameters decay to.
-START = "start"
+# Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions.
+START, PROJECTED = "start", "projected"
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
 # of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/recipe.md).
@@ -60,11 +60,13 @@ def build_optimiser(
 
     def group(kind: Kind, multiplier: float, decay: float) -> list[dict[str, Any]]:
         members = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
-        decays: dict[str, Any] = {"weight_decay": decay}
+        more: dict[str, Any] = {"weight_decay": decay}
         if start:
-            decays = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
+            more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
+        if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
+            more[PROJECTED] = projected
         moments = {"moments": moments_of(kind, train.optimiser)}
-        return [{"params": [*members.values()], "lr_multiplier": multiplier, **decays, **moments}] if members else []
+        return [{"params": [*members.values()], "lr_multiplier": multiplier, **more, **moments}] if members else []
 
     rest = [*group("embedding", rates.embedding, 0.0), *group("gains", rates.gains, 0.0)]
     rest += group("head", rates.head, train.weight_decay)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
-from scale_cli.training.anchors import decay_to_start, lookahead
+from scale_cli.training.anchors import decay_to_start, lookahead, project
 from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
@@ -124,6 +124,7 @@ def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -
         optimiser.step()
     finally:
         del optimiser.found_inf
+    project(optimiser, finite)
 
 
 def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:

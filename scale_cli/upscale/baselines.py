@@ -5,12 +5,13 @@
 | full      | nothing                                      | everything                                        |
 | freeze    | nothing                                      | all but the input embedding and the bottom layers |
 | lora      | low-rank A and B beside target projections   | A and B; embedding and head too, where asked for  |
+| osf       | every target matrix as its SVD, in two parts | that part which has the smaller singular values   |
 | llama-pro | copied layers, their o_proj and down_proj 0  | the copies                                        |
 
-LoRA (B = 0) and LLaMA-Pro (a layer that adds nothing) start as the base model, bit for bit.
+LoRA (B = 0) and LLaMA-Pro (a layer that adds nothing) start as the base model, bit for bit; OSF does when merged.
 
 Sources: SCALE, arXiv 2511.03270 (freeze: the bottom three layers and the input embedding); LoRA, arXiv 2106.09685, by
-PEFT; LLaMA-Pro, arXiv 2401.02415.
+PEFT; OSF, orthogonal subspace fine-tuning, arXiv 2504.07097, by PEFT; LLaMA-Pro, arXiv 2401.02415.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.extras import require
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
 
 def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> PreTrainedModel | PeftModel:
@@ -37,6 +38,8 @@ def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> 
         base.float()
     if method.variant == "lora":
         return _lora(base, method, seed)
+    if method.variant == "osf":
+        return _osf(base, method)
     if method.variant == "llama-pro":
         return _llama_pro(base, method)
     base.requires_grad_(True)
@@ -55,24 +58,39 @@ def _freeze(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
 
 def _lora(base: PreTrainedModel, method: MethodConfig, seed: int) -> PeftModel:
     require("peft", "method.variant lora")
-    from peft import LoraConfig, get_peft_model  # takes a moment, and only this needs it
+    from peft import LoraConfig  # takes a moment, and only this needs it
 
     lora = method.lora
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rank_stabilised,
         target_modules=list(lora.targets),
         lora_dropout=0.0,
         modules_to_save=["embed_tokens", "lm_head"] if lora.embeddings else None,
         ensure_weight_tying=lora.embeddings and base.config.tie_word_embeddings,
     )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _by_peft(base, settings, "method.lora.targets")
+
+
+def _osf(base: PreTrainedModel, method: MethodConfig) -> PeftModel:
+    require("peft", "method.variant osf")
+    from peft.tuners.osf import OSFConfig
+
+    settings = OSFConfig(task_type="CAUSAL_LM", effective_rank=method.osf.kept, target_modules=list(method.osf.targets))
+    return _by_peft(base, settings, "method.osf")
+
+
+def _by_peft(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
+    from peft import get_peft_model
+
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return get_peft_model(base, settings)
+        return get_peft_model(base, settings)
     except ValueError as error:
-        raise ConfigError(f"method.lora.targets: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _llama_pro(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:

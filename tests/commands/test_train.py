@@ -65,7 +65,7 @@ OTHERWISE = (
     "train.lookahead={every_steps: 3}",
 )
 TO_THE_BASE = (
-    "method.variant=full",
+    "method.variant=osf",
     "method.collaboration.layers=null",
     "train.decay_to_base=true",
     "train.lookahead={every_steps: 2}",
@@ -147,7 +147,7 @@ def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert TrainState.load(tmp_path).tokens_per_s == 300
 
 
-@pytest.mark.parametrize("overrides", [(), TO_THE_BASE], ids=["", "averaged, to the base"])
+@pytest.mark.parametrize("overrides", [(), TO_THE_BASE], ids=["", "osf, averaged, lookahead, to the base"])
 def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

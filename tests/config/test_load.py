@@ -21,6 +21,7 @@ SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> None:
     source: dict[str, object] = {"path": None, "dataset": None, "subset": None, "revision": None, "text_field": "text"}
     source |= {"documents": "paragraph", "skip_documents": 0}
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert load_text(EVALUATED).model_dump(mode="json") == {
         "output_dir": "runs/x",
         "seed": 0,
@@ -40,9 +41,11 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "lora": {
                 "rank": 16,
                 "alpha": 32,
-                "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                "rank_stabilised": False,
+                "targets": projections,
                 "embeddings": False,
             },
+            "osf": {"kept": 0.5, "targets": projections},
             "freeze": {"num_layers": 3},
             "llama_pro": {"num_blocks": None},
             "vocabulary": None,

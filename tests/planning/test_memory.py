@@ -69,7 +69,8 @@ def test_weights_gradients_and_moments_are_the_optimisers(method: MethodConfig, 
     assert planned.trainable == sum(parameter.nbytes for parameter in trained)
     assert planned.gradients == sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
     assert planned.moments == sum(tensor.nbytes for tensor in moments)
-    assert planned.frozen == sum(parameter.nbytes for parameter in model.parameters()) - planned.trainable
+    held = [*model.parameters(), *model.buffers()]
+    assert planned.frozen == sum(tensor.nbytes for tensor in held) - planned.trainable
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

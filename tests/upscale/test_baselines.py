@@ -6,20 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, token_log_probs
-from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.training.optimiser import PROJECTED, build_optimiser, trainable_parameters
+from scale_cli.training.step import train_step
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import deeper_order, prepare_baseline
 from scale_cli.upscale.folder import MethodModel
+from tests.training.test_step import batches_of
+from tests.widening import tiny_llama
 
-VARIANTS = ("full", "freeze", "lora", "llama-pro")
+EXACT = ("full", "freeze", "lora", "llama-pro")
+VARIANTS = (*EXACT, "osf")
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 # The embedding that is the head too, as PEFT names what it trains whole.
 _PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
@@ -49,13 +55,69 @@ def disturb(model: MethodModel) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EXACT)
 def test_every_baseline_starts_with_the_base_models_logits_bit_for_bit(
     shared_data: Path, checkpoint: str, variant: str
 ) -> None:
     assert torch.equal(
         logits_of(prepared(base_of(shared_data, checkpoint), variant)), logits_of(base_of(shared_data, checkpoint))
     )
+
+
+def test_osf_starts_with_the_base_models_logits_to_rounding_and_merged_bit_for_bit(shared_data: Path) -> None:
+    model, expected = prepared(base_of(shared_data), "osf"), logits_of(base_of(shared_data))
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=0.0)
+    assert torch.equal(logits_of(plain_model(model, "float32")), expected)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has_it(optimiser: str) -> None:
+    base = tiny_llama(vocab_size=64)
+    before = {name: tensor.double() for name, tensor in base.state_dict().items()}
+    model = prepared(copy.deepcopy(base), "osf", osf={"kept": 0.4})
+    train = TrainConfig.model_validate({"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser})
+    steps = build_optimiser(model, train)
+    for step in range(3):
+        train_step(Accelerator(cpu=True), model, steps, batches_of(4), step, train).result()
+    moved = set()
+    for name, tensor in plain_model(model, "float32").state_dict().items():
+        if change := float((difference := tensor.double() - before[name]).norm()):
+            moved.add(name.split(".")[-2])
+            left, _, right = torch.linalg.svd(before[name], full_matrices=False)
+            kept = int(0.4 * min(tensor.shape))
+            assert (left[:, :kept].T @ difference).norm() < 1e-5 * change, name
+            assert (difference @ right[:kept].T).norm() < 1e-5 * change, name
+    assert moved == set(MethodConfig().osf.targets)
+
+
+def test_a_plain_step_of_osf_is_pefts_own() -> None:
+    """Without momentum or a size of its own a projected gradient's update is projected already."""
+    ours, theirs = (prepared(tiny_llama(vocab_size=64), "osf") for _ in range(2))
+    train = TrainConfig(max_steps=20, lr=0.1, schedule="constant", max_grad_norm=1e9)
+    groups = [{**group, "weight_decay": 0.0} for group in build_optimiser(ours, train).param_groups]
+    assert sum(len(group.get(PROJECTED, ())) for group in groups) == 3 * 7 * 2, "layers, matrices, factors"
+    by_hand = torch.optim.SGD(trainable_parameters(theirs).values(), lr=0.1)
+    optimiser = torch.optim.SGD(groups, lr=0.1, fused=True)
+    for step in range(2):
+        train_step(Accelerator(cpu=True), ours, optimiser, batches_of(8), step, train)
+        (batch,) = batches_of(8).micro_batches(step)
+        num_tokens = batches_of(8).num_target_tokens(step)
+        labels = {"labels": batch.targets, "shift_labels": batch.targets}
+        theirs(batch.input_ids, **labels, num_items_in_batch=num_tokens, use_cache=False).loss.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for name, parameter in trainable_parameters(ours).items():
+        torch.testing.assert_close(parameter, trainable_parameters(theirs)[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_rank_stabilised_adapter_is_scaled_by_the_root_of_its_rank(shared_data: Path) -> None:
+    exported = []
+    for lora in ({"rank": 16, "alpha": 8, "rank_stabilised": True}, {"rank": 16, "alpha": 32}):
+        model = prepared(base_of(shared_data), "lora", lora=lora)
+        disturb(model)
+        exported.append(logits_of(plain_model(model, "float32")))
+        torch.testing.assert_close(exported[-1], logits_of(model), atol=1e-4, rtol=0.0)
+    assert torch.equal(*exported), "8 / sqrt(16) is 32 / 16"
 
 
 def test_what_trains_is_held_in_float32_even_where_the_base_is_not(shared_data: Path) -> None:
@@ -112,6 +174,8 @@ def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: i
         ("llama-pro", {"llama_pro": {"num_blocks": 6}}, "method.llama_pro.num_blocks"),
         ("freeze", {"freeze": {"num_layers": 6}}, "method.freeze.num_layers"),
         ("lora", {"lora": {"targets": ["no_such_proj"]}}, "method.lora.targets"),
+        ("osf", {"osf": {"targets": ["no_such_proj"]}}, "method.osf"),
+        ("osf", {"osf": {"kept": 1e-3}}, "method.osf"),
     ],
 )
 def test_what_the_base_does_not_have_is_refused_by_field(
