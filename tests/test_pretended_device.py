@@ -26,8 +26,9 @@ from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
+from scale_cli.config.baselines import FreezeConfig
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import FreezeConfig, MethodConfig, RouterConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RouterConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_held_out_corpora

@@ -155,7 +155,7 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
         return run.state
     checkpoint = run.folder.checkpoint(best.step)
     on_main(lambda: verify_folder(checkpoint))
-    return load_checkpoint(checkpoint, run.model, run.optimiser)
+    return load_checkpoint(checkpoint, run.model, run.optimiser, kept_beside_moments(checkpoint))
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from scale_cli.config.baselines import FreezeConfig, LlamaProConfig, LoraConfig, OsfConfig
 from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusSource, EvaluationSource, distinct_names
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
@@ -31,7 +32,6 @@ _LEFT_OUT = {
     "osf": {"lr": 1.0e-5, "weight_decay": 0.0},
     "llama-pro": {"lr": 2.0e-4},
 }
-_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
 
@@ -110,43 +110,6 @@ class RouterConfig(Section):
     prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
     switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
     threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
-
-
-class LoraConfig(Section):
-    """Low-rank adapters beside frozen projections (PEFT)."""
-
-    rank: int = Field(default=16, ge=1, le=2**16, description="of A and B")
-    alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
-    rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
-    targets: list[str] = Field(default=_PROJECTIONS, min_length=1, description="projections that get adapters")
-    embeddings: bool = Field(
-        default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
-    )
-
-    @model_validator(mode="after")
-    def _adapted_or_whole(self) -> LoraConfig:
-        if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
-            raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
-        return self
-
-
-class OsfConfig(Section):
-    """Fine-tuning outside each matrix's largest singular directions, which stay as they are (PEFT)."""
-
-    kept: float = Field(default=0.5, gt=0.0, lt=1.0, description="share of a matrix's directions that stay")
-    targets: list[str] = Field(default=_PROJECTIONS, min_length=1, description="projections whose matrices train")
-
-
-class FreezeConfig(Section):
-    """Full fine-tuning above some frozen layers; the input embedding is frozen too."""
-
-    num_layers: int = Field(default=3, ge=0, le=10_000, description="bottom layers that stay frozen")
-
-
-class LlamaProConfig(Section):
-    """Depth expansion: copied layers that start as the identity, and alone train."""
-
-    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
 
 
 class DistillationConfig(Section):
