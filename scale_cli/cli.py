@@ -224,16 +224,17 @@ def join(
     prior: take.Prior = None,
     switch_rate: take.SwitchRate = 0.0,
     folder_format: take.JoinedFormat = "transformers",
+    rule: take.JoinRule = "posterior",
 ) -> None:
     """Put finished runs on the same base into one routed model.
 
-    It routes among the base head and the heads of all runs.
+    It routes among the base head and the heads of all runs, or their mean.
     """
     folders = [run_folder(path) for path in runs]
     quieten_libraries()
     from scale_cli.commands.join import join
 
-    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format)))
+    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format, rule)))
 
 
 @app.command()

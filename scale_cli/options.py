@@ -84,6 +84,10 @@ JoinedFormat = Annotated[
     Literal["transformers", "llama"],
     typer.Option("--format", help="transformers: every head bit for bit; llama: one plain model, routed by vLLM too."),
 ]
+JoinRule = Annotated[
+    Literal["posterior", "mean"],
+    typer.Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
+]
 JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
 Prior = Annotated[
     float | None,

@@ -22,7 +22,7 @@ from scale_cli.export.self_contained import write_self_contained
 from scale_cli.join.card import bound_in_words, figures_table, joined_card
 from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
-from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import RunRecord
@@ -47,6 +47,7 @@ class JoinReport(RunRecord):
     max_cost_nats: float | None
     corpora: list[JoinedCorpus]  # what was measured
     format: str = "transformers"  # of the folder
+    rule: str = "posterior"  # among all heads, or among the base's and the mean of the others
 
     def to_json(self) -> dict[str, Any]:
         """Return what report.json holds."""
@@ -79,7 +80,12 @@ class JoinSummary:
 
 
 def join(
-    runs: Sequence[Path], output: Path, prior: float | None, switch_rate: float, folder_format: str = "transformers"
+    runs: Sequence[Path],
+    output: Path,
+    prior: float | None,
+    switch_rate: float,
+    folder_format: str = "transformers",
+    rule: str = "posterior",
 ) -> JoinSummary:
     """Put the expansions of finished runs on one base, measure them, and write the joined model.
 
@@ -90,9 +96,10 @@ def join(
         switch_rate: of the posterior rule.
         folder_format: `transformers`, which computes every head bit for bit, or `llama`, one plain model that vLLM
             routes too.
+        rule: `posterior`, or `mean` of all heads but the base's.
     """
     check_replaceable(output, KIND)
-    joined = join_runs(runs, prior, switch_rate)
+    joined = join_runs(runs, prior, switch_rate, rule)
     if folder_format == "llama" and router_keys(joined.model) is None:
         writer = next(m.name for m, branch in zip(joined.members, joined.model.branches, strict=True) if branch.writes)
         raise ConfigError(
@@ -113,6 +120,7 @@ def join(
         max_cost_nats=_max_cost_nats(joined.model),
         corpora=[score(joined.model, name, held_out) for name, held_out in corpora.items()],
         format=folder_format,
+        rule=rule,
     )
     with new_folder(output) as partial:
         if folder_format == "llama":
@@ -142,8 +150,11 @@ def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[T
 
 
 def prove(joined: JoinedRuns) -> None:
-    """Check that every head of a joined model computes, bit for bit, what it does in its run alone."""
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone; or their mean."""
     wanted = {"base": joined.base_logits, **{member.name: member.logits for member in joined.members}}
+    if joined.model.config.rule == "mean":
+        means = [mean_logits(said) for said in zip(*(member.logits for member in joined.members), strict=True)]
+        wanted = {"base": joined.base_logits, "mean": means}
     got = _head_logits(joined.model, sample_ids(joined.tokenizer))
     for (name, expected), logits in zip(wanted.items(), got, strict=True):
         if not all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True)):
@@ -168,8 +179,13 @@ def _check_plain(folder: Path, joined: JoinedRuns) -> None:
 
 
 def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
-    """Return what a plain model of several expansions computes: the base's logits and what each of them adds."""
+    """Return what a plain model of several expansions computes: the base's logits and what each of them adds.
+
+    Of an ensemble that is its head.
+    """
     heads = model.routed_logits(model.final_states(input_ids, preserved=True))
+    if model.config.rule == "mean":
+        return heads[-1]
     added = (heads[head] - heads[branch.parent] for head, branch in enumerate(model.branches, start=1))
     return sum(added, start=heads[0])
 
@@ -189,4 +205,4 @@ def check_plain_join(folder: Path) -> None:
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:
         raise BaseModelError(f"{gone[0]}: not there any more")
-    _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate))
+    _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate, report.rule))

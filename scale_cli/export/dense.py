@@ -133,15 +133,14 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     parents = [branch.parent for branch in model.branches]
     decoder, num_base = base.model, base.config.hidden_size
     eps_growth = _eps_growth(model, scales)
+    of_stages = [share * stage.lm_head.weight.float() for share, stage in zip(model.shares, stages, strict=True)]
     embedding = dense_embedding(base, stages)
     embedding[:, :num_base] *= scales.base
     embedding[:, num_base:] *= scales.expansion
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
-        "lm_head.weight": torch.cat(
-            [_head_of_x(base, stages[-1]), *(stage.lm_head.weight.float() for stage in stages)], dim=1
-        ),
+        "lm_head.weight": torch.cat([_head_of_x(base, stages[-1]), *of_stages], dim=1),
     }
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
         prefix = f"model.layers.{index}."

@@ -46,6 +46,8 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     added = [branch.expansion.lm_head.in_features for branch in model.branches]
     sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
     parents = [branch.parent - lowest for branch in routed]
+    if len(model.log_prior()) == 2:  # one head, over the streams of all, of an ensemble too
+        sizes, parents = [sizes[0], sum(sizes[1:])], [0]
     new = model.branches[-1].expansion.new_tokens
     return {
         "stream_sizes": sizes,

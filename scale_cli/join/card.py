@@ -60,9 +60,13 @@ def joined_card(
         switch_rate: of the posterior rule.
         folder_format: `transformers` or `llama`.
     """
+    mean = joined.model.config.rule == "mean"
     runs = [load_config(member.folder / "scale.yaml") for member in joined.members]
     heads = ["base", *(member.name for member in joined.members)]
-    router = f"posterior rule, weight of the base {joined.model.config.router_prior:g}, switch rate {switch_rate:g}"
+    among = "between the base and the mean of the expansions' heads, " if mean else ""
+    router = (
+        f"posterior rule, {among}weight of the base {joined.model.config.router_prior:g}, switch rate {switch_rate:g}"
+    )
     rows = [
         row
         for member, run in zip(joined.members, runs, strict=True)
@@ -77,7 +81,7 @@ def joined_card(
     return markdown(
         "joined_card.md.j2",
         **shared_values(joined.record, runs, licence, "joined"),
-        loading=loading({"llama": "joined"}.get(folder_format, folder_format)),
+        loading=loading({"llama": "ensemble" if mean else "joined"}.get(folder_format, folder_format)),
         is_plain=folder_format == "llama",
         num_expansions=len(joined.members),
         making=Table(["", ""], making, "ll").markdown(),

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -62,7 +62,7 @@ class JoinedRuns:
     base_logits: list[Tensor]  # the base's own on the sample texts
 
 
-def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> JoinedRuns:
+def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rule: str = "posterior") -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
     A run upon another run brings that one along.
@@ -71,8 +71,10 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
         runs: at least one; folders of runs, their `final/`, or adapter exports.
         prior: weight of the base head at the first token; None for an even share of every head.
         switch_rate: of the posterior rule.
+        rule: `posterior`, or `mean` of all heads but the base's.
 
     Raises:
+        ConfigError: one expansion alone has no mean.
         RunFolderError: a run that is not finished, or has no expansion.
         BaseModelError: a run on another base than the first.
     """
@@ -88,8 +90,11 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> 
             check_tokenizer(session.tokenizer, record)
         _add_stages(members, widened, session.folder, config, prompts)
         configs.append(_where_it_lies(config, session.folder))
+    if rule == "mean" and len(members) == 1:
+        raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
     base_logits = own_logits(base, prompts)
-    return JoinedRuns(stack_reads(base, members, prior, switch_rate), members, configs, record, tokenizer, base_logits)
+    model = stack_reads(base, members, prior, switch_rate, rule)
+    return JoinedRuns(model, members, configs, record, tokenizer, base_logits)
 
 
 def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
@@ -150,7 +155,11 @@ def _free_name(name: str, taken: list[str]) -> str:
 
 
 def stack_reads(
-    base: Any, members: Sequence[Member], prior: float | None = None, switch_rate: float = 0.0
+    base: Any,
+    members: Sequence[Member],
+    prior: float | None = None,
+    switch_rate: float = 0.0,
+    rule: str = "posterior",
 ) -> JoinedForCausalLM:
     """Return one model of a plain base and copies of some expansions, in evaluation mode.
 
@@ -159,6 +168,7 @@ def stack_reads(
         members: each after its parent.
         prior: weight of the base head at the first token; None for an even share of every head.
         switch_rate: of the posterior rule.
+        rule: `posterior`, or `mean` of all heads but the base's.
     """
     described = [
         {
@@ -168,7 +178,7 @@ def stack_reads(
         }
         for member in members
     ]
-    config = JoinedConfig(base.config.to_diff_dict(), described, prior, switch_rate)
+    config = JoinedConfig(base.config.to_diff_dict(), described, prior, switch_rate, rule)
     model = JoinedForCausalLM(config, base)
     for place, member in zip(model.members, members, strict=True):
         place.load_state_dict(member.expansion.state_dict(), strict=True)

@@ -134,9 +134,11 @@ class JoinedConfig(PreTrainedConfig):
         base_config: the plain base's configuration as a dictionary, `model_type` included.
         members: of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and its sizes:
             `expansion`, as ScaleConfig takes them.
-        router_prior: weight of the base head at the first token, the rest being shared evenly by the members; None for
-            an even share of every head.
+        router_prior: weight of the base head at the first token, the rest being shared evenly by the other heads; None
+            for an even share of every head.
         router_switch_rate: fixed share alpha of the posterior rule, per token.
+        rule: `posterior`: it weighs the base's head and every member's; `mean`: the base's, and the members' logits'
+            mean, which is one head.
         use_cache: whether generation keeps keys, values and the router's state.
         **kwargs: what every configuration of transformers takes.
     """
@@ -150,12 +152,14 @@ class JoinedConfig(PreTrainedConfig):
         members: list[dict[str, Any]] | None = None,
         router_prior: float | None = None,
         router_switch_rate: float = 0.0,
+        rule: str = "posterior",
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
         self.base_config = dict(base_config or {})
         self.members = list(members or [])
-        self.router_prior = 1.0 / (len(self.members) + 1) if router_prior is None else router_prior
+        self.rule = rule
+        self.router_prior = 1.0 / len(self.head_names) if router_prior is None else router_prior
         self.router_switch_rate = router_switch_rate
         self.use_cache = use_cache
         for name in _READ_FROM_BASE:
@@ -165,8 +169,8 @@ class JoinedConfig(PreTrainedConfig):
 
     @property
     def head_names(self) -> list[str]:
-        """The names of all heads, the base's first."""
-        return ["base", *(member["name"] for member in self.members)]
+        """The names of the heads that are routed among, the base's first."""
+        return ["base", *(["mean"] if self.rule == "mean" else (member["name"] for member in self.members))]
 
     def base(self) -> PreTrainedConfig:
         """Return the base model's configuration as an object of its own class."""

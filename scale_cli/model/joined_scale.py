@@ -1,19 +1,31 @@
 """Several expansions on one frozen base, and the posterior router over all their heads: one forward of the base.
 
-Source: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py` with K + 1 heads.
+Or the router over two: the base's, and the mean of the others' logits, an ensemble (`rule: mean`), which so costs no
+document more than ln 2 nats over the base either.
+
+Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py`; the ensemble of
+https://arxiv.org/abs/2509.14786, which has it of whole models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .branches_scale import Branch
+from .branches_scale import Branch, FinalStates
 from .configuration_scale import JoinedConfig
 from .expansion_scale import Expansion
+from .routing import log_prior
 from .serving_scale import WidenedModel
+
+
+def mean_logits(logits: Sequence[Tensor]) -> Tensor:
+    """Return the logits of an ensemble: the mean of its heads'."""
+    return torch.stack(list(logits)).mean(dim=0)
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -50,6 +62,27 @@ class JoinedForCausalLM(WidenedModel):
     def freeze(self) -> None:
         """Let nothing train."""
         self.requires_grad_(False)
+
+    def routed_logits(self, states: FinalStates) -> list[Tensor]:
+        """Return the logits of the heads that are routed among: every one, or the base's and the others' mean."""
+        logits = super().routed_logits(states)
+        return logits if self.config.rule == "posterior" else [logits[0], mean_logits(logits[1:])]
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares of every expansion's H'u: all of it, or in the mean as much as there are heads that add it."""
+        if self.config.rule == "posterior":
+            return super().shares
+        num_adding = [0] * (len(self.branches) + 1)
+        for head in range(1, len(num_adding)):
+            while head != 0:
+                num_adding[head] += 1
+                head = self.branches[head - 1].parent
+        return [adding / len(self.branches) for adding in num_adding[1:]]
+
+    def log_prior(self, device: torch.device | None = None) -> Tensor:
+        """Return the log-weights of the heads that are routed among before the first token."""
+        return log_prior(self.config.router_prior, len(self.config.head_names), device=device)
 
     @property
     def root(self) -> Any:

@@ -219,6 +219,11 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         new = self.branches[-1].expansion.new_tokens
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
+    @property
+    def shares(self) -> list[float]:
+        """The shares of every expansion's H'u in the logits of the plain model that has all their streams."""
+        return [1.0] * len(self.branches)
+
     def head_logits(self, input_ids: Tensor) -> Callable[[slice], Sequence[Tensor]]:
         """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
         states = self.final_states(input_ids, preserved=True)

@@ -287,6 +287,26 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("folder_format", ["transformers", "llama"])
+def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_its_runs(
+    runs: Runs, tmp_path: Path, folder_format: str
+) -> None:
+    names = ["korean", "upon", *(["writer"] if folder_format == "transformers" else [])]
+    output = tmp_path / "out"
+    report = join([runs[n].output_dir for n in names], output, None, 0.0, folder_format, rule="mean").report
+    assert report.max_cost_nats == pytest.approx(math.log(2)) and report.router_prior == 0.5
+    for corpus in report.corpora:
+        assert list(corpus.heads) == ["base", "mean"]
+        assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(2) + 1e-6
+    checked = verify(output).checks[0]
+    assert not checked.failed and checked.held[0] == "hashes"
+    (continued,) = Generator(output).continue_all(["Once upon a time"], Sampling(max_new_tokens=3))
+    assert all(token.shares is not None and len(token.shares) == 2 for token in continued.tokens)
+    assert "the mean of the expansions' heads" in (output / "README.md").read_text()
+    with pytest.raises(ConfigError, match=r"^--rule mean: korean is the only expansion; give several runs"):
+        join([runs["korean"].output_dir], tmp_path / "none", None, 0.0, rule="mean")
+
+
 def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: Runs, tmp_path: Path) -> None:
     members = [runs[name].output_dir for name in ("korean", "upon")]
     bitwise, plain = tmp_path / "bitwise", tmp_path / "plain"
