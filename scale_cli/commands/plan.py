@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import copy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, get_args
@@ -17,14 +18,16 @@ from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingEx
 from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.memory import Memory, Parameters, training_memory
+from scale_cli.planning.vocabulary import Growth, growth_of
 from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale.base import base_without_weights, load_base_config, stage_folder
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import NewPieces, known_run_tokenizer
 
+_WITHOUT = "no new tokens"  # the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
 
 
@@ -36,6 +39,7 @@ class MethodPlan:
     chosen: bool  # whether it is the config's
     parameters: Parameters  # frozen and trainable
     flops: TokenFlops  # what training on a token computes
+    num_tokens: int  # that the run's text is: more without new tokens
     flops_per_token: float  # all of it, in the run's windows
     memory: Memory  # of one process
     time_s: float  # the run's FLOPs at what the devices sustain
@@ -70,11 +74,12 @@ class Plan:
     refused: dict[str, str]  # methods that cannot be had with this base, and why
     corpora: list[Corpus | None]  # one for every source; None where it is not tokenised yet
     warnings: list[str]  # what is rarely meant
+    growth: Growth | None = None  # what new tokens do; None where there are none
 
     @property
     def num_tokens(self) -> int:
         """Of the run."""
-        return self.config.train.max_steps * self.config.train.global_batch_size * self.config.corpus.sequence_length
+        return _num_tokens(self.config)
 
     def lines(self) -> list[str]:
         """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
@@ -90,6 +95,7 @@ class Plan:
             "device": asdict(self.device),
             "corpora": [None if corpus is None else asdict(corpus) for corpus in self.corpora],
             "methods": [method.to_json() for method in self.methods],
+            "new_tokens": None if self.growth is None else asdict(self.growth),
             "refused": self.refused,
             "warnings": self.warnings,
         }
@@ -97,8 +103,6 @@ class Plan:
 
 def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int) -> Plan:
     """Plan a run, and beside it every other method, without loading or downloading a weight."""
-    if config.method.vocabulary is not None:
-        raise ConfigError("method.vocabulary: what new tokens cost is not planned; leave it out of the plan")
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     base_config = load_base_config(config.model)
@@ -109,10 +113,15 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
     else:
         device = stated_device(flops, utilisation)
     refused: dict[str, str] = {}
-    planned = [_plan_method(config, base_config, config.method, device, num_processes)]
+    growth = None if config.method.vocabulary is None else growth_of(config)
+    planned = [_plan_method(config, base_config, config.method, device, num_processes, growth)]
+    if growth is not None:
+        without = config.method.model_copy(update={"vocabulary": None})
+        of_same_text = _plan_method(config, base_config, without, device, num_processes, growth)
+        planned.append(replace(of_same_text, variant=_WITHOUT))
     for method in methods_beside(config.method):
         try:
-            planned.append(_plan_method(config, base_config, method, device, num_processes))
+            planned.append(_plan_method(config, base_config, method, device, num_processes, growth))
         except (
             ConfigError,
             MissingExtraError,
@@ -122,7 +131,7 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
     warnings = context_warnings(config, base_config)
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
-    return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings)
+    return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -130,8 +139,14 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     sections = method.model_dump()
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
-    variants = [variant for variant in get_args(Variant) if variant != method.variant]
-    return [MethodConfig.model_validate({**sections, "variant": variant}) for variant in variants]
+    vocabulary = sections.pop("vocabulary")
+    plain = [MethodConfig(variant=variant) for variant in get_args(Variant) if variant != method.variant]
+    return [
+        MethodConfig.model_validate(
+            {**sections, "variant": other.variant, "vocabulary": vocabulary if other.takes_new_tokens else None}
+        )
+        for other in plain
+    ]
 
 
 def plan_and_write(
@@ -147,11 +162,27 @@ def plan_and_write(
 
 
 def _plan_method(
-    config: RunConfig, base_config: Any, method: MethodConfig, device: Device, num_processes: int
+    config: RunConfig,
+    base_config: Any,
+    method: MethodConfig,
+    device: Device,
+    num_processes: int,
+    growth: Growth | None,
 ) -> MethodPlan:
-    length = config.corpus.sequence_length
+    length, num_tokens, vocab_size, new = (
+        config.corpus.sequence_length,
+        _num_tokens(config),
+        base_config.vocab_size,
+        None,
+    )
+    if growth is not None and method.vocabulary is not None:
+        vocab_size, new = growth.vocab_size, NewPieces.unknown(growth.num_new)
+    elif growth is not None:
+        num_tokens = round(num_tokens * growth.tokens_without)
     with torch.device("meta"):
-        model = build_model(base_without_weights(base_config, config.model.dtype), method, config.seed)
+        model = build_model(
+            base_without_weights(copy.deepcopy(base_config), config.model.dtype), method, config.seed, new
+        )
     parameters = Parameters.of(model, config.train)
     flops = count_flops(model, length)
     memory = training_memory(
@@ -159,15 +190,18 @@ def _plan_method(
         count_saved_tensors(model, config.train.mixed_precision),
         config.train,
         sequence_length=length,
-        vocab_size=base_config.vocab_size,
+        vocab_size=vocab_size,
         num_processes=num_processes,
         device_type=device.type,
         distils=method.distils,
     )
     per_token = flops.total(length)
-    num_tokens = config.train.max_steps * config.train.global_batch_size * length
     time_s = num_tokens * per_token / (device.sustained_flops_per_s * num_processes)
-    return MethodPlan(method.variant, method == config.method, parameters, flops, per_token, memory, time_s)
+    return MethodPlan(method.variant, method == config.method, parameters, flops, num_tokens, per_token, memory, time_s)
+
+
+def _num_tokens(config: RunConfig) -> int:
+    return config.train.max_steps * config.train.global_batch_size * config.corpus.sequence_length
 
 
 def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
@@ -176,7 +210,9 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
     if not any(any(folder.glob(f"{source.name}-*")) for source in sources):
         return [None] * len(sources)  # then neither a tokenizer nor a look at the texts is needed
     try:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = known_run_tokenizer(config)
+        if tokenizer is None:
+            return [None] * len(sources)
         opened = [already_tokenised(source, tokenizer, folder, config.corpus) for source in sources]
     except (BaseModelError, CorpusError):
         return [None] * len(sources)
@@ -209,6 +245,7 @@ def _heading(plan: Plan) -> list[str]:
             size = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
         role = " (replay)" if source.role == "replay" else ""
         lines.append(("corpus", f"{source.name}{role}: {size}"))
+    lines += [] if plan.growth is None else _growth_lines(plan.growth)
     lines.append(("device", _device_line(plan.device)))
     if processes > 1:
         lines.append(("processes", f"{processes:,}, each on a device of its own"))
@@ -216,6 +253,18 @@ def _heading(plan: Plan) -> list[str]:
         first, *rest = wrap(warning, _WIDTH - _LABEL)
         lines += [("warning", first), *(("", line) for line in rest)]
     return [f"{label:{_LABEL}}{text}" for label, text in lines]
+
+
+def _growth_lines(growth: Growth) -> list[tuple[str, str]]:
+    """Return of every source its tokens before and after, and of the run's text how many it would be without."""
+    origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
+    lines = [("new tokens", f"{growth.num_new:,}, {growth.vocab_size:,} in all{origin}")]
+    for source in growth.sources:
+        before, after = source.num_tokens_before, source.num_tokens_after
+        per_token = " -> ".join(f"{source.num_bytes / max(count, 1):.2f}" for count in (before, after))
+        of_text = f"{source.name}: {source.num_bytes:,} bytes are {before:,} -> {after:,} tokens"
+        lines.append(("", f"{of_text}, {per_token} bytes each"))
+    return lines
 
 
 def _device_line(device: Device) -> str:
@@ -228,7 +277,7 @@ def _work_table(plan: Plan) -> list[str]:
     rows = []
     for method in plan.methods:
         sizes, flops = method.parameters, method.flops_per_token
-        counts = (sizes.num_frozen, sizes.num_trainable, flops, flops * plan.num_tokens)
+        counts = (sizes.num_frozen, sizes.num_trainable, flops, flops * method.num_tokens)
         rows.append([_name(method), *map(quantity, counts), _duration(method.time_s)])
     return Table(titles, rows, "lrrrrr").lines()
 
@@ -248,6 +297,12 @@ def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
     at_once = train.sequences_at_once(plan.num_processes)
     lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
+    if plan.growth is not None:
+        lines += [
+            "",
+            f"{_WITHOUT}, and baselines that take none: the same text in {plan.growth.tokens_without:.2f} times the "
+            "tokens.",
+        ]
     precision = "bf16 autocast" if train.mixed_precision == "bf16" else "no autocast"
     lines += [
         "",

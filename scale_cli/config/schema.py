@@ -145,6 +145,11 @@ class MethodConfig(Section):
         return self.variant in WIDENED
 
     @property
+    def takes_new_tokens(self) -> bool:
+        """Whether tokens can be added to the base's."""
+        return self.widens or self.variant == "full"
+
+    @property
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         of_lora = self.variant == "lora" and self.lora.embeddings
@@ -173,7 +178,7 @@ class MethodConfig(Section):
     def _can_grow(self) -> MethodConfig:
         if self.vocabulary is None:
             return self
-        if not self.widens and self.variant != "full":
+        if not self.takes_new_tokens:
             raise ValueError(f"vocabulary: {self.variant} takes no new tokens; preserve, adapt, route and full do")
         if self.distils:
             raise ValueError("vocabulary: distillation.weight has no prediction of the base's to learn of new tokens")

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.scripts import Script
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import BaseModelError
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
-from scale_cli.storage.atomic import read_json
+from scale_cli.storage.atomic import is_whole, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base, load_base_config, stage_folder
 from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
@@ -27,7 +28,15 @@ from scale_cli.vocabulary.extension import pieces
 from scale_cli.vocabulary.proofs import check_extension
 from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.spelling import Spelling
-from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, grown_tokenizer, load_grown, read_texts, write_grown
+from scale_cli.vocabulary.tokenizer import (
+    TOKENIZER_FILES,
+    grown_tokenizer,
+    learned_folder,
+    load_grown,
+    read_texts,
+    sketched_tokenizer,
+    write_grown,
+)
 
 # Of every source that new tokens are learned on: text that has to come back from them.
 _BYTES_RETURNED = 1 << 22
@@ -71,13 +80,13 @@ def load_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         BaseModelError: the base's is not there, or cannot have new tokens.
         ConfigError: the texts do not give so many.
     """
-    vocabulary, upscaled = config.method.vocabulary, RunFolder(config.output_dir).upscaled
-    if vocabulary is None:
-        return load_tokenizer(config.model)
-    written = upscaled / "scale.yaml"
-    if written.is_file() and load_config(written).method.vocabulary == vocabulary:
-        return load_grown(upscaled)
-    return make_run_tokenizer(config)
+    upscaled = RunFolder(config.output_dir).upscaled
+    return load_grown(upscaled) if _is_upscaled(config) else make_run_tokenizer(config)
+
+
+def _is_upscaled(config: RunConfig) -> bool:
+    vocabulary, written = config.method.vocabulary, RunFolder(config.output_dir).upscaled / "scale.yaml"
+    return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
 
 
 def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -87,16 +96,35 @@ def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(config.model)
     if stage_folder(config.model) is not None:
         raise BaseModelError(f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens")
-    first_id = load_base_config(config.model).vocab_size
-    sources = [source for source in config.corpus.sources if _is_learned_on(config, source)]
-    base = load_tokenizer(config.model)
-    return grown_tokenizer(base, first_id, vocabulary, sources, cache_dir(config), config.corpus)
+    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
+    return grown_tokenizer(base, first_id, vocabulary, _learned_on(config), cache_dir(config), config.corpus)
 
 
-def _is_learned_on(config: RunConfig, source: Any) -> bool:
+def known_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    """Return a run's tokenizer; None where it would have to be learned first."""
+    vocabulary, cache = config.method.vocabulary, cache_dir(config)
+    if vocabulary is None or vocabulary.folder is not None or _is_upscaled(config):
+        return load_run_tokenizer(config)
+    if not any(cache.glob("vocabulary.*")):
+        return None  # and no text has to be looked at
+    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
+    folder = learned_folder(base, first_id, vocabulary, _learned_on(config), cache, config.corpus)
+    return load_grown(folder) if is_whole(folder) else None
+
+
+def sketched_run_tokenizer(config: RunConfig, num_bytes: int) -> Tokenizer:
+    """Return about what a run's tokenizer will be, from so much of each of its texts."""
+    assert config.method.vocabulary is not None
+    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
+    texts = read_texts(_learned_on(config), config.corpus, num_bytes)
+    return sketched_tokenizer(base, first_id, config.method.vocabulary, texts)
+
+
+def _learned_on(config: RunConfig) -> list[CorpusSource]:
+    """Return the sources that a run's new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
-    return source.name in named if named else source.role == "new"
+    return [source for source in config.corpus.sources if (source.name in named if named else source.role == "new")]
 
 
 def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -136,13 +164,12 @@ def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: Pr
     assert vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
     kept += [source for source in config.corpus.sources if source.role == "replay"]
-    learned = [source for source in config.corpus.sources if _is_learned_on(config, source)]
     return check_extension(
         base.backend_tokenizer,
         grown.backend_tokenizer,
         Script.named(vocabulary.script),
         read_texts(kept, config.corpus),
-        read_texts(learned, config.corpus, _BYTES_RETURNED),
+        read_texts(_learned_on(config), config.corpus, _BYTES_RETURNED),
         config.seed,
     )
 

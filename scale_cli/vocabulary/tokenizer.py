@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.schema import ReadingConfig
@@ -19,13 +20,14 @@ from scale_cli.data.tokens import content_name
 from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, writing
 from scale_cli.vocabulary.extension import extended
-from scale_cli.vocabulary.learning import count_words, learn
+from scale_cli.vocabulary.learning import NewToken, count_words, learn
 from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
 from scale_cli.vocabulary.spelling import Spelling
 
 _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
 _BYTES_READ = 1 << 28
+_MIN_COUNT_OF_BEGINNINGS = 10
 _MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -64,32 +66,63 @@ def grown_tokenizer(
     """
     if vocabulary.folder is not None:
         return _given(tokenizer, first_id, vocabulary.folder)
-    spelling = Spelling.of(tokenizer.backend_tokenizer, tokenizer.name_or_path)
-    script = Script.named(vocabulary.script)
-    _check_script_is_new(tokenizer, spelling, script, vocabulary.script)
-    num_new = vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
-    check_size(first_id + num_new)
-    learned = {
-        "format": _FORMAT_VERSION,
-        "sources": [content_name(source, tokenizer, cache_dir, reading) for source in sources],
-        "script": script.ranges,
-        "new_tokens": num_new,
-        "first_id": first_id,
-        "min_count": vocabulary.min_count,
-    }
-    folder = cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+    folder = learned_folder(tokenizer, first_id, vocabulary, sources, cache_dir, reading)
     if not is_whole(folder):
-        words = count_words(read_texts(sources, reading, _BYTES_READ), tokenizer.backend_tokenizer, script)
-        new = learn(words, tokenizer.backend_tokenizer, spelling, script, most=num_new, min_count=vocabulary.min_count)
+        num_new, min_count = num_added(first_id, vocabulary), vocabulary.min_count
+        new = _learned(tokenizer, first_id, vocabulary, read_texts(sources, reading, _BYTES_READ), min_count)
         if len(new) < num_new:
             raise ConfigError(
                 f"method.vocabulary.new_tokens: {num_new:,}, but the text gives {len(new):,} that occur "
-                f"{vocabulary.min_count:,} times (method.vocabulary.min_count)"
+                f"{min_count:,} times (method.vocabulary.min_count)"
             )
         with new_folder(folder) as partial:
             write_grown(partial, tokenizer)
             extended(tokenizer.backend_tokenizer, new, first_id).save(str(partial / TOKENIZER_FILES[0]))
     return load_grown(folder)
+
+
+def learned_folder(
+    tokenizer: PreTrainedTokenizerBase,
+    first_id: int,
+    vocabulary: VocabularyConfig,
+    sources: Sequence[TextSource],
+    cache_dir: Path,
+    reading: ReadingConfig,
+) -> Path:
+    """Return where what is learned lies, or will; arguments as of `grown_tokenizer`."""
+    learned = {
+        "format": _FORMAT_VERSION,
+        "sources": [content_name(source, tokenizer, cache_dir, reading) for source in sources],
+        "script": Script.named(vocabulary.script).ranges,
+        "new_tokens": num_added(first_id, vocabulary),
+        "first_id": first_id,
+        "min_count": vocabulary.min_count,
+    }
+    return cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+
+
+def sketched_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, first_id: int, vocabulary: VocabularyConfig, texts: Iterable[str]
+) -> Tokenizer:
+    """Return about what a tokenizer will be, learned on the beginnings of texts; it may lack the rarest tokens."""
+    new = _learned(tokenizer, first_id, vocabulary, texts, min(vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
+    return extended(tokenizer.backend_tokenizer, new, first_id)
+
+
+def _learned(
+    tokenizer: PreTrainedTokenizerBase, first_id: int, vocabulary: VocabularyConfig, texts: Iterable[str], least: int
+) -> list[NewToken]:
+    backend = tokenizer.backend_tokenizer
+    spelling, script = Spelling.of(backend, tokenizer.name_or_path), Script.named(vocabulary.script)
+    _check_script_is_new(tokenizer, spelling, script, vocabulary.script)
+    num_new = num_added(first_id, vocabulary)
+    check_size(first_id + num_new)
+    return learn(count_words(texts, backend, script), backend, spelling, script, most=num_new, min_count=least)
+
+
+def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
+    """Return how many tokens are learned, after so many rows of the base."""
+    return vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
 
 
 def check_size(vocab_size: int) -> None:

@@ -12,13 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
+from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.errors import ConfigError, PreservationError, RunFolderError, UsageError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.join.members import join_runs
-from scale_cli.upscale.session import open_final
+from scale_cli.upscale.session import open_final, open_start
+from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import load_run_tokenizer
 from scale_cli.vocabulary import proofs
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
@@ -102,3 +105,40 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     assert not (tmp_path / "again/upscaled").exists()
     assert ConfigError.exit_code == 2
     assert PreservationError.exit_code == 3
+
+
+def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    config = config_of(shared_data, tmp_path)
+    sketched = plan(config, 1e12, None, 1)
+    assert sketched.growth is not None and not sketched.growth.is_learned
+    upscale(config)
+    made = plan(config, 1e12, None, 1)
+    assert made.growth is not None and made.growth.is_learned
+    for planned in (sketched, made):
+        assert planned.growth is not None
+        (told,) = planned.growth.sources
+        assert (planned.growth.num_new, planned.growth.vocab_size) == (64, 576)
+        assert told.num_tokens_before > 1.5 * told.num_tokens_after
+        assert any(
+            f"{told.num_tokens_before:,} -> {told.num_tokens_after:,} tokens" in line for line in planned.lines()
+        )
+    old, new = load_tokenizer(config.model), load_run_tokenizer(config)
+    texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
+    counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
+    (told,) = made.growth.sources
+    assert [told.num_tokens_before, told.num_tokens_after] == counts
+
+    methods = {method.variant: method for method in made.methods}
+    trained = open_start(config).load()
+    numbers = [sum(p.numel() for p in trained.parameters() if p.requires_grad is trains) for trains in (False, True)]
+    assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
+    assert (
+        methods["no new tokens"].num_tokens == methods["lora"].num_tokens == round(2 * 2 * 32 * counts[0] / counts[1])
+    )
+    without = config.model_copy(update={"method": config.method.model_copy(update={"vocabulary": None})})
+    alone = {method.variant: method for method in plan(without, 1e12, None, 1).methods}
+    assert methods["no new tokens"].memory == alone["route"].memory
+    assert methods["lora"].memory == alone["lora"].memory
+    assert methods["no new tokens"].flops == alone["route"].flops

@@ -1,0 +1,68 @@
+"""How many tokens the texts of a plan are before and after its new tokens, by their beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.vocabulary import known_run_tokenizer, sketched_run_tokenizer
+from scale_cli.vocabulary.tokenizer import num_added, read_texts
+
+_BYTES_COUNTED = 1 << 20  # of every source
+
+
+@dataclass(frozen=True)
+class SourceGrowth:
+    """The beginning of a training source, in old tokens and in new ones."""
+
+    name: str
+    num_bytes: int
+    num_tokens_before: int
+    num_tokens_after: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What new tokens do to a run."""
+
+    num_new: int
+    vocab_size: int  # with them
+    is_learned: bool  # else they are what the beginnings of the sources give
+    sources: Sequence[SourceGrowth]
+    tokens_without: float  # that the text of a token of the run is without them
+
+
+def growth_of(config: RunConfig) -> Growth:
+    """Count the tokens of a config that adds some.
+
+    Raises:
+        BaseModelError: its base's tokenizer cannot have them.
+        ConfigError: it asks for a number that cannot be had.
+        CorpusError: a source cannot be read.
+    """
+    vocabulary = config.method.vocabulary
+    assert vocabulary is not None
+    before: Any = load_tokenizer(config.model)
+    known: Any = known_run_tokenizer(config)
+    after: Tokenizer = sketched_run_tokenizer(config, _BYTES_COUNTED) if known is None else known.backend_tokenizer
+    sources = []
+    for source in config.corpus.sources:
+        texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
+        counts = [_num_tokens(tokenizer, texts) for tokenizer in (before.backend_tokenizer, after)]
+        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), *counts))
+    weights = [source.weight for source in config.corpus.sources]
+    ratios = [source.num_tokens_before / max(source.num_tokens_after, 1) for source in sources]
+    tokens_without = sum(weight * ratio for weight, ratio in zip(weights, ratios, strict=True)) / sum(weights)
+    first_id = load_base_config(config.model).vocab_size
+    num_new = num_added(first_id, vocabulary) if known is None else len(known) - first_id
+    return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
+
+
+def _num_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+    return sum(len(encoded.ids) for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False))
