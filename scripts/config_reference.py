@@ -68,7 +68,7 @@ def _type(node: dict[str, Any], item: dict[str, Any]) -> str:
         return ", ".join(map(str, node["enum"]))
     if node.get("type") == "array":
         return "a list" if "properties" in item else f"a list of: {_type(item, {})}"
-    words = {"string": "text", "integer": "whole number", "boolean": "true, false"}
+    words = {"string": "text", "integer": "whole number", "boolean": "true, false", "object": "a mapping"}
     return words.get(node["type"], node["type"]) + _range(node)
 
 

@@ -15,6 +15,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
+    check_same_stages,
     held_out_in_cache,
     open_held_out_corpora,
     open_training_corpora,
@@ -231,7 +232,9 @@ def _starting_point(
         log(f"changed        {line}")
     if (step := TrainState.load(start).step) > config.train.max_steps:
         raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
-    check_same_average(start, step, load_config(start / "scale.yaml").train, config.train)
+    before = load_config(start / "scale.yaml")
+    check_same_average(start, step, before.train, config.train)
+    check_same_stages(start, step, before, config)
     log(f"resuming       {start}")
     if changed := changed_versions(start):
         log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")

@@ -8,7 +8,15 @@ from typing import Any, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from scale_cli.config.baselines import FreezeConfig, LlamaProConfig, LoraConfig, OsfConfig
-from scale_cli.config.sources import AnySource, BenchmarkSource, CorpusSource, EvaluationSource, distinct_names
+from scale_cli.config.sources import (
+    AnySource,
+    BenchmarkSource,
+    CorpusSource,
+    EvaluationSource,
+    StageConfig,
+    check_stages,
+    distinct_names,
+)
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.values import (
     Accepted,
@@ -232,6 +240,20 @@ class CorpusConfig(ReadingConfig):
         description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
     )
     sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
+    stages: list[StageConfig] = Field(
+        default=[], description="parts of the run, in order, each with weights of its own instead of the sources'"
+    )
+
+    def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
+        """Return the steps at which the stages of a run end, and of each of them every source's weight."""
+        if not self.stages:
+            return [(max_steps, [source.weight for source in self.sources])]
+        return [stage.of_run(self.sources, max_steps) for stage in self.stages]
+
+    @model_validator(mode="after")
+    def _stages_are_of_the_sources(self) -> CorpusConfig:
+        check_stages(self.stages, self.sources)
+        return self
 
     @field_validator("sources")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
@@ -71,6 +72,36 @@ class CorpusSource(TextSource):
     role: Literal["new", "replay"] = Field(
         default="new", description="replay: text of what the base knows, so that it is not forgotten"
     )
+
+
+class StageConfig(Section):
+    """A part of a run, and of what it is drawn."""
+
+    until: float = Field(gt=0.0, le=1.0, description="share of max_steps at which it ends; of the last one 1")
+    weights: dict[Name, Annotated[float, Field(ge=0.0, le=1e6)]] = Field(
+        description="shares of the training windows by source, relative to each other; 0 where one is not named"
+    )
+
+    def of_run(self, sources: Sequence[CorpusSource], max_steps: int) -> tuple[int, list[float]]:
+        """Return the step at which it ends, and the weight of every source in it."""
+        return round(self.until * max_steps), [self.weights.get(source.name, 0.0) for source in sources]
+
+
+def check_stages(stages: Sequence[StageConfig], sources: Sequence[CorpusSource]) -> None:
+    """Raise where some stages, if there are any, are not a whole run's, or not of these sources."""
+    ends, known = [0.0, *(stage.until for stage in stages)], [source.name for source in sources]
+    if stages and (sorted(set(ends)) != ends or ends[-1] != 1.0):
+        raise ValueError("stages: each must end later than the one before (until), and the last one at 1")
+    for stage in stages:
+        if odd := [name for name in stage.weights if name not in known]:
+            raise ValueError(f"stages: {odd[0]!r} is none of the sources ({', '.join(known)})")
+        if not any(stage.weights.values()):
+            raise ValueError(f"stages: the one until {stage.until:g} draws from no source")
+    for source in sources if stages else ():
+        if not any(stage.weights.get(source.name) for stage in stages):
+            raise ValueError(f"stages: {source.name} has a weight in none of them; leave the source out")
+        if source.weight != 1.0:
+            raise ValueError(f"stages: they give the weights; leave out that of {source.name}")
 
 
 class EvaluationSource(TextSource):

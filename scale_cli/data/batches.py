@@ -156,6 +156,13 @@ class BatchSource(Protocol):
         """Return the micro-batches of one process in one step."""
 
 
+def _drawn(draws: npt.NDArray[np.float64], weights: Sequence[float]) -> npt.NDArray[np.int64]:
+    """Return the source that every draw from [0, 1) falls on."""
+    bounds = np.cumsum(weights) / np.sum(weights)
+    # A draw rounds to 1.0 at the most; the last bound may lie a rounding below it.
+    return np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
+
+
 class Batches:
     """All batches of a run.
 
@@ -165,12 +172,13 @@ class Batches:
 
     Args:
         sources: the windows of each source.
-        weights: each source's share of the samples, relative to the others.
+        weights: each source's share of the samples, relative to the others; some may be 0.
         seed: decides draws and orders.
         num_steps: how many steps will be asked for; a longer run begins with the same batches.
         global_batch_size: sequences a step.
         micro_batch_size: sequences a process holds at once.
         distillation: of each source, the weight of the divergence from the base; None: there is none.
+        stages: in order, the step at which a part of the run ends, and the weights in that part instead.
     """
 
     def __init__(
@@ -183,6 +191,7 @@ class Batches:
         global_batch_size: int,
         micro_batch_size: int,
         distillation: Sequence[float] | None = None,
+        stages: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
         self.sources = sources
         self.distillation = distillation or [0.0] * len(sources)
@@ -191,10 +200,13 @@ class Batches:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         num_samples = num_steps * global_batch_size
-        bounds = np.cumsum(weights) / np.sum(weights)
         draws = np.random.default_rng([seed, 0]).random(num_samples)
-        # A draw rounds to 1.0 at the most; the last bound may lie a rounding below it.
-        self._source_of = np.minimum(np.searchsorted(bounds, draws, side="right"), len(sources) - 1).astype(np.uint16)
+        self._source_of = np.zeros(num_samples, dtype=np.uint16)
+        first = 0
+        for until, of_stage in stages or [(num_steps, weights)]:
+            last = until * global_batch_size
+            self._source_of[first:last] = _drawn(draws[first:last], of_stage)
+            first = last
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
         for index in range(len(sources)):
             mine = self._source_of == index

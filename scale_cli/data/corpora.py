@@ -12,7 +12,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
-from scale_cli.errors import CorpusError
+from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.storage.layout import RunFolder
 
 
@@ -83,7 +83,7 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_process
         windows = [PackedWindows(corpus.ids, length) for corpus in corpora]
     return Batches(
         windows,
-        [source.weight for source in config.corpus.sources],
+        config.corpus.mixture(config.train.max_steps)[0][1],
         seed=config.seed,
         num_steps=config.train.max_steps,
         global_batch_size=config.train.global_batch_size,
@@ -91,4 +91,19 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_process
         distillation=[
             config.method.distillation.weight if source.role == "replay" else 0.0 for source in config.corpus.sources
         ],
+        stages=config.corpus.mixture(config.train.max_steps),
     )
+
+
+def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig) -> None:
+    """Refuse to go on where what was trained so far would have been drawn otherwise, had the run been as long as now.
+
+    Where `corpus.stages` end is a share of `train.max_steps`.
+    """
+    ends = [[end for end, _ in config.corpus.mixture(config.train.max_steps)] for config in (before, now)]
+    if moved := [pair for pair in zip(*ends, strict=True) if min(*pair) < step and len(set(pair)) > 1]:
+        was, would = moved[0]
+        raise RunFolderError(
+            f"{where}: corpus.stages: the one that ended at step {was:,} would end at {would:,}, and {step:,} are "
+            f"trained; go on from a checkpoint of step {min(was, would):,} or before, or start anew in another output_dir"
+        )

@@ -23,9 +23,11 @@ _HASHES_AT_ONCE = 1 << 20
 
 def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
     """Return how often a run reads each token of a training source."""
-    share = source.weight / sum(other.weight for other in config.corpus.sources)
-    num_windows = config.train.max_steps * config.train.global_batch_size
-    return num_windows * config.corpus.sequence_length * share / num_tokens
+    index, first, num_steps = config.corpus.sources.index(source), 0, 0.0
+    for until, weights in config.corpus.mixture(config.train.max_steps):
+        num_steps += (until - first) * weights[index] / sum(weights)
+        first = until
+    return num_steps * config.train.global_batch_size * config.corpus.sequence_length / num_tokens
 
 
 def corpus_warnings(

@@ -63,6 +63,8 @@ OTHERWISE = (
     "corpus.sources.1.role=replay",
     "train.average={kind: ema, steps: 3}",
     "train.lookahead={every_steps: 3}",
+    "corpus.sources.1.weight=1.0",
+    "corpus.stages=[{until: 0.4, weights: {petitions: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1}}]",
 )
 TO_THE_BASE = (
     "method.variant=osf",
@@ -73,7 +75,7 @@ TO_THE_BASE = (
 )
 
 
-@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged, lookahead"])
+@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged, lookahead, staged"])
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

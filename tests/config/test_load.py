@@ -58,6 +58,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "max_bad_fraction": 0.001,
             "max_unknown_fraction": 0.01,
             "num_workers": None,
+            "stages": [],
             "sources": [
                 source
                 | {"name": "news", "path": "news.txt", "language": "ko", "split": "train"}

@@ -220,3 +220,42 @@ def test_another_source_does_not_reorder_the_first() -> None:
     mixed = [inputs for step in range(6) for inputs, _ in rows(global_batch(beside, step)) if inputs[0] < FAR]
     assert mixed
     assert mixed == order[: len(mixed)]
+
+
+# Stages
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=3, max_size=3))
+def test_every_stage_draws_by_its_own_weights_and_nothing_before_it_depends_on_it(
+    seed: int, end: int, weights: list[int]
+) -> None:
+    """Shares lie where those of independent draws would, but for one seed in 100 million."""
+    options = {"num_steps": 4, "global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
+    first, second = [float(weights[0]), float(weights[1]), 0.0], [0.0, 1.0, float(weights[2])]
+    staged = batches([50, 60, 70], 5, stages=[(end, first), (4, second)], **options)
+    for steps, of_stage in ((range(end), first), (range(end, 4), second)):
+        drawn = Counter(source for step in steps for source, _ in staged.windows_of(step))
+        for source, weight in enumerate(of_stage):
+            expected = weight / sum(of_stage)
+            assert binomtest(drawn[source], 200 * len(steps), expected).pvalue > 1e-8 if expected else not drawn[source]
+    alone = batches([50, 60, 70], 5, first, **options)
+    assert all(staged.windows_of(step) == alone.windows_of(step) for step in range(end))
+    whole = batches([50, 60, 70], 5, stages=[(4, first)], **options)
+    assert all(whole.windows_of(step) == alone.windows_of(step) for step in range(4))
+
+
+@settings(deadline=None, max_examples=30)
+@given(plans(), st.integers(1, 4))
+def test_a_source_goes_on_in_its_epoch_from_one_stage_to_the_next(plan: dict[str, Any], end: int) -> None:
+    """The k-th sample of a source is the k-th window of its epochs, whatever stage it is drawn in."""
+    plan = plan | {"num_steps": 5, "global_batch_size": 6, "micro_batch_size": 1}
+    even, odd = [1.0] * len(plan["lengths"]), [float(i + 1) for i in range(len(plan["lengths"]))]
+    of = batches(**plan, stages=[(end, even), (5, odd)])
+    located = [located for step in range(5) for located in of.windows_of(step)]
+    for source in range(len(plan["lengths"])):
+        windows = [window for drawn, window in located if drawn == source]
+        size = len(of.sources[source])
+        for start in range(0, len(windows), size):
+            epoch = windows[start : start + size]
+            assert len(set(epoch)) == len(epoch)
