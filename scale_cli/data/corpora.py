@@ -105,5 +105,6 @@ def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig)
         was, would = moved[0]
         raise RunFolderError(
             f"{where}: corpus.stages: the one that ended at step {was:,} would end at {would:,}, and {step:,} are "
-            f"trained; go on from a checkpoint of step {min(was, would):,} or before, or start anew in another output_dir"
+            f"trained; go on from a checkpoint of step {min(was, would):,} or before, or start anew in another "
+            "output_dir"
         )

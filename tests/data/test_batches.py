@@ -231,7 +231,7 @@ def test_every_stage_draws_by_its_own_weights_and_nothing_before_it_depends_on_i
     seed: int, end: int, weights: list[int]
 ) -> None:
     """Shares lie where those of independent draws would, but for one seed in 100 million."""
-    options = {"num_steps": 4, "global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
+    options: dict[str, Any] = {"num_steps": 4, "global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
     first, second = [float(weights[0]), float(weights[1]), 0.0], [0.0, 1.0, float(weights[2])]
     staged = batches([50, 60, 70], 5, stages=[(end, first), (4, second)], **options)
     for steps, of_stage in ((range(end), first), (range(end, 4), second)):

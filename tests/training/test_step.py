@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,12 @@ def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes
     windows = [PackedWindows(stream, 16) for stream in ids]
 
     def mixed(micro_batch_size: int, weight: float = 2.0) -> Batches:
-        sizes = {"seed": 0, "num_steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch_size}
+        sizes: dict[str, Any] = {
+            "seed": 0,
+            "num_steps": 1,
+            "global_batch_size": 8,
+            "micro_batch_size": micro_batch_size,
+        }
         return Batches(windows, [1.0, 1.0], distillation=[0.0, weight], **sizes)
 
     model = as_if_trained(widen(tiny_llama(), "preserve")).train()
