@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from scale_cli.comparison.drawings import draw_cost, draw_curves, draw_shares, draw_tasks, draw_trade_off
 from scale_cli.comparison.options import Option, front, options_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of, setup_differences
+from scale_cli.comparison.stages import Stages, stages_of
 from scale_cli.comparison.tables import benchmark_tables, corpus_tables, methods_table, side_titles
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.report.figures import COLOURS, FONT, MARKS, Draw, svg_for_page
@@ -37,6 +38,7 @@ class Comparison:
 
     runs: list[ComparedRun]
     options: list[Option]
+    stages: list[Stages]  # sequences of runs that began with one another
 
     @property
     def has_trade_off(self) -> bool:
@@ -67,7 +69,7 @@ class Comparison:
 
 def comparison_of(runs: list[ComparedRun]) -> Comparison:
     """Return the comparison of some runs, in their order."""
-    return Comparison(runs, [option for run in runs for option in options_of(run)])
+    return Comparison(runs, [option for run in runs for option in options_of(run)], stages_of(runs))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -76,6 +78,7 @@ def notes(comparison: Comparison) -> list[str]:
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
+    lines += [stages.in_words() for stages in comparison.stages]
     alike: dict[str, list[str]] = {}
     for name, changed in setup_differences(runs).items():
         alike.setdefault("; ".join(changed), []).append(name)
@@ -144,6 +147,7 @@ def _values(comparison: Comparison) -> dict[str, Any]:
         "methods": methods_table(options, comparison.best + comparison.best_in_one_model),
         "figures": figures(comparison),
         "sections": [
+            ("stages", "Stage after stage", [stages.table() for stages in comparison.stages]),
             ("corpora", "Every corpus", corpus_tables(options)),
             ("benchmarks", "Every benchmark", benchmark_tables(options)),
         ],
@@ -175,6 +179,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             }
             for option in comparison.options
         ],
+        "stages": [stages.to_json() for stages in comparison.stages],
         "runs": [_run_to_json(run) for run in comparison.runs],
     }
 

@@ -16,10 +16,10 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.values import Section
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.results import BenchmarkResult, Report
-from scale_cli.storage.atomic import MANIFEST, read_json
+from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
-from scale_cli.storage.records import BaseRecord, Cost, TrainState, trained_sha256
+from scale_cli.storage.records import BaseRecord, BranchPoint, Cost, TrainState, trained_sha256
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
@@ -51,6 +51,8 @@ class ComparedRun:
     tokens_per_s: float  # of training
     cost: Cost | None  # None where the run is older than the record
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
+    content_sha256: str  # of its final/, by its manifest
+    begun_with_sha256: str | None  # of what it began with, where another run had trained that
 
     @property
     def method(self) -> MethodConfig:
@@ -139,6 +141,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         report = Report.from_json(raw_report)
         state, base, cost = TrainState.load(run.final), BaseRecord.load(run.final), Cost.load_if_there(run.final)
         layers_run_twice, num_layers = _layers_of_routing(read_json(run.final / "config.json"))
+        begun = BranchPoint.load_if_there(run.final)
         rate = state.num_tokens / max(state.elapsed_s, 1e-9)
         curves = _curves(read_records(run.metrics), state)
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
@@ -157,6 +160,8 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
         cost=cost,
         curves=curves,
+        content_sha256=file_sha256(run.final / MANIFEST),
+        begun_with_sha256=None if begun is None else begun.content_sha256,
     )
 
 
