@@ -247,6 +247,7 @@ def generate(
     seed: take.Seed = 0,
     options: take.Options = None,
     show_heads: take.ShowHeads = False,
+    gguf: take.Gguf = None,
     as_json: take.AsJson = False,
     samples: take.Samples = None,
     output: take.SamplesFile = None,
@@ -273,7 +274,7 @@ def generate(
     from scale_cli.commands.generate import continue_and_print, sampling
 
     chosen = sampling(max_new_tokens or 128, temperature, 0.0, top_p, seed, options)
-    on_main(lambda: continue_and_print(folder, prompts, chosen, as_json=as_json, show_heads=show_heads))
+    on_main(lambda: continue_and_print(folder, prompts, chosen, gguf, as_json=as_json, show_heads=show_heads))
 
 
 @app.command()

@@ -77,6 +77,10 @@ Samples = Annotated[
 ]
 SamplesFile = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="With --samples: a new .jsonl.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
+Gguf = Annotated[
+    Path | None,
+    typer.Option("--gguf", metavar="FILE", help="Of PATH's plain export: llama.cpp computes its layers."),
+]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]

@@ -51,11 +51,11 @@ def sampling(
 
 
 def continue_and_print(
-    folder: Path, prompts: list[str], sampling: Sampling, *, as_json: bool, show_heads: bool
+    folder: Path, prompts: list[str], sampling: Sampling, gguf: Path | None, *, as_json: bool, show_heads: bool
 ) -> None:
     """Continue prompts and print them: one alone as it comes, what was measured of them on standard error."""
     streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
-    generator = Generator(folder)
+    generator = Generator(folder, gguf)
     streamer = generator.streamer(prompts[0], show_heads=show_heads) if streams else None
     continuations = generator.continue_all(prompts, sampling, streamer)
     if streamer is None:

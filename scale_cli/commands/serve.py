@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_cli.errors import MissingExtraError, RunFolderError, UsageError
+from scale_cli.errors import MissingExtraError, UsageError
+from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import KEY, carries_our_code, routed_name
 from scale_cli.extras import is_installed, require
 from scale_cli.storage.atomic import read_json
@@ -33,7 +34,7 @@ class Serving:
 
 def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainly: bool) -> Serving:
     """Return how a folder is served."""
-    folder = _plain_export(path)
+    folder = find_plain_export(path)
     config = read_json(folder / "config.json")
     chosen: Engine = engine or ("vllm" if is_installed("vllm") else "transformers")
     _check_engine(chosen)
@@ -52,18 +53,6 @@ def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainl
         flags = ["--trust-remote-code"]
     message = f"{folder}, with its router, in {chosen}: what the trained model says, to rounding"
     return Serving(_command(chosen, folder, [*flags, *options]), f"{message}{_bound(config[KEY])}")
-
-
-def _plain_export(path: Path) -> Path:
-    """Return the folder of a plain export: the one that was given, or the only one of a run."""
-    if (path / "config.json").is_file():
-        return path
-    found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
-    if len(found) > 1:
-        raise UsageError(f"{path}: has several exports; say which: {', '.join(map(str, found))}")
-    if not found:
-        raise RunFolderError(f"{path}: holds no plain export: write one with `scale export`, export.format=llama")
-    return found[0]
 
 
 def _check_engine(engine: Engine) -> None:

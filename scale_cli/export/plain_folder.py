@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError, ExportParityError
+from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError
 from scale_cli.export.router_keys import KEY, add_router
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import load_base_config, one_line, root_model
@@ -86,6 +86,23 @@ def write_plain(
         shutil.copyfile(file, folder / file.name)
     place = tokenizer_place(base) if grown_in is None else TokenizerPlace("output_dir", str(grown_in), None)
     copy_tokenizer(tokenizer, place, folder)
+
+
+def find_plain_export(path: Path) -> Path:
+    """Return the folder of a plain export: the one that was given, or the only one of a run.
+
+    Raises:
+        RunFolderError: there is none.
+        UsageError: there are several.
+    """
+    if (path / "config.json").is_file():
+        return path
+    found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]
+    if len(found) > 1:
+        raise UsageError(f"{path}: has several exports; say which: {', '.join(map(str, found))}")
+    if not found:
+        raise RunFolderError(f"{path}: holds no plain export: write one with `scale export`, export.format=llama")
+    return found[0]
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:

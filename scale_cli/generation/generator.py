@@ -19,7 +19,9 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import head_names, routed_class
+from scale_cli.generation.gguf import LlamaCppDecoder, routed_by_llama_cpp
 from scale_cli.generation.streaming import Decoder, HeadStreamer, PrintableStreamer
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import token_log_probs
@@ -133,10 +135,18 @@ class Continuation:
 
 
 class Generator:
-    """A model and its tokenizer: a base, or from a run, one of its folders, or an export."""
+    """A model and its tokenizer: a base, or from a run, one of its folders, or an export.
 
-    def __init__(self, source: Path | ModelConfig) -> None:
-        self.model, self.tokenizer = _opened_base(source) if isinstance(source, ModelConfig) else _opened(source)
+    Args:
+        source: where it is; with a GGUF a plain export, or a run that has one.
+        gguf: what llama.cpp computes its layers from; None: they are computed by torch.
+    """
+
+    def __init__(self, source: Path | ModelConfig, gguf: Path | None = None) -> None:
+        if isinstance(source, ModelConfig):
+            self.model, self.tokenizer = _opened_base(source)
+        else:
+            self.model, self.tokenizer = _opened(source) if gguf is None else _opened_gguf(source, gguf)
         self._boundary = DocumentMarkers.of(self.tokenizer).context
         # What ends a document in training, and what the base's own settings name besides.
         named = self.model.generation_config.eos_token_id
@@ -159,13 +169,15 @@ class Generator:
     def continue_all(
         self, prompts: list[str], sampling: Sampling, streamer: PrintableStreamer | HeadStreamer | None = None
     ) -> list[Continuation]:
-        """Continue some prompts, all in one batch.
+        """Continue some prompts, all in one batch, or by llama.cpp one after another.
 
         Args:
             prompts: at least one.
             sampling: how tokens are chosen.
             streamer: prints the text as it comes; for one prompt.
         """
+        if isinstance(getattr(self.model, "model", None), LlamaCppDecoder) and len(prompts) > 1:
+            return [self.continue_all([prompt], sampling)[0] for prompt in prompts]
         rows = [self.prompt_ids(prompt) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         settings = sampling.settings(self._ends, next(iter(self._ends), 0) if padding is None else padding)
@@ -253,6 +265,11 @@ def _opened(path: Path) -> tuple[Any, Any]:
     return placed(load_written(routed_class(folder) or loader, folder)).eval(), load_tokenizer(
         ModelConfig(base=str(folder))
     )
+
+
+def _opened_gguf(path: Path, gguf: Path) -> tuple[Any, Any]:
+    folder = find_plain_export(path)
+    return routed_by_llama_cpp(folder, gguf), load_tokenizer(ModelConfig(base=str(folder)))
 
 
 def _log_weights(cache: Any) -> Tensor:
