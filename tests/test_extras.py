@@ -22,6 +22,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import MissingExtraError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.extras import EXTRA_OF
+from scale_cli.generation.gguf import LlamaCppDecoder
 from tests.evaluation.test_render import report
 from tests.export.conftest import configured
 
@@ -117,3 +118,9 @@ def test_a_biography_that_could_not_be_drawn_or_trained_is_not_begun(
     with pytest.raises(MissingExtraError, match=rf"pip install 'scale-cli\[{extra}\]'$"):
         run_biography(BiographyConfig(output_dir=tmp_path / "out"), print)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_without_llama_cpp_is_refused_in_one_line(without: Callable[[str], None], tmp_path: Path) -> None:
+    without("llama_cpp")
+    with pytest.raises(MissingExtraError, match=r"^--gguf: needs llama-cpp-python: pip install '.*runtimes\]'$"):
+        LlamaCppDecoder(tmp_path / "model.gguf", None)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import ConfigError, MissingExtraError, RunFolderError
 from scale_cli.export.router_keys import routed_class
-from scale_cli.extras import require
+from scale_cli.extras import is_installed
 
 _HEAD = "lm_head.weight"
 _MOST_POSITIONS = 8192  # room is made for all of them at once
@@ -43,7 +43,8 @@ class LlamaCppDecoder(nn.Module):
 
     def __init__(self, file: Path, config: Any) -> None:
         super().__init__()
-        require("llama_cpp", "--gguf")
+        if not is_installed("llama_cpp"):
+            raise MissingExtraError("--gguf: needs llama-cpp-python: pip install 'scale-cli[runtimes]'")
         import llama_cpp
 
         self._lib = llama_cpp

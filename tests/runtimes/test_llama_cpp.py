@@ -351,4 +351,4 @@ def test_the_commands_of_the_serving_page_run_as_written(llama_cpp: Path, shared
     run(teach, tmp_path)
     run(convert, tmp_path, LLAMA_CPP=str(llama_cpp))
     assert len(run(serve, tmp_path).split()) > 4
-    assert "Once upon a time" in run(routed, tmp_path)
+    assert "base head spoke" in run(routed, tmp_path)
