@@ -213,6 +213,11 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     if first.base[1] != other.base[1]:
         bases = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
         raise RunFolderError(f"runs on different base models cannot be compared: {bases}")
+    if first.method.vocabulary != other.method.vocabulary:
+        raise RunFolderError(
+            f"runs of different tokens cannot be compared: {first.folder} and {other.folder} differ in "
+            "method.vocabulary, and so in what the base says; the bits/byte of their reports compare"
+        )
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
         where = first if odd[0] in measured[0] else other

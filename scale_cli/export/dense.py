@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import random_ids
@@ -140,7 +141,7 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
-        "lm_head.weight": torch.cat([_head_of_x(base, stages[-1]), *of_stages], dim=1),
+        "lm_head.weight": torch.cat([_head_of_x(base, stages), *of_stages], dim=1),
     }
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
         prefix = f"model.layers.{index}."
@@ -161,10 +162,10 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     return tensors
 
 
-def _head_of_x(base: Any, expansion: Expansion) -> Tensor:
+def _head_of_x(base: Any, expansions: Sequence[Expansion]) -> Tensor:
     """Return H, and below it H_new where there are new tokens."""
     weight: Tensor = base.lm_head.weight.float()
-    new = expansion.new_tokens
+    new = new_tokens_among(expansions)
     return weight if new is None else torch.cat([weight, new.lm_head.weight.float()])
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from scale_cli.model import routed_scale, routing
 from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json
 from scale_cli.upscale.folder import MethodModel
 
@@ -48,7 +49,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     parents = [branch.parent - lowest for branch in routed]
     if len(model.log_prior()) == 2:  # one head, over the streams of all, of an ensemble too
         sizes, parents = [sizes[0], sum(sizes[1:])], [0]
-    new = model.branches[-1].expansion.new_tokens
+    new = new_tokens_among(branch.expansion for branch in routed)
     return {
         "stream_sizes": sizes,
         "parents": parents,

@@ -19,6 +19,7 @@ from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_same_base, record_base, root_model, stage_folder, tensor_sha256
@@ -104,7 +105,7 @@ def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
     widened = session.load()
     if not isinstance(widened, ScaleForCausalLM):
         raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
-    if widened.expansion.new_tokens is not None:
+    if new_tokens_among(branch.expansion for branch in widened.branches) is not None:
         raise RunFolderError(f"{run}: has tokens of its own (method.vocabulary); such runs are not joined")
     return widened, session, config
 

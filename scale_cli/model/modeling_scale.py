@@ -23,6 +23,7 @@ from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
 from .head_loss import IGNORED, adaptation_cross_entropy
 from .serving_scale import WidenedModel
+from .vocabulary_scale import new_tokens_among
 
 
 class ScaleForCausalLM(WidenedModel):
@@ -97,7 +98,7 @@ class ScaleForCausalLM(WidenedModel):
         if distillation is not None and self.branches[-1].writes:
             raise ValueError("distillation: the base's own logits are not at hand where the expansion writes into x")
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
-        new = self.expansion.new_tokens
+        new = new_tokens_among(branch.expansion for branch in self.branches)
         between = [
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .branches_scale import Branch, FinalStates, run_branches
 from .cache_scale import ScaleCache
 from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+from .vocabulary_scale import new_tokens_among
 
 
 class WidenedModel(PreTrainedModel, GenerationMixin):
@@ -216,7 +217,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
         logits = states.logits_of(self.root.lm_head, self.routed_heads)
-        new = self.branches[-1].expansion.new_tokens
+        new = new_tokens_among(branch.expansion for branch in self.branches[self.routed_heads[0] :])
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
     @property

@@ -11,7 +11,7 @@ Shapes: B batch, T positions, D base channels, V old tokens, N new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class NewTokens(nn.Module):
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return H_new x (B, T, N)."""
         return F.linear(x_BTD.to(self.lm_head.weight.dtype), self.lm_head.weight)
+
+
+def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
+    """Return the tokens that the base of some expansions has not: one brought them, and those upon it have them too."""
+    return next((one.new_tokens for one in expansions if one.new_tokens is not None), None)
 
 
 class BaseOfNewTokens(nn.Module):

@@ -122,10 +122,12 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
     base_config = load_base_config(config.model)
     check_context(config, base_config)
     check_processes(config, num_processes)
+    base = any_base_without_weights(config.model)
+    vocab_size = base.config.vocab_size
     with torch.device("meta"):
-        build_model(any_base_without_weights(config.model), config.method, config.seed)
+        build_model(base, config.method, config.seed)
     tokenizer = load_tokenizer(config.model)
-    check_tokenizer_fits(tokenizer, config.model, base_config.vocab_size)
+    check_tokenizer_fits(tokenizer, config.model, vocab_size)
     if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
         raise BaseModelError(
             f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a document's "

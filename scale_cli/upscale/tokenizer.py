@@ -17,6 +17,7 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.base import REMEDY, one_line, stage_folder
 from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
+from scale_cli.vocabulary.tokenizer import load_grown
 
 # Any of these is the beginning of a tokenizer; the first alone needs nothing else.
 _WHOLE = "tokenizer.json"
@@ -30,6 +31,7 @@ class TokenizerPlace:
     key: str  # of the config, that says so
     name: str  # hub id or folder
     revision: str | None  # on the hub
+    of_run: bool = False  # whether a run with new tokens has it
 
     def problem(self) -> str | None:
         """Return what keeps any tokenizer from being loaded from there; None where it is nothing that is known."""
@@ -58,6 +60,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     place = tokenizer_place(model)
     try:
+        if place.of_run:
+            return load_grown(Path(place.name))
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             place.name, revision=place.revision, trust_remote_code=False
         )
@@ -68,9 +72,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
-    """Return where a model's tokenizer lies; of a widened base, that of what it stands on."""
+    """Return where a model's tokenizer lies; of a widened base without new tokens, that of what it stands on."""
     while model.tokenizer is None and (folder := stage_folder(model)) is not None:
-        model = load_config(folder / "scale.yaml").model
+        config = load_config(folder / "scale.yaml")
+        if config.method.vocabulary is not None:
+            return TokenizerPlace("model.base", str(folder), None, of_run=True)
+        model = config.model
     if model.tokenizer is not None:
         return TokenizerPlace("model.tokenizer", model.tokenizer, None)
     return TokenizerPlace("model.base", model.base, model.revision)

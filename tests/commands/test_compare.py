@@ -160,6 +160,18 @@ def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
     assert not (tmp_path / "out").exists()
 
 
+def test_other_tokens_are_refused_in_one_line(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one", Made()), write_run(tmp_path / "other", Made())
+    config = yaml.safe_load((other / "final/scale.yaml").read_text(encoding="utf-8"))
+    config["method"]["vocabulary"] = {"new_tokens": 64}
+    (other / "final/scale.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with pytest.raises(
+        RunFolderError, match=r"runs of different tokens cannot be compared: .*one and .*other"
+    ) as refused:
+        compare([one, other], tmp_path / "out")
+    assert "\n" not in str(refused.value)
+
+
 def test_another_base_is_refused_by_both_names(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one", Made()), write_run(tmp_path / "other", Made(base="b" * 64))
     with pytest.raises(RunFolderError, match="different base models") as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.errors import ConfigError, PreservationError, RunFolderError, UsageError
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError, RunFolderError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.join.members import join_runs
+from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.session import open_final, open_start
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scale_cli.upscale.vocabulary import load_run_tokenizer
 from scale_cli.vocabulary import proofs
+from tests.commands.test_train import raise_signal_after
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 
@@ -75,6 +79,52 @@ def test_of_english_the_base_says_what_it_says_without_new_tokens(shared_data: P
     assert losses[0]["posterior"] <= losses[0]["base"] + 1 / len(ENGLISH.encode()) + 1e-5
 
 
+def upon(config: RunConfig, method: MethodConfig) -> RunConfig:
+    """A run upon another run."""
+    base = config.model.model_copy(update={"base": str(config.output_dir)})
+    return config.model_copy(
+        update={"output_dir": config.output_dir.with_name("upon"), "model": base, "method": method}
+    )
+
+
+def test_a_run_upon_one_with_new_tokens_has_them_in_every_verb_and_export(shared_data: Path, tmp_path: Path) -> None:
+    below = config_of(shared_data, tmp_path)
+    upscale(below)
+    train(below, None, lambda _: None)
+    config = upon(below, below.method.model_copy(update={"vocabulary": None}))
+    upscale(config)
+    train(config, None, lambda _: None)
+    evaluate(config)
+    session, folder = open_final(config), export(config).folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() == open_final(below).tokenizer.get_vocab()
+    ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
+    assert ids.max() >= 512
+    served = routed_class(folder).from_pretrained(folder)
+    with torch.no_grad():
+        wanted = session.load()(input_ids=ids).logits.log_softmax(-1)
+        assert torch.allclose(served(input_ids=ids).logits.log_softmax(-1), wanted, atol=1e-3)
+    verify(config.output_dir).require()
+
+
+def test_interrupted_and_resumed_equals_uninterrupted_bitwise(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config_of(shared_data, tmp_path)
+    cut = whole.model_copy(update={"output_dir": tmp_path / "cut"})
+    upscale(whole)
+    train(whole, None, lambda _: None)
+    upscale(cut)
+    with monkeypatch.context() as patch:
+        raise_signal_after(patch, signal.SIGTERM, 1)
+        with pytest.raises(Interrupted):
+            train(cut, None, lambda _: None)
+    train(cut, "auto", lambda _: None)
+    one, other = (load_tensors(config.output_dir / "final/trained.safetensors") for config in (whole, cut))
+    assert one.keys() == other.keys() and "expansion.new_tokens.lm_head.weight" in one
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,15 +135,8 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     train(config, None, lambda _: None)
     with pytest.raises(RunFolderError, match=r"has tokens of its own \(method\.vocabulary\)"):
         join_runs([config.output_dir], None, 0.0)
-    upon = config.model_copy(
-        update={
-            "output_dir": tmp_path / "upon",
-            "model": config.model.model_copy(update={"base": str(config.output_dir)}),
-            "method": config.method.model_copy(update={"vocabulary": None}),
-        }
-    )
-    with pytest.raises(UsageError, match=r"has new tokens; export it as llama and widen that"):
-        upscale(upon)
+    with pytest.raises(BaseModelError, match=r"method\.vocabulary: .* is widened; only a plain base takes new tokens"):
+        upscale(upon(config, config.method))
 
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' are not what they were")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scale_cli.config.schema import CollaborationConfig, MethodConfig
+from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import PieceShares
@@ -82,6 +83,29 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(variant: str
     for name, parameter in trained.items():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("collaborates", [False, True])
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(collaborates: bool) -> None:
+    below = grown("route", collaborates=collaborates)
+    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        before = below.adaptation_logits(below.final_states(ids, preserved=False))
+    model = start_model(below, MethodConfig(variant="route"), 0)
+    assert isinstance(model, ScaleForCausalLM)
+    assert all(name.startswith("expansion.") for name, p in model.named_parameters() if p.requires_grad)
+    with torch.no_grad():
+        for parameter in model.expansion.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        states = model.eval().final_states(ids, preserved=True)
+        base, adapted = model.both_logits(states)
+        assert torch.equal(base, before)
+        assert torch.equal(model.head_logits(ids)(slice(None))[0], before)
+        expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        assert torch.allclose(model.train()(input_ids=ids, labels=ids).loss, expected, atol=1e-5)
+        if not collaborates:
+            plain = plain_model(model.eval(), "float32", [ids])
+            assert torch.allclose(plain(input_ids=ids).logits, adapted, atol=1e-4)
 
 
 def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows() -> None:

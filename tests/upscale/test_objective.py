@@ -18,6 +18,7 @@ from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import ChunkedLossModel, compiled, for_training
+from scale_cli.upscale.vocabulary import NewPieces
 from scripts.benchmark.counting import peak_bytes
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -142,6 +143,16 @@ def test_an_expansion_upon_another_is_compiled_whole_with_the_losses_of_plain_tr
     expected = losses(start("stack", num_hidden_layers=2))
     trace_alone(monkeypatch)
     assert losses(start("stack", num_hidden_layers=2), compile=True) == pytest.approx(expected, rel=1e-4)
+
+
+def test_new_tokens_are_compiled_whole_with_the_losses_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grown() -> MethodModel:
+        new = NewPieces(["7 8 9", "7 8", "3 7"], own_pieces=[7])
+        return start_model(tiny_llama(vocab_size=58, num_hidden_layers=2), MethodConfig(), 0, new).train()
+
+    expected = losses(grown())
+    trace_alone(monkeypatch)
+    assert losses(grown(), compile=True) == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
