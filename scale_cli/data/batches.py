@@ -119,6 +119,7 @@ class MicroBatch:
 
     input_ids: Tensor  # (micro_batch_size, T)
     targets: Tensor  # (micro_batch_size, T), IGNORED where there is none
+    sources: Tensor  # (micro_batch_size,), which each sequence is of
     position_ids: Tensor | None = None  # (micro_batch_size, T), where documents are isolated
     # weight of every sequence's divergence from the base, where any has one. It stays with the process, which so knows
     # what to compute without asking a device
@@ -134,7 +135,8 @@ class MicroBatch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         position_ids = None if self.position_ids is None else change(self.position_ids)
-        return MicroBatch(change(self.input_ids), change(self.targets), position_ids, self.distillation)
+        tensors = change(self.input_ids), change(self.targets), change(self.sources)
+        return MicroBatch(*tensors, position_ids, self.distillation)
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,14 @@ class StepBatches:
 
     step: int  # counted from 0
     micro_batches: list[MicroBatch]  # of this process
-    num_target_tokens: int  # of the global batch, over all processes
+    num_targets: tuple[int, ...]  # of the global batch, over all processes, by source
 
 
 class BatchSource(Protocol):
     """Whatever gives the batches of a step: `Batches`, or the same made ahead."""
 
-    def num_target_tokens(self, step: int) -> int:
-        """Return the targets in a step's global batch, over all processes."""
+    def num_targets(self, step: int) -> tuple[int, ...]:
+        """Return the targets in a step's global batch, over all processes, by source."""
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterable[MicroBatch]:
         """Return the micro-batches of one process in one step."""
@@ -228,14 +230,21 @@ class Batches:
         """Return (source, window) for every sequence of a step's global batch."""
         return [self._locate(sample) for sample in self._samples(step)]
 
+    def num_targets(self, step: int) -> tuple[int, ...]:
+        """Return the targets in a step's global batch, over all processes, by source."""
+        targets = [0] * len(self.sources)
+        for source, window in self.windows_of(step):
+            targets[source] += self.sources[source].num_targets(window)
+        return tuple(targets)
+
     def num_target_tokens(self, step: int) -> int:
         """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
-        return sum(self.sources[source].num_targets(window) for source, window in self.windows_of(step))
+        return sum(self.num_targets(step))
 
     def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
         """Yield what one process takes, step by step, from a step to the last."""
         for step in range(first, self.num_steps):
-            yield StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_target_tokens(step))
+            yield StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""
@@ -266,6 +275,7 @@ class Batches:
             yield MicroBatch(
                 inputs,
                 targets,
+                torch.tensor([source for source, _ in located]),
                 torch.from_numpy(np.stack(isolated)) if isolated else None,
                 distillation if any(distillation) else None,
             )

@@ -85,9 +85,9 @@ class BatchesAhead(Prefetched[StepBatches]):
         assert self._current.step == step, "steps come in order"
         return self._current
 
-    def num_target_tokens(self, step: int) -> int:
-        """Return the targets in a step's global batch, over all processes."""
-        return self._at(step).num_target_tokens
+    def num_targets(self, step: int) -> tuple[int, ...]:
+        """Return the targets in a step's global batch, over all processes, by source."""
+        return self._at(step).num_targets
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> list[MicroBatch]:
         """Return the micro-batches of this process in one step."""

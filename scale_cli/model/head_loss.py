@@ -36,16 +36,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     `distilled` has places among the tokens, and by how much their divergence from the logits without the last H_k x_k
     is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing. Where the first
-    head has fewer rows than the last, the second gives the logits of the tokens that it lacks.
+    head has fewer rows than the last, the second gives the logits of the tokens that it lacks. `told_N`, where it is
+    given, is filled with every token's part of the sum.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, targets_N: Tensor, distilled: Sequence[tuple[slice, float]], *streams_and_heads: Tensor
+        ctx: Any,
+        targets_N: Tensor,
+        distilled: Sequence[tuple[slice, float]],
+        told_N: Tensor | None,
+        *streams_and_heads: Tensor,
     ) -> Tensor:
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
         device = targets_N.device.type
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
         of_heads = [
             torch.zeros_like(head, dtype=torch.float32) if want else None
@@ -64,11 +69,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _divergence_and_gradient(base_SV, logits_NV[some], targets_N[rows][some])
                 for base_SV, (some, _) in zip(bases, places, strict=True)
             ]
-            said, grad_NV = _said_and_gradient(logits_NV, targets_N[rows])
-            loss -= said
-            for (some, weight), (divergence, of_divergence_SV) in zip(places, divergences, strict=True):
-                loss += weight * divergence
+            losses_N, grad_NV = _losses_and_gradient(logits_NV, targets_N[rows])
+            for (some, weight), (divergence_S, of_divergence_SV) in zip(places, divergences, strict=True):
+                losses_N[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
+            loss += losses_N.sum()
+            if told_N is not None:
+                told_N[rows] = losses_N
             grad = grad_NV
             for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
@@ -85,7 +92,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nobody else holds them, and autograd refuses a second backward over them.
-        return None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+        return None, None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
 
 
 def _logits_and_bases(
@@ -111,8 +118,8 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
     return [slice(num_first), slice(num_first, None), *[slice(None)] * (len(heads) - 2)]
 
 
-def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed log p(target), and d loss / d logits: softmax - one-hot, 0 where there is no target.
+def _losses_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return -log p(target), and its d / d logits: softmax - one-hot, both 0 where there is no target.
 
     The logits are overwritten: one chunk's worth of memory, and one exponential.
     """
@@ -121,13 +128,13 @@ def _said_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Te
     logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True))
     said_N1 = logits_NV.gather(1, places_N1)
     sums_N1 = logits_NV.exp_().sum(dim=1, keepdim=True)
-    said = torch.where(counted_N1, said_N1 - sums_N1.log(), 0.0).sum()
+    losses_N = torch.where(counted_N1, sums_N1.log() - said_N1, 0.0).squeeze(1)
     grad_NV = logits_NV.mul_(counted_N1 / sums_N1)
-    return said, grad_NV.scatter_add_(1, places_N1, -counted_N1.to(grad_NV.dtype))
+    return losses_N, grad_NV.scatter_add_(1, places_N1, -counted_N1.to(grad_NV.dtype))
 
 
 def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed KL(p_base || p), and d KL / d logits: p - p_base, both 0 where there is no target.
+    """Return KL(p_base || p), and its d / d logits: p - p_base, both 0 where there is no target.
 
     Args:
         base_SV: log p_base; overwritten.
@@ -138,7 +145,7 @@ def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, targets_S: Tens
     log_p_SV, p_base_SV = logits_SV.log_softmax(dim=1), base_SV.exp()
     divergence_S1 = base_SV.sub_(log_p_SV).mul_(p_base_SV).sum(dim=1, keepdim=True)
     gradient_SV = log_p_SV.exp_().sub_(p_base_SV).mul_(counted_S1)
-    return torch.where(counted_S1, divergence_S1, 0.0).sum(), gradient_SV
+    return torch.where(counted_S1, divergence_S1, 0.0).squeeze(1), gradient_SV
 
 
 def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tuple[slice, float]]:
@@ -166,6 +173,7 @@ def adaptation_cross_entropy(
     between: Sequence[tuple[Tensor, Tensor]] = (),
     distillation: Sequence[float] | None = None,
     new_head_ND: Tensor | None = None,
+    token_losses_BT: Tensor | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
 
@@ -179,6 +187,7 @@ def adaptation_cross_entropy(
         distillation: of every sequence, how much of its divergence from the logits without H' u is added; None: of
             none.
         new_head_ND: H_new, of the last N rows of H', which H lacks.
+        token_losses_BT: filled with what every target adds to the sum; None where nobody asks.
     """
     length = targets_BT.shape[1]
     distilled = [
@@ -191,6 +200,7 @@ def adaptation_cross_entropy(
     return _ChunkedCrossEntropy.apply(
         targets_BT.flatten(),
         distilled,
+        None if token_losses_BT is None else token_losses_BT.view(-1),
         x_ND,
         base_head_VD.detach(),
         *(() if new_head_ND is None else (x_ND, new_head_ND)),
@@ -200,6 +210,9 @@ def adaptation_cross_entropy(
     )
 
 
-def plain_cross_entropy(x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor) -> Tensor:
+def plain_cross_entropy(
+    x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, token_losses_BT: Tensor | None = None
+) -> Tensor:
     """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
-    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), x_BTD.flatten(0, 1), head_VD)
+    told_N = None if token_losses_BT is None else token_losses_BT.view(-1)
+    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), told_N, x_BTD.flatten(0, 1), head_VD)

@@ -90,6 +90,7 @@ class ScaleForCausalLM(WidenedModel):
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         distillation: Sequence[float] | None = None,
+        token_losses: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         if shift_labels is None:
@@ -111,6 +112,7 @@ class ScaleForCausalLM(WidenedModel):
             between,
             distillation,
             None if new is None else new.lm_head.weight,
+            token_losses,
         )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 

@@ -23,6 +23,7 @@ class MetricsRecord(TypedDict, total=False):
     step: Required[int]
     stream_ratios: list[float | None]  # rms(u)/rms(x) by layer
     loss: float
+    loss_by_source: dict[str, float]  # the mean since the record before
     grad_norm: float
     lr: float
     num_tokens: int  # target tokens trained on by then

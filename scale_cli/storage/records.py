@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -124,6 +125,8 @@ class TrainState(RunRecord):
     skipped_steps: int = 0  # of the steps done, those left out because their loss or gradient was not finite
     skipped_tokens: int = 0  # the target tokens of those
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
+    # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
+    since_logged: tuple[tuple[float, int], ...] = ()
     best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
 
     @classmethod
@@ -141,9 +144,16 @@ class TrainState(RunRecord):
         between_s = self.stepping_s - earlier.stepping_s
         return (self.num_tokens - earlier.num_tokens) / between_s if between_s > 0 else None
 
-    def advanced(self, num_tokens: int) -> TrainState:
-        """Return the state one step on."""
-        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens)
+    def advanced(self, num_tokens: int, by_source: Sequence[tuple[float, int]] = ()) -> TrainState:
+        """Return the state one step on, in which every source had some summed loss on some targets."""
+        before = self.since_logged or ((0.0, 0),) * len(by_source)
+        since = tuple((loss + more, num + n) for (loss, num), (more, n) in zip(before, by_source, strict=True))
+        return replace(
+            self,
+            step=self.step + 1,
+            num_tokens=self.num_tokens + num_tokens,
+            since_logged=since if by_source else self.since_logged,
+        )
 
     def skipped(self, num_tokens: int) -> TrainState:
         """Return the state one step on, that step left out."""

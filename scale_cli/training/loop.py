@@ -175,13 +175,13 @@ class _Loop:
         steps, self.taken = self.taken, []
         figures = figures_of(steps)
         self.clock(stepping_s=time.monotonic() - self.taken_since_s)
-        for step, (loss, grad_norm) in zip(steps, figures, strict=True):
+        for step, of_step in zip(steps, figures, strict=True):
             try:
-                result = step.with_figures(loss, grad_norm)
+                result = step.with_figures(*of_step)
             except NonFiniteError as error:
                 _leave_out(run, step, error)
             else:
-                run.state = run.state.advanced(result.num_tokens)
+                run.state = run.state.advanced(result.num_tokens, result.by_source)
                 self._warn_of_spike(result)
                 if self._is_logged(run.state.step):
                     self._log(result, step.stream_ratios)
@@ -206,14 +206,19 @@ class _Loop:
     def _log(self, result: StepResult, stream_ratios: Tensor | None) -> None:
         """Show the loss, and write a record of that step alone.
 
-        An average over the steps since the last record would differ after a resume; the speed is one.
+        The speed and the losses of the sources are of all steps since the last record: a source may have no sequence in
+        one of them. The position has the sums of the losses, so that they are the same after a resume.
         """
         state, train = self.run.state, self.run.config.train
         tokens_per_s = state.rate_since(self.logged) or 0.0
         self.bar.set_postfix_str(f"loss {result.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         waited_s = self.batches.waited_s - self.logged_wait_s
         self.logged, self.logged_wait_s = state, self.batches.waited_s
+        self.run.state = replace(state, since_logged=())
         record: MetricsRecord = {"step": state.step}
+        if state.since_logged:
+            sources = zip(self.run.config.corpus.sources, state.since_logged, strict=True)
+            record["loss_by_source"] = {source.name: loss / num for source, (loss, num) in sources if num}
         if self.run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / self.run.peak_tokens_per_s, 4)
         if stream_ratios is not None:

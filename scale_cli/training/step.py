@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.anchors import decay_to_start, lookahead, project
 from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import whole_tensor
+from scale_cli.upscale.objective import ChunkedLossModel
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class StepResult:
     grad_norm: float  # before clipping
     lr: float  # of the update
     num_tokens: int  # target tokens of the global batch
+    # of every source, its summed loss and its targets; empty where the model does not tell its tokens apart
+    by_source: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,27 +41,36 @@ class TakenStep:
     """A step that may still be under way on its device."""
 
     step: int  # counted from 0
-    figures: Tensor  # (2,), the loss over the global batch before the update, and the gradient's norm before clipping
+    # the loss over the global batch before the update, the gradient's norm before clipping, and where the model tells
+    # its tokens apart, the summed loss of every source
+    figures: Tensor
     lr: float  # of the update
-    num_tokens: int  # target tokens of the global batch
+    num_targets: tuple[int, ...]  # of the global batch, by source
     # (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured
     stream_ratios: Tensor | None = None
 
     def result(self) -> StepResult:
         """Wait for the step, and return what it did."""
-        ((loss, grad_norm),) = figures_of([self])
-        return self.with_figures(loss, grad_norm)
+        (figures,) = figures_of([self])
+        return self.with_figures(*figures)
 
-    def with_figures(self, loss: float, grad_norm: float) -> StepResult:
+    @property
+    def num_tokens(self) -> int:
+        """Target tokens of the global batch."""
+        return sum(self.num_targets)
+
+    def with_figures(self, loss: float, grad_norm: float, *of_sources: float) -> StepResult:
         """Return what the step did, its figures being known."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
-        return StepResult(loss, grad_norm, self.lr, self.num_tokens)
+        by_source = tuple(zip(of_sources, self.num_targets, strict=True)) if of_sources else ()
+        return StepResult(loss, grad_norm, self.lr, self.num_tokens, by_source)
 
 
-def figures_of(steps: Sequence[TakenStep]) -> list[tuple[float, float]]:
-    """Return the loss and the gradient's norm of some steps, in one transfer from the device."""
-    return [(loss, norm) for loss, norm in torch.stack([step.figures for step in steps]).tolist()]
+def figures_of(steps: Sequence[TakenStep]) -> list[list[float]]:
+    """Return the figures of some steps, in one transfer from the device."""
+    figures: list[list[float]] = torch.stack([step.figures for step in steps]).tolist()
+    return figures
 
 
 def _nothing() -> None:
@@ -87,31 +100,43 @@ def train_step(
         train: learning rate, clipping, precision, lookahead, average.
         between_micro_batches: what it raises ends the step before anything is updated.
     """
-    num_tokens = batches.num_target_tokens(step)
+    num_targets = batches.num_targets(step)
+    num_tokens = sum(num_targets)
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
-    loss = torch.zeros((), device=accelerator.device)
+    told_apart = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
+    sums = torch.zeros(1 + told_apart * len(num_targets), device=accelerator.device)  # all of the loss, by source
     for index, micro_batch in enumerate(micro_batches):
+        batch = micro_batch.to(accelerator.device)
+        losses_BT = torch.zeros(batch.targets.shape, device=accelerator.device) if told_apart else None
         if index:
             between_micro_batches()
         last = index == len(micro_batches) - 1
         # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
         with nullcontext() if last else accelerator.no_sync(model):
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
-                share = _loss_share(model, micro_batch, accelerator.device, num_tokens)
+                share = _loss_share(model, batch, accelerator.device, num_tokens, losses_BT)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
-        loss += share.detach()
-    loss = accelerator.reduce(loss, reduction="sum")
+        sums[0] += share.detach()
+        if losses_BT is not None:
+            sums[1:] += _by_source(losses_BT.sum(dim=1), batch.sources, len(num_targets))
+    sums = accelerator.reduce(sums, reduction="sum")
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
-    figures = torch.stack([loss, grad_norm.float()])
+    figures = torch.cat([sums[:1], grad_norm.float().view(1), sums[1:]])
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
     with lookahead(optimiser, step, train):
         _update_where_finite(optimiser, figures, train.weight_decay)
     update_average(optimiser, step, train)
     optimiser.zero_grad(set_to_none=True)
-    return TakenStep(step, figures, lr, num_tokens)
+    return TakenStep(step, figures, lr, num_targets)
+
+
+def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
+    """Return (S,): the sum of each source's, which on a GPU too is the same sum every time."""
+    is_of_SB = sources_B == torch.arange(num_sources, device=sources_B.device).unsqueeze(1)
+    return torch.where(is_of_SB, losses_B, 0.0).sum(dim=1)
 
 
 def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -> None:
@@ -127,11 +152,19 @@ def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -
     project(optimiser, finite)
 
 
-def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device, num_tokens: int) -> Tensor:
+def _loss_share(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    device: torch.device,
+    num_tokens: int,
+    losses_BT: Tensor | None = None,
+) -> Tensor:
     """Return a micro-batch's summed loss over the global batch's targets, by the model's own loss function."""
     batch = micro_batch.to(device)
-    # Only widened models know of it; to any other it would be a key too many.
-    distilled = {} if batch.distillation is None else {"distillation": batch.distillation}
+    # Only models of ours know of these; to any other they would be keys too many.
+    ours: dict[str, Any] = {} if batch.distillation is None else {"distillation": batch.distillation}
+    if losses_BT is not None:
+        ours["token_losses"] = losses_BT
     # The targets are shifted already; transformers computes a loss only where labels are given too.
     output = model(
         input_ids=batch.input_ids,
@@ -140,7 +173,7 @@ def _loss_share(model: nn.Module, micro_batch: MicroBatch, device: torch.device,
         shift_labels=batch.targets,
         num_items_in_batch=num_tokens,
         use_cache=False,
-        **distilled,
+        **ours,
     )
     loss: Tensor = output.loss
     return loss

@@ -65,6 +65,7 @@ OTHERWISE = (
     "train.lookahead={every_steps: 3}",
     "corpus.sources.1.weight=1.0",
     "corpus.stages=[{until: 0.4, weights: {petitions: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1}}]",
+    "train.log_every_steps=4",
 )
 TO_THE_BASE = (
     "method.variant=osf",

@@ -97,7 +97,7 @@ def test_the_batches_of_the_steps_are_exactly_those_of_each_step(first: int, ran
     assert [step.step for step in steps] == list(range(first, 20))
     for found in steps:
         expected = list(batches.micro_batches(found.step, rank, num_processes))
-        assert found.num_target_tokens == batches.num_target_tokens(found.step)
+        assert found.num_targets == batches.num_targets(found.step)
         assert len(found.micro_batches) == len(expected)
         for micro_batch, same in zip(found.micro_batches, expected, strict=True):
             assert torch.equal(micro_batch.input_ids, same.input_ids)
@@ -109,7 +109,7 @@ def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
     batches = some_batches(20)
     with BatchesAhead(batches, 5, 1, 2, torch.device("cpu")) as ahead:
         for step in range(5, 20):
-            assert ahead.num_target_tokens(step) == batches.num_target_tokens(step)
+            assert ahead.num_targets(step) == batches.num_targets(step)
             found, expected = ahead.micro_batches(step, 1, 2), list(batches.micro_batches(step, 1, 2))
             for micro_batch, same in zip(found, expected, strict=True):
                 assert torch.equal(micro_batch.input_ids, same.input_ids)
@@ -130,7 +130,7 @@ def test_for_a_gpu_the_thread_that_makes_them_pins_them(monkeypatch: pytest.Monk
             for micro_batch, same in zip(ahead.micro_batches(step), batches.micro_batches(step), strict=True):
                 assert torch.equal(micro_batch.input_ids, same.input_ids)
                 assert micro_batch.distillation == same.distillation
-    assert len(pinned_by) == 3 * 4 * 2
+    assert len(pinned_by) == 3 * 4 * 3
     assert all(name.startswith("prefetch") for name in pinned_by)
 
 

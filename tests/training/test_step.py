@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, PackedWindows
+from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.errors import NonFiniteError, TrainingError
 from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.optimiser import (
@@ -95,6 +95,38 @@ def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes
         for batch in mixed(2).micro_batches(0, rank, 2)
     ]
     assert sum(shares) == pytest.approx(results[0].loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["widened, distilled", "plain"])
+def test_every_source_has_the_loss_of_its_own_tokens_however_the_batch_is_cut_up(kind: str) -> None:
+    ids = [
+        torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in (301, 40)
+    ]
+
+    def mixed(micro_batch_size: int) -> Batches:
+        sizes = {"seed": 0, "num_steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch_size}
+        windows, distillation = [PackedWindows(stream, 16) for stream in ids], [0.0, 2.0 * (kind != "plain")]
+        return Batches(windows, [1.0, 1.0], distillation=distillation, **sizes)
+
+    plain = tiny_llama().requires_grad_(True)
+    model = plain if kind == "plain" else as_if_trained(widen(plain, "preserve")).train()
+    results = [step(for_training(copy.deepcopy(model), settings(1e-2)), mixed(size)) for size in (8, 2, 1)]
+    (batch,) = mixed(8).micro_batches(0)
+    expected = []
+    for source in (0, 1):
+        own = batch.sources == source
+        alone = MicroBatch(
+            batch.input_ids[own],
+            batch.targets[own],
+            batch.sources[own],
+            distillation=tuple(2.0 * source for _ in range(own.sum())) if kind != "plain" else None,
+        )
+        expected.append(_loss_share(for_training(model, settings(1e-2)), alone, torch.device("cpu"), 1).item())
+    assert min(mixed(8).num_targets(0)) > 0
+    for result in results:
+        assert [num for _, num in result.by_source] == list(mixed(8).num_targets(0))
+        assert [loss for loss, _ in result.by_source] == pytest.approx(expected, rel=1e-5)
+        assert sum(loss for loss, _ in result.by_source) == pytest.approx(result.loss * result.num_tokens, rel=1e-5)
 
 
 def test_loss_is_transformers_own_mean_over_target_tokens(model: LlamaForCausalLM) -> None:
