@@ -19,6 +19,7 @@ from scale_cli.console import (
     quieten_libraries,
     run_folder,
     show,
+    typed,
 )
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
@@ -246,6 +247,7 @@ def generate(
     top_p: take.TopP = 1.0,
     seed: take.Seed = 0,
     options: take.Options = None,
+    chat: take.Chat = False,
     show_heads: take.ShowHeads = False,
     gguf: take.Gguf = None,
     as_json: take.AsJson = False,
@@ -258,6 +260,8 @@ def generate(
     """
     if (samples is None) != (output is None):
         raise ConfigError("--samples, --output: each needs the other")
+    if samples is not None and chat:
+        raise ConfigError("--samples, --chat: one or the other")
     if samples is not None and output is not None:
         config = load(path, None)
         from scale_cli.commands.generate import sampling, write_samples
@@ -266,15 +270,25 @@ def generate(
         show(on_main(lambda: write_samples(config.model, samples, output, drawn, prompt or [""])))
         return
     folder = run_folder(path)
-    lines = sys.stdin or ()  # closed
-    prompts = prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
-    if not prompts:
+    talks = chat and not prompt and not as_json and sys.stdin is not None and sys.stdin.isatty()
+    lines = typed() if talks else sys.stdin or ()  # closed
+    prompts = [] if talks else prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
+    if not prompts and not talks:
         raise ConfigError("--prompt: none given, and nothing on standard input")
     quieten_libraries()
-    from scale_cli.commands.generate import continue_and_print, sampling
+    from scale_cli.commands.generate import continue_and_print, converse, sampling
+    from scale_cli.generation.generator import Generator
 
     chosen = sampling(max_new_tokens or 128, temperature, 0.0, top_p, seed, options)
-    on_main(lambda: continue_and_print(folder, prompts, chosen, gguf, as_json=as_json, show_heads=show_heads))
+
+    def speak() -> None:
+        generator = Generator(folder, gguf)
+        if talks:
+            converse(generator, lines, chosen, show_heads=show_heads)
+        else:
+            continue_and_print(generator, prompts, chosen, as_json=as_json, show_heads=show_heads, chat=chat)
+
+    on_main(speak)
 
 
 @app.command()

@@ -81,6 +81,10 @@ Gguf = Annotated[
     Path | None,
     typer.Option("--gguf", metavar="FILE", help="Of PATH's plain export: llama.cpp computes its layers."),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Prompts are a user's, in the base's chat template; at a terminal, one after one."),
+]
 ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]

@@ -18,6 +18,7 @@ from scale_cli.config.load import dump_config
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TrainState
 from tests.training.conftest import configs_in
 
 pytestmark = pytest.mark.long
@@ -29,12 +30,17 @@ def files(root: Path) -> set[str]:
 
 def losses(run: RunFolder) -> list[float]:
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
+    of_steps = [record for record in records if "loss" in record]
+    return [loss for record in of_steps for loss in (record["loss"], *record["loss_by_source"].values())]
 
 
 def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Path) -> None:
     make = configs_in(tmp_path, shared_data, tmp_path / "tokens")
-    one, two = make("one", "train.eval_every_steps=5"), make("two", "train.eval_every_steps=5")
+    tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 4"
+    held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
+    # All processes have to agree on which weights are kept.
+    observed = ("train.eval_every_steps=5", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
+    one, two = make("one", *observed), make("two", *observed)
     alone = run_pipeline(one, lambda _: None)
     path = tmp_path / "two-processes.yaml"
     path.write_text(dump_config(two), encoding="utf-8")
@@ -47,6 +53,8 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     for said in ("== upscale", "processes      2 x cpu", "== evaluate", "== export"):
         assert result.stdout.count(said) == 1, "two work, one speaks"
     assert files(two.output_dir) == files(one.output_dir)
+    chosen = [TrainState.load(RunFolder(run.output_dir).final) for run in (one, two)]
+    assert chosen[0].step == chosen[1].step and chosen[0].best is not None
     assert losses(RunFolder(two.output_dir)) == pytest.approx(losses(RunFolder(one.output_dir)), rel=1e-5)
     report = json.loads((two.output_dir / "evaluation" / "report.json").read_text(encoding="utf-8"))
     assert alone is not None

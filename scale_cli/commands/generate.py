@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from tqdm import tqdm
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Continuation, Generator, Sampling, parsed_options
 from scale_cli.generation.streaming import painted
@@ -51,19 +53,44 @@ def sampling(
 
 
 def continue_and_print(
-    folder: Path, prompts: list[str], sampling: Sampling, gguf: Path | None, *, as_json: bool, show_heads: bool
+    generator: Generator, prompts: list[str], sampling: Sampling, *, as_json: bool, show_heads: bool, chat: bool = False
 ) -> None:
-    """Continue prompts and print them: one alone as it comes, what was measured of them on standard error."""
+    """Continue prompts and print them: one alone as it comes, what was measured of them on standard error.
+
+    Args:
+        generator: of the text.
+        prompts: texts, or what a user says.
+        sampling: how tokens are chosen.
+        as_json: whether an object a prompt is printed.
+        show_heads: in colours.
+        chat: whether each prompt is the first turn of a conversation.
+    """
     streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
-    generator = Generator(folder, gguf)
-    streamer = generator.streamer(prompts[0], show_heads=show_heads) if streams else None
-    continuations = generator.continue_all(prompts, sampling, streamer)
+    asked = [[_said_by("user", prompt)] for prompt in prompts] if chat else prompts
+    streamer = generator.streamer("" if chat else prompts[0], show_heads=show_heads) if streams else None
+    continuations = generator.continue_all(asked, sampling, streamer)
     if streamer is None:
         for line in output_lines(continuations, as_json=as_json, show_heads=show_heads):
             typer.echo(line)  # coloured, where that was asked for
     if not as_json:
         for line in summary(continuations, show_heads=show_heads):
             typer.echo(line, err=True)
+
+
+def converse(generator: Generator, lines: Iterable[str], sampling: Sampling, *, show_heads: bool) -> None:
+    """Answer line after line of one conversation, as the answers come."""
+    messages: Messages = []
+    for line in lines:
+        messages.append(_said_by("user", line))
+        streamer = generator.streamer("", show_heads=show_heads)
+        (answer,) = generator.continue_all([messages], sampling, streamer)
+        if streamer is None:
+            typer.echo(_coloured(answer))
+        messages.append(_said_by("assistant", answer.completion))
+
+
+def _said_by(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def write_samples(

@@ -205,8 +205,7 @@ def _check_token_ledger(folder: Path) -> None:
         ledger = source.corpus
         dropped = sum(count.documents for count in ledger.dropped.values())
         sums.append((f"{name}: documents read", ledger.read.documents, ledger.kept.documents + dropped))
-        # Every token of a stream but its first is a target once an epoch.
-        wanted = source.num_epochs * (ledger.num_tokens - 1)
+        wanted = source.num_epochs * ledger.targets_an_epoch
         sums.append((f"{name}: targets", wanted, source.num_trained + source.num_held_over))
     trained = sum(source.num_trained for source in sources.values())
     sums.append(("targets trained", trained, state.num_tokens + state.skipped_tokens))

@@ -351,6 +351,9 @@ class RunConfig(Section):
         known = [source.name for source in self.corpus.sources]
         if odd := [name for name in vocabulary.sources if name not in known]:
             raise ValueError(f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})")
+        taken = vocabulary.sources or [source.name for source in self.corpus.sources if source.role == "new"]
+        if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
+            raise ValueError("method.vocabulary.sources: new tokens are learned of text, not of conversations")
         if self.train.sharding != "none":
             raise ValueError("method.vocabulary: new tokens train unsharded only; set train.sharding to none")
         return self

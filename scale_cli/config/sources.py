@@ -34,6 +34,12 @@ class TextSource(Section):
     text_field: str = Field(
         default="text", description="column of a dataset, of .csv or .parquet, key of .jsonl or .json"
     )
+    messages_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="in place of text_field: key of a conversation, a list of {role, content}, in .jsonl, .json or a "
+        "dataset; the base's chat template writes it, and what is trained on are the assistant's turns alone",
+    )
     documents: Literal["paragraph", "file"] = Field(
         default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
     )

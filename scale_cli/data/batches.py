@@ -1,8 +1,8 @@
 """Packing and mixing: which tokens stand in which batch, as a pure function of (seed, step, rank).
 
 A source is one long stream of framed documents, cut into windows of T inputs; each window's targets are its inputs
-shifted by one, across the cut, so every token but the stream's first is a target exactly once an epoch. The last window
-is padded, and its padding is no target.
+shifted by one, across the cut, so every token but the stream's first is a target exactly once an epoch; of
+conversations, every one that is learned. The last window is padded, and its padding is no target.
 """
 
 from __future__ import annotations
@@ -44,33 +44,51 @@ class Windows(Protocol):
 
 
 class PackedWindows:
-    """A token stream as windows of `sequence_length` inputs and as many targets."""
+    """A token stream as windows of `sequence_length` inputs and as many targets.
 
-    def __init__(self, ids: npt.NDArray[np.integer], sequence_length: int) -> None:
+    Args:
+        ids: the stream.
+        sequence_length: T.
+        learned: (tokens,), which of them may be targets; None: all.
+    """
+
+    def __init__(
+        self, ids: npt.NDArray[np.integer], sequence_length: int, learned: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         assert len(ids) >= 2, "a stream needs an input and a target"
         self.ids = ids
         self.sequence_length = sequence_length
+        self._learned = learned
+        num_targets = np.full(len(self), sequence_length)
+        num_targets[-1] = self._num_inputs(len(self) - 1)
+        if learned is not None:
+            starts = np.arange(0, len(ids) - 1, sequence_length)
+            num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
+        self._num_targets = num_targets
 
     def __len__(self) -> int:
         return -(-(len(self.ids) - 1) // self.sequence_length)
 
+    def _num_inputs(self, index: int) -> int:
+        return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
+
     def num_targets(self, index: int) -> int:
         """Return how many targets a window has."""
-        return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
+        return int(self._num_targets[index])
 
     def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
         """Return how many targets some windows have together."""
-        last = len(self) - 1  # the only window that may be short
-        short = self.sequence_length - self.num_targets(last)
-        return len(indices) * self.sequence_length - short * int((indices == last).sum())
+        return int(self._num_targets[indices].sum())
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
-        start, num_targets = index * self.sequence_length, self.num_targets(index)
+        start, num_inputs = index * self.sequence_length, self._num_inputs(index)
         inputs = np.zeros(self.sequence_length, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
-        inputs[:num_targets] = self.ids[start : start + num_targets]
-        targets[:num_targets] = self.ids[start + 1 : start + num_targets + 1]
+        inputs[:num_inputs] = self.ids[start : start + num_inputs]
+        targets[:num_inputs] = self.ids[start + 1 : start + num_inputs + 1]
+        if self._learned is not None:
+            targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
         return inputs, targets
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
@@ -88,6 +106,7 @@ class IsolatedWindows(PackedWindows):
         ids: a token stream.
         sequence_length: T.
         offsets: (documents + 1,), where each document begins in the stream.
+        learned: (tokens,), which of them may be targets; None: all.
         marked_by_last: whether the token that a document is scored after is the last of the one before.
     """
 
@@ -96,17 +115,18 @@ class IsolatedWindows(PackedWindows):
         ids: npt.NDArray[np.integer],
         sequence_length: int,
         offsets: npt.NDArray[np.integer],
+        learned: npt.NDArray[np.bool_] | None = None,
         *,
         marked_by_last: bool,
     ) -> None:
-        super().__init__(ids, sequence_length)
+        super().__init__(ids, sequence_length, learned)
         self.offsets = offsets
         self._lead = int(marked_by_last)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), since its document began, or the window; padding goes on counting."""
         start = index * self.sequence_length + self._lead
-        first, last = np.searchsorted(self.offsets, (start, start + self.num_targets(index)))
+        first, last = np.searchsorted(self.offsets, (start, start + self._num_inputs(index)))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
         restarts = self.offsets[first:last] - start
         begins[restarts] = restarts

@@ -76,11 +76,13 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_process
     windows: list[PackedWindows]
     if config.corpus.isolate_documents:
         windows = [
-            IsolatedWindows(corpus.ids, length, corpus.offsets, marked_by_last=corpus.boundaries.bos is None)
+            IsolatedWindows(
+                corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=corpus.boundaries.bos is None
+            )
             for corpus in corpora
         ]
     else:
-        windows = [PackedWindows(corpus.ids, length) for corpus in corpora]
+        windows = [PackedWindows(corpus.ids, length, corpus.learned) for corpus in corpora]
     return Batches(
         windows,
         config.corpus.mixture(config.train.max_steps)[0][1],

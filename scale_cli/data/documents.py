@@ -10,7 +10,6 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count, islice
@@ -22,7 +21,9 @@ import pyarrow.parquet
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.decompression import decompressed, unpacked
+from scale_cli.data.encoding import Spans
 from scale_cli.data.files import SourceFile, source_files
+from scale_cli.data.hub import check_dataset, dataset_rows, named_dataset_errors
 from scale_cli.errors import CorpusError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,6 +53,9 @@ class Reason(Enum):
     NUL = "NUL character"
     EMPTY = "empty"
     TOO_LARGE = "too large"
+    NO_ANSWER = "no turn of the assistant"
+    NOT_RENDERED = "refused by the chat template"
+    REWRITTEN = "earlier turns that the chat template writes otherwise when more follow"
     DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
 
 
@@ -61,6 +65,8 @@ class Document:
 
     text: str  # with something but white space in it
     num_bytes: int  # of its UTF-8 form
+    place: str = ""  # file:line, or the row
+    learned: Spans | None = None  # from where to where it is learned; None: all of it
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class CorpusReader:
             if self.source.documents == "file":
                 yield from _read_whole(file, stream, self._limit)
             else:
-                yield from _READERS[file.format](file, stream, self.source.text_field, self._limit)
+                yield from _READERS[file.format](file, stream, self.source, self._limit)
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
@@ -186,7 +192,7 @@ class _Gathered:
     def finished(self) -> Record:
         if self._bad is not None:
             return Rejected(self._bad[0], f"{self._file}:{self._bad[1]}", self.num_bytes)
-        return _judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
+        return judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
 
 
 def _read_whole(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Record]:
@@ -196,8 +202,8 @@ def _read_whole(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Rec
     yield gathered.finished()
 
 
-def _read_txt(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
-    del text_field  # a text file has no fields
+def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+    del source  # a text file has no fields
     gathered = _Gathered(file, limit)
     for number, line, length in _lines(stream, limit):
         checked = _checked_line(line)
@@ -210,17 +216,17 @@ def _read_txt(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) 
         yield gathered.finished()
 
 
-def _read_jsonl(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
         place = f"{file}:{number}"
-        value = _json_text(line, text_field)
-        yield Rejected(value, place, length) if isinstance(value, Reason) else _judged(value, place, limit)
+        value = _json_text(line, source)
+        yield Rejected(value, place, length) if isinstance(value, Reason) else judged(value, place, limit)
 
 
-def _read_json(file: SourceFile, stream: Any, text_field: str, limit: int) -> Iterator[Record]:
+def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
     """Read a list of records, which is held whole; what does not begin as one is lines of JSON, as on the hub."""
     if not stream.peek(_SKIPPED_AT_ONCE).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        yield from _read_jsonl(file, stream, text_field, limit)
+        yield from _read_jsonl(file, stream, source, limit)
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
@@ -230,11 +236,11 @@ def _read_json(file: SourceFile, stream: Any, text_field: str, limit: int) -> It
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
-        place, value = f"{file}: item {number}", _field_of(record, text_field)
-        yield Rejected(value, place, 0) if isinstance(value, Reason) else _judged(value, place, limit)
+        place, value = f"{file}: item {number}", _picked(record, source)
+        yield Rejected(value, place, 0) if isinstance(value, Reason) else judged(value, place, limit)
 
 
-def _json_text(line: bytes | None, text_field: str) -> str | Reason:
+def _json_text(line: bytes | None, source: TextSource) -> str | Reason:
     if line is None:
         return Reason.TOO_LARGE
     try:
@@ -247,17 +253,30 @@ def _json_text(line: bytes | None, text_field: str) -> str | Reason:
         record = json.loads(decoded)
     except (ValueError, RecursionError):
         return Reason.NUL if "\0" in decoded else Reason.NOT_JSON
-    return _field_of(record, text_field)
+    return _picked(record, source)
 
 
-def _field_of(record: Any, text_field: str) -> str | Reason:
-    if not isinstance(record, dict) or text_field not in record:
+def _picked(record: Any, source: TextSource) -> str | Reason:
+    """Return what a source takes of a record: its text, or its messages as JSON."""
+    field = source.messages_field or source.text_field
+    if not isinstance(record, dict) or field not in record:
         return Reason.NO_FIELD
-    text = record[text_field]
-    return text if isinstance(text, str) else Reason.WRONG_TYPE
+    value = record[field]
+    if source.messages_field is None:
+        return value if isinstance(value, str) else Reason.WRONG_TYPE
+    if not isinstance(value, list) or not all(map(_is_message, value)):
+        return Reason.WRONG_TYPE
+    if not any(message["role"] == "assistant" for message in value):
+        return Reason.NO_ANSWER
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _read_csv(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+    field = source.text_field
     broken: list[int] = []  # rows with too many fields, or too few
 
     def skip(row: Any) -> str:
@@ -269,7 +288,7 @@ def _read_csv(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) 
         read_options=pa.csv.ReadOptions(use_threads=False, block_size=max(2 * limit, _SKIPPED_AT_ONCE)),
         parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
         # As bytes: a value that is not UTF-8 is one record then, and not the end of the file.
-        convert_options=pa.csv.ConvertOptions(include_columns=[text_field], column_types={text_field: pa.binary()}),
+        convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
     )
     number = 1  # of the titles
     for batch in rows:
@@ -277,12 +296,13 @@ def _read_csv(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) 
             number = next(later for later in count(number + 1) if later not in broken)
             place, checked = f"{file}: row {number}", _checked_line(value)
             yield (
-                Rejected(checked, place, len(value)) if isinstance(checked, Reason) else _judged(checked, place, limit)
+                Rejected(checked, place, len(value)) if isinstance(checked, Reason) else judged(checked, place, limit)
             )
     yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
-def _judged(text: str, place: str, limit: int) -> Record:
+def judged(text: str, place: str, limit: int, learned: Spans | None = None) -> Record:
+    """Return a document, or why it is none."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
@@ -293,16 +313,16 @@ def _judged(text: str, place: str, limit: int) -> Record:
         return Rejected(Reason.NUL, place, num_bytes)
     if not text.strip():
         return Rejected(Reason.EMPTY, place, num_bytes)
-    return Document(text, num_bytes)
+    return Document(text, num_bytes, place, learned)
 
 
-def _read_parquet(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
+def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     if file.compression:
         # It is read from its end, where a decompressor cannot jump, and may be larger than memory.
         with unpacked(file, stream) as whole:
-            yield from _read_rows(file, whole, text_field, limit)
+            yield from _read_rows(file, whole, source.text_field, limit)
     else:
-        yield from _read_rows(file, stream, text_field, limit)
+        yield from _read_rows(file, stream, source.text_field, limit)
 
 
 def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
@@ -327,32 +347,13 @@ def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int)
             except UnicodeDecodeError:
                 yield Rejected(Reason.NOT_UTF8, place, scalar.as_buffer().size)
                 continue
-            yield _judged(text, place, limit) if isinstance(text, str) else Rejected(Reason.WRONG_TYPE, place, 0)
-
-
-@contextmanager
-def _named_dataset_errors(source: TextSource) -> Iterator[None]:
-    import datasets
-
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CorpusError(f"{source.name}: the dataset {source.dataset} cannot be loaded: {message}") from None
-
-
-def dataset_commit(source: TextSource) -> str:
-    """Return what names the content of a hub dataset: the commit its revision stands for, by datasets' own look-up."""
-    return str(_dataset_builder(source).hash)
+            yield judged(text, place, limit) if isinstance(text, str) else Rejected(Reason.WRONG_TYPE, place, 0)
 
 
 def check_source(source: TextSource) -> None:
     """Find out, without reading it, whether a source is there: every file opened, or the hub (or its cache) asked."""
     if source.dataset is not None:
-        splits = [str(split) for split in _dataset_builder(source).config.data_files or ()]
-        if splits and source.split not in splits:
-            known = ", ".join(splits)
-            raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
+        check_dataset(source)
         return
     for file in source_files(source):
         try:
@@ -363,26 +364,11 @@ def check_source(source: TextSource) -> None:
             raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
 
 
-def _dataset_builder(source: TextSource) -> Any:
-    import datasets  # takes seconds, and only hub sources need it
-
-    with _named_dataset_errors(source):
-        return datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
-
-
 def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
-    import datasets
-
-    with _named_dataset_errors(source):
-        rows = datasets.load_dataset(
-            source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
-        )
-        for number, row in enumerate(rows, start=1):
-            place, text = f"{source.dataset} row {number}", row.get(source.text_field)
-            if isinstance(text, str):
-                yield _judged(text, place, limit)
-            else:
-                yield Rejected(Reason.WRONG_TYPE if source.text_field in row else Reason.NO_FIELD, place, 0)
+    with named_dataset_errors(source):
+        for number, row in enumerate(dataset_rows(source), start=1):
+            place, value = f"{source.dataset} row {number}", _picked(row, source)
+            yield Rejected(value, place, 0) if isinstance(value, Reason) else judged(value, place, limit)
 
 
 _READERS = {

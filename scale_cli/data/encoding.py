@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from scale_cli.errors import RunError
 
@@ -30,6 +30,15 @@ _CHUNK_DOCUMENTS = 4096
 _CHUNKS_FOR_WORKERS = 8
 
 Ids = npt.NDArray[np.integer]
+Spans = tuple[tuple[int, int], ...]  # of characters, from and to
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A text of which parts are learned."""
+
+    text: str  # the marks of its turns are special tokens
+    learned: Spans
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class TokenizerSpec:
     after: tuple[int, ...]  # ids that stand after it
     dtype: str  # of the ids
     unknown: int | None = None  # the id that stands for what the tokenizer has no id for; None where it has none
+    conversations: bool = False  # whether the texts are a chat template's, whose marks are special tokens
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Encoded:
     num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
     hashes: npt.NDArray[np.uint64]  # (documents,) of each text, whatever its white space
     num_unknown: int  # ids among them that stand for text without one
+    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) whether each is; None: all are
 
 
 class Encoder:
@@ -62,16 +73,20 @@ class Encoder:
         self._tokenizer = Tokenizer.from_str(recipe.tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a "</s>" in a text is text
+        self._tokenizer.encode_special_tokens = not recipe.conversations  # a "</s>" in a text is text
 
-    def encode(self, texts: list[str]) -> Encoded:
+    def encode(self, documents: Sequence[str | Conversation]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the recipe's boundaries."""
+        texts = [document if isinstance(document, str) else document.text for document in documents]
         ids: list[int] = []
-        lengths = []
+        lengths, learned = [], []
         num_unknown = 0
-        # They are added here, once, whatever the tokenizer's template would add.
-        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        for document, encoding in zip(documents, self._encodings(texts), strict=True):
             framed = [*self._recipe.before, *encoding.ids, *self._recipe.after]
+            if isinstance(document, Conversation):
+                if encoding.ids[-1:] == list(self._recipe.after):  # the template has written it
+                    framed = encoding.ids
+                learned.append(_learned(document, encoding.offsets, len(framed)))
             ids += framed
             lengths.append(len(framed))
             if self._recipe.unknown is not None:
@@ -84,7 +99,24 @@ class Encoder:
             np.array(sizes, np.int64),
             hashes,
             num_unknown,
+            np.concatenate(learned) if learned else None,
         )
+
+    def _encodings(self, texts: list[str]) -> list[Encoding]:
+        # Boundaries are added later, once, whatever the tokenizer's template would add.
+        if self._recipe.conversations:
+            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # which counts no characters
+
+
+def _learned(conversation: Conversation, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Return (tokens,): whether any character of each is learned; what stands behind the text is not."""
+    before = np.zeros(len(conversation.text) + 1, np.int64)  # learned characters before each place
+    for start, end in conversation.learned:
+        before[start + 1 : end + 1] = 1
+    before = before.cumsum()
+    starts, ends = np.array(offsets).T
+    return np.concatenate([before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)])
 
 
 def _hash(text: str) -> bytes:
@@ -96,7 +128,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_all(texts: Iterator[str], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
+def encode_all(texts: Iterator[str | Conversation], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all texts in order, the same whatever the number of workers.
 
     Args:
@@ -131,12 +163,14 @@ def encode_all(texts: Iterator[str], recipe: TokenizerSpec, num_workers: int) ->
             workers.shutdown(wait=True, cancel_futures=True)
 
 
-def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _chunks(texts: Iterator[str | Conversation]) -> Iterator[list[str | Conversation]]:
+    chunk: list[str | Conversation] = []
     size = 0
     for text in texts:
         chunk.append(text)
-        size += len(text.encode(errors="surrogatepass"))  # what no tokenizer takes is told where it is tokenised
+        size += len(
+            (text if isinstance(text, str) else text.text).encode(errors="surrogatepass")
+        )  # what no tokenizer takes is told where it is tokenised
         if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_DOCUMENTS:
             yield chunk
             chunk, size = [], 0
@@ -162,7 +196,7 @@ def _die_with_parent() -> None:
     os._exit(1)  # killed, it could not tell: the worker would wait for work for ever
 
 
-def _encode_in_worker(texts: list[str]) -> Encoded:
+def _encode_in_worker(texts: list[str | Conversation]) -> Encoded:
     assert _worker_encoder is not None
     try:
         return _worker_encoder.encode(texts)

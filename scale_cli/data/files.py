@@ -86,6 +86,8 @@ def source_files(source: TextSource) -> list[SourceFile]:
         if file.format not in FORMATS:
             known = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSIONS)}"
             raise CorpusError(f"{file}: not a corpus format (known: {known})")
+        if source.messages_field is not None and file.format not in (".jsonl", ".json"):
+            raise CorpusError(f"{file}: messages_field: conversations are read of .jsonl, .json and datasets")
         if source.documents == "file" and file.format != ".txt":
             raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
     return list(files.values())

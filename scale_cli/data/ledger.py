@@ -58,6 +58,7 @@ class Ledger(RunRecord):
     # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
     # them
     num_unknown_tokens: int | None = None
+    num_targets: int | None = None  # of them, those that are learned; None: every one but the first
     paths: dict[str, PathCount] = field(default_factory=dict)  # read and kept, by path; none of a dataset
 
     @classmethod
@@ -108,6 +109,11 @@ class Ledger(RunRecord):
         """The share of the ids that stand for text without one; 0 where it was not counted."""
         return (self.num_unknown_tokens or 0) / max(self.num_tokens, 1)
 
+    @property
+    def targets_an_epoch(self) -> int:
+        """How many ids are learned in an epoch."""
+        return self.num_tokens - 1 if self.num_targets is None else self.num_targets
+
     def described_losses(self) -> str:
         """Return what was dropped and where, on one line; nothing where nothing was."""
         losses = [(count.documents, reason, count.places) for reason, count in self.dropped.items()]
@@ -125,8 +131,8 @@ def _listed(places: tuple[str, ...], number: int) -> str:
 class TrainedTokens:
     """What became of one source's target tokens in the first steps of a run.
 
-    Every token of the stream but the first is a target once an epoch, so
-    num_trained + num_held_over = num_epochs x (tokens - 1).
+    Every token of the stream but the first, or of conversations those that are learned, is a target once an epoch, so
+    num_trained + num_held_over = num_epochs x targets_an_epoch.
     """
 
     num_trained: int  # targets trained, each as often as it was
@@ -165,7 +171,7 @@ def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> No
         CorpusError: more of it is bad, or none of it is good; the message says what, and where first.
     """
     losses = ledger.described_losses()
-    if ledger.num_tokens < 2:  # an input and a target
+    if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         raise CorpusError(f"{name}: no document with text{f' ({losses})' if losses else ''}")
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ReadingConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, described
-from scale_cli.data.encoding import Encoded, TokenizerSpec, encode_all, usable_cores
+from scale_cli.data.conversations import conversations
+from scale_cli.data.documents import CorpusReader, Record, described
+from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, write_json, writing
 from scale_cli.storage.lock import sole_user
 
 TOKENS, OFFSETS, NUM_BYTES = "tokens.bin", "offsets.bin", "num_bytes.bin"
+LEARNED = "learned.bin"  # of conversations
 HASHES = "hashes.bin"  # not in the folders of earlier versions
 # Tokens between two records of progress: what a kill can cost.
 _TOKENS_A_SHARD = 1 << 22
@@ -44,7 +47,13 @@ def is_tokenised(folder: Path) -> bool:
 
 
 def tokenise(
-    source: TextSource, recipe: TokenizerSpec, folder: Path, reading: ReadingConfig, *, show_progress: bool
+    source: TextSource,
+    recipe: TokenizerSpec,
+    folder: Path,
+    reading: ReadingConfig,
+    *,
+    show_progress: bool,
+    template_of: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write a source's tokens, offsets, bytes and ledger to a folder that is whole or absent.
 
@@ -54,6 +63,7 @@ def tokenise(
         folder: named after its content: what is unfinished beside it is taken to be of the same.
         reading: limits, and the number of workers.
         show_progress: on a bar.
+        template_of: what writes conversations; None for text.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.progress.json")
@@ -64,13 +74,20 @@ def tokenise(
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
         reader = CorpusReader(source, reading.max_document_bytes)
         ledger = Ledger.of_files(source.paths, reader.files)
-        with _Shards(unfinished, progress, recipe.dtype) as shards:
-            texts = (document.text for document in ledger.kept_of(reader, lambda: reader.path))
+        records: Iterable[Record] = reader
+        if template_of is not None:
+            records = conversations(reader, template_of, reading.max_document_bytes)
+        with _Shards(unfinished, progress, recipe) as shards:
+            documents = ledger.kept_of(records, lambda: reader.path)
+            texts = (d.text if d.learned is None else Conversation(d.text, d.learned) for d in documents)
             next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
             encoded = encode_all(texts, recipe, reading.num_workers or usable_cores())
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):
                 shards.append(part)
             ledger.num_tokens, ledger.num_unknown_tokens = shards.num_tokens, shards.num_unknown
+        if recipe.conversations:
+            # What stands first in the stream is nobody's target.
+            ledger.num_targets = int(np.fromfile(unfinished / LEARNED, np.bool_)[1:].sum())
         try:
             check_bad_fraction(described(source), ledger, max_bad_fraction=1.0)  # without text there is nothing to open
         except CorpusError:
@@ -85,9 +102,9 @@ def tokenise(
 class _Shards:
     """The files of an unfinished folder, cut to what is certain and then appended to."""
 
-    def __init__(self, folder: Path, progress: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, progress: Path, recipe: TokenizerSpec) -> None:
         self._folder, self._progress = folder, progress
-        self._dtype = np.dtype(dtype)
+        self._dtype, self._conversations = np.dtype(recipe.dtype), recipe.conversations
         self.num_documents, self.num_tokens, self.num_unknown = self._certain()
         self._recorded_tokens = self.num_tokens
         self._files: dict[str, IO[bytes]] = {}
@@ -98,6 +115,7 @@ class _Shards:
             OFFSETS: (self.num_documents + 1) * 8,
             NUM_BYTES: self.num_documents * 8,
             HASHES: self.num_documents * 8,
+            **({LEARNED: self.num_tokens} if self._conversations else {}),
         }
 
     def _certain(self) -> tuple[int, int, int]:
@@ -139,6 +157,8 @@ class _Shards:
             self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
             self._files[NUM_BYTES].write(part.num_bytes.tobytes())
             self._files[HASHES].write(part.hashes.tobytes())
+            if part.learned is not None:
+                self._files[LEARNED].write(part.learned.tobytes())
         # In one statement: a signal that ends the process here must not record one without the others.
         self.num_documents, self.num_tokens, self.num_unknown = (
             self.num_documents + len(part.lengths),

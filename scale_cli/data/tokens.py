@@ -7,6 +7,7 @@ of them makes another folder and nothing stale is ever read:
     offsets.bin     (documents + 1,) int64: where each document begins in tokens.bin
     num_bytes.bin   (documents,) int64: UTF-8 bytes of each document, for bits per byte
     hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
+    learned.bin     (tokens,) bool: of conversations, which ids are learned
     ledger.json     what was read and what became of it (data/ledger.py)
 """
 
@@ -24,11 +25,12 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import ReadingConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.content import SourceHashes
-from scale_cli.data.documents import dataset_commit, described
+from scale_cli.data.documents import described
 from scale_cli.data.encoding import Ids, TokenizerSpec
 from scale_cli.data.files import SourceFile, source_files
+from scale_cli.data.hub import dataset_commit
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
-from scale_cli.data.tokenise import HASHES, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
+from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.tokenizer import tokenizer_sha256
 
@@ -66,6 +68,7 @@ class TokenisedCorpus:
     hashes: npt.NDArray[np.uint64] | None  # (documents,) of the texts; None where an earlier version made the folder
     ledger: Ledger  # what was read
     boundaries: DocumentMarkers  # the tokenizer's marks
+    learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which are targets; None: all
     earlier_name: str | None = None  # of the folder in which an earlier version had the same ids, if it made them so
 
     def __len__(self) -> int:
@@ -89,7 +92,9 @@ def tokenised(
     hashes = SourceHashes(cache_dir)
     folder = cache_dir / _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
     if not is_tokenised(folder):
-        tokenise(source, _recipe(tokenizer), folder, reading, show_progress=show_progress)
+        template_of = None if source.messages_field is None else tokenizer
+        recipe = _recipe(tokenizer, conversations=template_of is not None)
+        tokenise(source, recipe, folder, reading, show_progress=show_progress, template_of=template_of)
     hashes.remember()
     corpus = replace(_opened(folder, tokenizer), earlier_name=_earlier_name(source, tokenizer, hashes, reading))
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
@@ -129,7 +134,8 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
     num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
     hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r") if (folder / HASHES).is_file() else None
-    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer))
+    learned = np.memmap(folder / LEARNED, dtype=np.bool_, mode="r") if (folder / LEARNED).is_file() else None
+    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
 
 
 def _earlier_name(
@@ -151,6 +157,7 @@ def _folder_name(
         # Earlier versions counted what was read, kept or not.
         "max_documents": source.max_documents and {"kept": source.max_documents},
         **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
+        **({"messages_field": source.messages_field} if source.messages_field else {}),
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
@@ -185,17 +192,18 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _recipe(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
+def _recipe(tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
     if not tokenizer.is_fast:
         raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
     boundaries = DocumentMarkers.of(tokenizer)
     tokenizer_json = tokenizer.backend_tokenizer.to_str()
     return TokenizerSpec(
         tokenizer_json=tokenizer_json,
-        before=() if boundaries.bos is None else (boundaries.bos,),
+        before=() if boundaries.bos is None or conversations else (boundaries.bos,),  # which a template writes itself
         after=() if boundaries.eos is None else (boundaries.eos,),
         dtype=_id_dtype(tokenizer).__name__,
         unknown=_unknown_id(tokenizer, tokenizer_json),
+        conversations=conversations,
     )
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.conversations import Messages
 from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.plain_folder import find_plain_export
@@ -153,26 +154,40 @@ class Generator:
         ends = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
         self._ends = [end for end in dict.fromkeys(ends) if end is not None]
 
-    def prompt_ids(self, prompt: str) -> Tensor:
-        """Return (T,) ids, with the boundary before them that documents have in training."""
+    def prompt_ids(self, prompt: str | Messages) -> Tensor:
+        """Return (T,) ids: of a text after the boundary that documents have in training; of turns as written."""
+        text = prompt if isinstance(prompt, str) else self._asked(prompt)
         try:
-            prompt.encode()
+            text.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"--prompt {prompt!r}: is not UTF-8") from None
-        ids = self.tokenizer(prompt, add_special_tokens=False).input_ids
-        ids = ids if self._boundary is None else [self._boundary, *ids]
+            raise ConfigError(f"--prompt {text!r}: is not UTF-8") from None
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if isinstance(prompt, str) and self._boundary is not None:
+            ids = [self._boundary, *ids]
         if not ids:
             raise ConfigError("--prompt: empty, and the tokenizer has no boundary to start from")
         return torch.tensor(ids, device=self.model.device)
 
+    def _asked(self, messages: Messages) -> str:
+        """Return what asks for the assistant's next turn, by the chat template."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError("--chat: the tokenizer has no chat template: this is no model to talk to")
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program, and refuses by an exception of its own
+            raise ConfigError(f"--chat: refused by the chat template: {one_line(error)}") from None
+
     @torch.no_grad()
     def continue_all(
-        self, prompts: list[str], sampling: Sampling, streamer: PrintableStreamer | HeadStreamer | None = None
+        self,
+        prompts: Sequence[str | Messages],
+        sampling: Sampling,
+        streamer: PrintableStreamer | HeadStreamer | None = None,
     ) -> list[Continuation]:
         """Continue some prompts, all in one batch, or by llama.cpp one after another.
 
         Args:
-            prompts: at least one.
+            prompts: at least one; each a text, or the turns of a conversation.
             sampling: how tokens are chosen.
             streamer: prints the text as it comes; for one prompt.
         """
@@ -200,7 +215,7 @@ class Generator:
         generated = generated[:, width:]
         return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
 
-    def _continuation(self, prompt: str, row: Tensor, new: Tensor) -> Continuation:
+    def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
         ended = torch.isin(new, torch.tensor(self._ends, dtype=new.dtype, device=new.device)).nonzero()
         if len(ended):
             new = new[: int(ended[0])]
@@ -213,7 +228,8 @@ class Generator:
             SpokenToken(text, None if share is None else share["base"], share)
             for text, share in zip(added, shares, strict=True)
         ]
-        return Continuation(prompt, "".join(added), tokens)
+        said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return Continuation(said, "".join(added), tokens)
 
     def streamer(self, prompt: str, *, show_heads: bool) -> PrintableStreamer | HeadStreamer | None:
         """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""

@@ -146,14 +146,11 @@ class TrainState(RunRecord):
 
     def advanced(self, num_tokens: int, by_source: Sequence[tuple[float, int]] = ()) -> TrainState:
         """Return the state one step on, in which every source had some summed loss on some targets."""
-        before = self.since_logged or ((0.0, 0),) * len(by_source)
-        since = tuple((loss + more, num + n) for (loss, num), (more, n) in zip(before, by_source, strict=True))
-        return replace(
-            self,
-            step=self.step + 1,
-            num_tokens=self.num_tokens + num_tokens,
-            since_logged=since if by_source else self.since_logged,
-        )
+        since = self.since_logged
+        if by_source:
+            before = since or ((0.0, 0),) * len(by_source)
+            since = tuple((loss + more, num + n) for (loss, num), (more, n) in zip(before, by_source, strict=True))
+        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + num_tokens, since_logged=since)
 
     def skipped(self, num_tokens: int) -> TrainState:
         """Return the state one step on, that step left out."""

@@ -101,7 +101,7 @@ def train_step(
         between_micro_batches: what it raises ends the step before anything is updated.
     """
     num_targets = batches.num_targets(step)
-    num_tokens = sum(num_targets)
+    num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
     told_apart = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
     sums = torch.zeros(1 + told_apart * len(num_targets), device=accelerator.device)  # all of the loss, by source

@@ -24,7 +24,7 @@ from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import check_source
 from scale_cli.data.tokens import DocumentMarkers
-from scale_cli.errors import BaseModelError, RunFolderError
+from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
@@ -134,4 +134,8 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
             "first token would be predicted from the document before"
         )
     for source in sources:
+        if source.messages_field is not None and not tokenizer.chat_template:
+            raise ConfigError(
+                f"{source.name}: messages_field: the tokenizer of {config.model.base} has no chat template"
+            )
         check_source(source)

@@ -4,10 +4,13 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import typer
+from transformers import AutoTokenizer
 
 from scale_cli.cli import main
 from scale_cli.commands.export import export
@@ -28,12 +31,18 @@ from tests.export.conftest import configured
 
 PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
 GREEDY = Sampling(max_new_tokens=12)
+TEMPLATE = """{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
 
 @pytest.fixture(scope="module")
 def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("generating") / "run"
     config = configured(shared_data, folder, {"variant": "route", "collaboration": {"layers": "top:1"}})
+    base = folder.parent / "base"
+    shutil.copytree(config.model.base, base)
+    (base / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
     upscale(config)
     train(config, None, print)
     for name in ("llama", "transformers", "adapter"):
@@ -56,6 +65,59 @@ def test_a_run_its_final_folder_a_checkpoint_and_its_exports_say_the_same(run: R
     ):
         assert completions(folder) == expected
     assert all(completions(run.output_dir / "export" / "llama"))
+
+
+def test_the_bases_chat_template_is_in_a_run_and_in_every_export(run: RunConfig) -> None:
+    for folder in (run.output_dir, *(run.output_dir / "export" / n for n in ("llama", "transformers", "adapter"))):
+        assert Generator(folder).tokenizer.chat_template == TEMPLATE
+    for name in ("llama", "transformers"):  # by transformers alone
+        assert AutoTokenizer.from_pretrained(run.output_dir / "export" / name).chat_template == TEMPLATE
+
+
+def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conversation(run: RunConfig) -> None:
+    generator = Generator(run.output_dir)
+    turns = [{"role": "user", "content": PROMPTS[0]}]
+    # The template writes the mark that stands before a document itself, where a text gets it.
+    (text,) = generator.continue_all([f"[user]{PROMPTS[0]}\n[assistant]"], GREEDY)
+    (answer,) = generator.continue_all([turns], GREEDY)
+    assert generator.prompt_ids(turns).tolist() == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
+    assert (answer.prompt, answer.completion) == (PROMPTS[0], text.completion)
+    generator.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ConfigError, match=r"--chat: refused by the chat template: no$"):
+        generator.continue_all([turns], GREEDY)
+    generator.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="--chat: the tokenizer has no chat template"):
+        generator.continue_all([turns], GREEDY)
+
+
+def test_at_a_terminal_a_conversation_goes_on(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["Once upon a time", "   ", "And then?"])
+
+    def one_line(_: str) -> str:
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    seen: list[list[dict[str, str]]] = []
+    continue_all = Generator.continue_all
+
+    def noted(self: Generator, prompts: Any, *rest: Any) -> list[Continuation]:
+        seen.extend([dict(turn) for turn in prompt] for prompt in prompts)
+        return continue_all(self, prompts, *rest)
+
+    monkeypatch.setattr(Generator, "continue_all", noted)
+    monkeypatch.setattr("builtins.input", one_line)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--chat", "--max-new-tokens", "6"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    answers = capsys.readouterr().out.splitlines()
+    assert [len(turns) for turns in seen] == [1, 3] and len(answers) >= 2
+    assert seen[1][0] == {"role": "user", "content": "Once upon a time"} and seen[1][1]["role"] == "assistant"
 
 
 def test_a_batch_of_prompts_is_continued_as_each_alone(run: RunConfig) -> None:

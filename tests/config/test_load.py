@@ -20,7 +20,7 @@ SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
 def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> None:
     source: dict[str, object] = {"path": None, "dataset": None, "subset": None, "revision": None, "text_field": "text"}
-    source |= {"documents": "paragraph", "skip_documents": 0}
+    source |= {"messages_field": None, "documents": "paragraph", "skip_documents": 0}
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert load_text(EVALUATED).model_dump(mode="json") == {
         "output_dir": "runs/x",

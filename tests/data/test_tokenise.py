@@ -160,7 +160,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # workers import this file too
-    from scale_cli.config.schema import ReadingConfig, TextSource
+    from scale_cli.config.schema import ReadingConfig
+    from scale_cli.config.sources import TextSource
     from scale_cli.data import encoding, tokenise
 
     path, tokenizer, folder = sys.argv[1:]
@@ -279,7 +280,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scale_cli.config.schema import ReadingConfig, TextSource
+from scale_cli.config.schema import ReadingConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data import tokenise
 from scale_cli.data.encoding import TokenizerSpec
 

@@ -108,6 +108,8 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
             "train.eval_max_items=3",
             "train.max_forgetting=0.1",
             "train.keep_checkpoints=1",
+            "train.global_batch_size=2",
+            "train.micro_batch_size=2",
             "train.log_every_steps=4",
         )
         for name in ("whole", "cut")

@@ -104,7 +104,12 @@ def test_every_source_has_the_loss_of_its_own_tokens_however_the_batch_is_cut_up
     ]
 
     def mixed(micro_batch_size: int) -> Batches:
-        sizes = {"seed": 0, "num_steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch_size}
+        sizes: dict[str, Any] = {
+            "seed": 0,
+            "num_steps": 1,
+            "global_batch_size": 8,
+            "micro_batch_size": micro_batch_size,
+        }
         windows, distillation = [PackedWindows(stream, 16) for stream in ids], [0.0, 2.0 * (kind != "plain")]
         return Batches(windows, [1.0, 1.0], distillation=distillation, **sizes)
 

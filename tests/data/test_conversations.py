@@ -1,0 +1,204 @@
+"""Conversations: the base's chat template writes them, and the assistant's turns alone are learned."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
+from scale_cli.config.schema import ReadingConfig, RunConfig
+from scale_cli.config.sources import TextSource
+from scale_cli.data.batches import IGNORED, PackedWindows
+from scale_cli.data.conversations import Messages, conversations, written
+from scale_cli.data.documents import CorpusReader, Document, Rejected
+from scale_cli.data.ledger import TokenLedger
+from scale_cli.data.tokens import tokenised
+from scale_cli.errors import ConfigError, CorpusError
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import read_records
+from tests.training.conftest import make_config
+
+__all__ = ["make_config"]
+
+# ChatML as instruct models have it, and with the marks that transformers makes a mask by.
+PLAIN = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+MARKED = """{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}<|im_start|>assistant
+{% generation %}{{ message.content }}<|im_end|>
+{% endgeneration %}{%- else -%}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+# As some reasoning models do: what the assistant has said is written otherwise once more has been said.
+FORGETFUL = "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last else '...' }}{%- endfor -%}"
+STRICT = "{{ raise_exception('a system turn') if messages[0].role == 'system' }}" + PLAIN
+
+SAID = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(str.strip)
+TURNS = st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3)
+
+
+def talk(turns: list[tuple[str, str]], *, system: str | None = None) -> Messages:
+    roles = [[("user", asked), ("assistant", said)] for asked, said in turns]
+    all_turns = [("system", system)] * (system is not None) + [turn for pair in roles for turn in pair]
+    return [{"role": role, "content": content} for role, content in all_turns]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    loaded.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    loaded.chat_template = PLAIN
+    return loaded
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def upscale_and_train(config: RunConfig) -> None:
+    upscale(config)
+    train(config, None, print)
+
+
+Tokenised = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def corpus_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Tokenised:
+    def corpus(*talks: Any, **reading: Any) -> Any:
+        folder = tmp_path_factory.mktemp("talks")
+        lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
+        (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
+        path = str(folder / "talks.jsonl")
+        source = TextSource(name="talks", path=path, language="ko", messages_field="messages")
+        return tokenised(source, tokenizer, folder, show_progress=False, reading=ReadingConfig(**reading))
+
+    return corpus
+
+
+@settings(deadline=None, max_examples=20)
+@given(talks=st.lists(TURNS, min_size=1, max_size=3), system=st.none() | SAID)
+def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
+    corpus_of: Tokenised, tokenizer: PreTrainedTokenizerBase, talks: list[Any], system: str | None
+) -> None:
+    all_messages = [talk(turns, system=system) for turns in talks]
+    corpus = corpus_of(*all_messages, max_unknown_fraction=1.0)
+    marked = with_template(tokenizer, MARKED)
+    for index, messages in enumerate(all_messages):
+        theirs: Any = marked.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = corpus.document(index).tolist()
+        assert ids == [*theirs["input_ids"], tokenizer.eos_token_id]
+        learned = corpus.learned[corpus.offsets[index] : corpus.offsets[index + 1]].tolist()
+        mask = [bool(one) for one in theirs["assistant_masks"]]
+        assert not learned.pop()
+        # Of a turn's last character they mark the first token alone: of a line break in two tokens, one.
+        differing = [place for place in range(len(mask)) if learned[place] != mask[place]]
+        assert all(learned[place] and mask[place - 1] for place in differing)
+        assert not str(tokenizer.decode([ids[place] for place in differing])).strip()
+        answers = "".join(f"{message['content']}<|im_end|>\n" for message in messages if message["role"] == "assistant")
+        wanted = str(tokenizer.decode(tokenizer.encode(answers, add_special_tokens=False)))
+        said = str(tokenizer.decode([token for token, taken in zip(ids, learned, strict=False) if taken]))
+        assert "".join(said.split()) == "".join(wanted.split())
+
+
+@settings(deadline=None, max_examples=15)
+@given(talks=st.lists(TURNS, min_size=1, max_size=4), length=st.integers(2, 40))
+def test_every_learned_token_is_a_target_once_an_epoch_and_no_other_ever(
+    corpus_of: Tokenised, talks: list[Any], length: int
+) -> None:
+    corpus = corpus_of(*map(talk, talks), max_unknown_fraction=1.0)
+    windows = PackedWindows(corpus.ids, length, corpus.learned)
+    targets = np.concatenate([windows.window(index)[1] for index in range(len(windows))])[: len(corpus.ids) - 1]
+    assert ((targets != IGNORED) == corpus.learned[1:]).all()
+    assert (targets[targets != IGNORED] == corpus.ids[1:][corpus.learned[1:]]).all()
+    counts = [windows.num_targets(index) for index in range(len(windows))]
+    assert sum(counts) == windows.num_targets_of(np.arange(len(windows))) == corpus.ledger.targets_an_epoch
+    assert counts == [int((windows.window(index)[1] != IGNORED).sum()) for index in range(len(windows))]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (FORGETFUL, talk([("a", "b"), ("c", "d")]), "writes otherwise"),
+        (STRICT, talk([("a", "b")], system="s"), "refused by the chat template"),
+        (PLAIN, talk([("a", "b")])[:1], "no turn of the assistant"),
+        (PLAIN, [{"role": "user"}], "wrong type"),
+        (PLAIN, [{"role": "assistant", "content": [{"type": "image"}]}], "wrong type"),
+        (PLAIN, "hello", "wrong type"),
+        (PLAIN, talk([("a", "b\0")]), "NUL"),
+        (PLAIN, talk([("a", "\ud800")]), "UTF-8"),
+        ("{{ ''.__class__.__mro__ }}", talk([("a", "b")]), "refused by the chat template"),
+    ],
+)
+def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, template: str, messages: Any, reason: str
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n", encoding="utf-8")
+    source = TextSource(name="x", path=str(tmp_path / "x.jsonl"), language="ko", messages_field="talk")
+    (record,) = conversations(CorpusReader(source, 10_000), with_template(tokenizer, template), 10_000)
+    assert isinstance(record, Rejected) and reason in record.reason.value
+    assert record.place.endswith("x.jsonl:1")
+
+
+def test_a_turn_that_asks_in_other_words_than_it_is_written_in_is_not_guessed_at(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    thinking = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    document = Document(json.dumps(talk([("a", "b")])), 1, "here")
+    (record,) = conversations([document], with_template(tokenizer, thinking), 10_000)
+    assert isinstance(record, Rejected)
+    assert written(talk([("a", "b")]), tokenizer).text.startswith("<|im_start|>user\na<|im_end|>\n")
+
+
+def test_conversations_of_a_table_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("messages\n[]\n")
+    source = TextSource(name="x", path=str(tmp_path / "x.csv"), language="ko", messages_field="messages")
+    with pytest.raises(CorpusError, match=r"x\.csv: messages_field"):
+        CorpusReader(source, 100)
+
+
+def test_a_run_on_conversations_adds_up_and_is_refused_where_the_base_has_no_template(
+    make_config: Callable[..., RunConfig], tmp_path: Path, shared_data: Path
+) -> None:
+    talks = "".join(json.dumps({"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))}) + "\n" for n in range(40))
+    (tmp_path / "talks.jsonl").write_text(talks, encoding="utf-8")
+    source = f"{{name: talks, path: {tmp_path}/talks.jsonl, language: ko, messages_field: m}}"
+    text = f"{{name: tiny, path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 9}}"
+    overrides = (
+        f"corpus.sources=[{source}, {text}]",
+        "corpus.isolate_documents=true",
+        "corpus.max_unknown_fraction=1.0",
+    )
+    with pytest.raises(ConfigError, match=r"^talks: messages_field: the tokenizer of .* has no chat template"):
+        upscale_and_train(make_config("bare", *overrides))
+    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
+    config = make_config("run", f"model.base={tmp_path}/base", "train.max_steps=3", *overrides)
+    upscale_and_train(config)
+    run = RunFolder(config.output_dir)
+    verify(run.root).require()
+    told = TokenLedger.load(run.final).sources["talks"]
+    assert 0 < told.num_trained < told.num_epochs * told.corpus.num_tokens
+    assert all(set(record["loss_by_source"]) <= {"talks", "tiny"} for record in read_records(run.metrics))
