@@ -19,7 +19,9 @@ class Parameters:
 
     num_frozen: int  # that no optimiser moves
     num_trainable: int  # that one does
-    frozen_bytes: int  # in the dtype they are held in; of buffers, and of the start that what trains may decay to
+    frozen_bytes: (
+        int  # in the dtype they are held in; of OSF's parts of them, and of the start that what trains may decay to
+    )
     trainable_bytes: int  # of the float32 master copy
     # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix; the average and
     # lookahead's slow weights where they are asked for
@@ -31,6 +33,7 @@ class Parameters:
         parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
         frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
         trainable = [parameters[name] for name in kinds]
+        parts = [buffer for name, buffer in model.named_buffers() if "_osf_" in name]
         trainable_bytes = sum(parameter.nbytes for parameter in trainable)
         beside = sum(kept is not None for kept in (train.average, train.lookahead))
         moments = [
@@ -39,8 +42,7 @@ class Parameters:
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *model.buffers()])
-            + train.decay_to_base * trainable_bytes,
+            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *parts]) + train.decay_to_base * trainable_bytes,
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(moments),
         )
@@ -55,7 +57,9 @@ class Parameters:
 class Memory:
     """Bytes that one process holds at its fullest: from the last forward to the first backward product of a step."""
 
-    frozen: int  # weights that do not train, and buffers; with `train.decay_to_base` the start of those that do
+    frozen: (
+        int  # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
+    )
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
     moments: int  # the optimiser's, the average, lookahead's slow weights
