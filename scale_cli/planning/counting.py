@@ -62,6 +62,8 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
         model: on the meta device.
         sequence_length: T.
     """
+    for parameter in model.parameters():
+        parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
     with torch.device("meta"), FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE) as counter:
         _loss(model, sequence_length).backward()
     model.zero_grad(set_to_none=True)

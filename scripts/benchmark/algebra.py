@@ -26,6 +26,8 @@ Attention over S keys costs 2 S A FLOPs a token and head of A channels for each 
 backward dP = dO V^T where q or k needs a gradient, dQ, dK and dV = P^T dO where q, k and v do. It is causal: a token
 sees (T + 1) / 2 keys on average.
 
+OSF's part of a map is two maps of its rank, beside W as LoRA's are. Its projections are a step's, not a token's.
+
 Distillation has no product of its own: the base's logits are those of the adaptation head before H' u is added.
 
 Not counted: look-ups, norms, rotations, activation functions, softmax, the optimiser. Nothing is computed twice.
@@ -200,7 +202,8 @@ class _PlainMaps:
     head_trains: bool
     final_norm_trains: bool
     targets: list[str]
-    rank: int
+    rank: int | None  # of LoRA
+    kept: float  # of OSF
     added_query_size: int = 0
 
     @classmethod
@@ -210,6 +213,7 @@ class _PlainMaps:
             "full": [True] * num_layers,
             "freeze": [layer >= method.freeze.num_layers for layer in range(num_layers)],
             "lora": [False] * num_layers,
+            "osf": [False] * num_layers,
             "llama-pro": [added for _, added in deeper_order(num_layers, method.llama_pro.num_blocks)],
         }[method.variant]
         whole = method.variant == "full" or (method.variant == "lora" and method.lora.embeddings)
@@ -221,14 +225,17 @@ class _PlainMaps:
             # Where the embeddings are tied, freezing the input freezes the head: they are one tensor.
             head_trains=whole or (method.variant == "freeze" and not config.tie_word_embeddings),
             final_norm_trains=method.variant in ("full", "freeze"),
-            targets=method.lora.targets if method.variant == "lora" else [],
-            rank=method.lora.rank,
+            targets={"lora": method.lora.targets, "osf": method.osf.targets}.get(method.variant, []),
+            rank=method.lora.rank if method.variant == "lora" else None,
+            kept=method.osf.kept,
         )
 
     def embedding(self) -> tuple[float, bool]:
         """A look-up; an adapter on it is a look-up and one product, from its rank to the stream."""
         if self._is_target("model.embed_tokens"):
-            return _linear(self.rank, self.config.hidden_size, reads_grad=True, trains=True), True
+            return _linear(
+                self._rank(self.config.hidden_size), self.config.hidden_size, reads_grad=True, trains=True
+            ), True
         return 0.0, self.embedding_trains
 
     def linear(self, layer: int, name: str, reads_grad: bool) -> tuple[float, bool]:
@@ -245,8 +252,13 @@ class _PlainMaps:
         if not self._is_target(path):
             return flops, reads_grad or trains
         inputs, outputs = sizes
-        flops += _linear(inputs, self.rank, reads_grad=reads_grad, trains=True)
-        return flops + _linear(self.rank, outputs, reads_grad=True, trains=True), True
+        rank = self._rank(min(sizes))
+        flops += _linear(inputs, rank, reads_grad=reads_grad, trains=True)
+        return flops + _linear(rank, outputs, reads_grad=True, trains=True), True
+
+    def _rank(self, size: int) -> int:
+        """LoRA's; of OSF, beside a matrix, both the part that trains and what that part was, which is taken off."""
+        return 2 * (size - int(self.kept * size)) if self.rank is None else self.rank
 
     def _is_target(self, path: str) -> bool:
         """PEFT's own rule for a list of names."""

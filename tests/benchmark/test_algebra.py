@@ -37,6 +37,8 @@ METHODS: list[dict[str, Any]] = [
     {"variant": "lora", "lora": {"rank": 3, "targets": ["embed_tokens"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["lm_head"]}},
     {"variant": "lora", "lora": {"rank": 3, "embeddings": True}},
+    {"variant": "osf"},
+    {"variant": "osf", "osf": {"kept": 0.7, "targets": ["o_proj", "up_proj"]}},
     {"variant": "llama-pro"},
     {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
     {"variant": "preserve"},
@@ -58,6 +60,8 @@ def counted(model: Any, num_tokens: int, **options: Any) -> dict[str, float]:
     """FLOPs per token of one real forward and backward, by torch's operator; eager attention, so all are products."""
     model.set_attn_implementation("eager")
     model.train()
+    for parameter in model.parameters():
+        parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
     ids = torch.randint(0, 61, (2, num_tokens // 2))
     counter = FlopCounterMode(display=False, custom_mapping=SUMMED_IN_PLACE)
     with counter:
