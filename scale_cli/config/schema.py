@@ -188,8 +188,6 @@ class MethodConfig(Section):
             return self
         if not self.takes_new_tokens:
             raise ValueError(f"vocabulary: {self.variant} takes no new tokens; preserve, adapt, route and full do")
-        if self.distils:
-            raise ValueError("vocabulary: distillation.weight has no prediction of the base's to learn of new tokens")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ Shapes: N tokens, S of them in one sequence, D base channels, E expansion channe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from .fused_scale import product_dtype
 
 IGNORED = -100
+# From the logits of the tokens that a base has to its say on all.
+OfBase = Callable[[Tensor], Tensor]
 
 # Logits of one chunk, in elements: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
 _LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
@@ -46,11 +48,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         distilled: Sequence[tuple[slice, float]],
         told_N: Tensor | None,
+        of_base: OfBase | None,
         *streams_and_heads: Tensor,
     ) -> Tensor:
         streams, heads = streams_and_heads[::2], streams_and_heads[1::2]
         device = targets_N.device.type
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         of_streams = [torch.empty_like(x) if want else None for x, want in zip(streams, wanted[::2], strict=True)]
         of_heads = [
             torch.zeros_like(head, dtype=torch.float32) if want else None
@@ -64,7 +67,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + num_rows)
             read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
             places = list(_within(distilled, rows))
-            logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places])
+            logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places], of_base)
             divergences = [
                 _divergence_and_gradient(base_SV, logits_NV[some], targets_N[rows][some])
                 for base_SV, (some, _) in zip(bases, places, strict=True)
@@ -92,19 +95,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nobody else holds them, and autograd refuses a second backward over them.
-        return None, None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
+        return None, None, None, None, *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors)
 
 
 def _logits_and_bases(
-    streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice]
+    streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice], of_base: OfBase | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return sum_k H_k x_k in float32, and at some places the log-probabilities without its last term."""
+    """Return sum_k H_k x_k in float32, and at some places what is said without its last term, as log-probabilities."""
     logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
     if len(heads[0]) < len(heads[-1]):
         logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
     for index, (stream, head) in enumerate(zip(streams[joined:], heads[joined:], strict=True), start=joined):
         if index == len(heads) - 1:
-            bases = [logits_NV[place].float().log_softmax(dim=1) for place in places]
+            said = [logits_NV[place].float() for place in places]
+            said = said if of_base is None else [of_base(logits_SV[:, : len(heads[0])]) for logits_SV in said]
+            bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
         # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
         logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
     return logits_NV.float(), bases
@@ -174,6 +179,7 @@ def adaptation_cross_entropy(
     distillation: Sequence[float] | None = None,
     new_head_ND: Tensor | None = None,
     token_losses_BT: Tensor | None = None,
+    of_base: OfBase | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of H x + H' u in float32, IGNORED targets left out.
 
@@ -188,6 +194,7 @@ def adaptation_cross_entropy(
             none.
         new_head_ND: H_new, of the last N rows of H', which H lacks.
         token_losses_BT: filled with what every target adds to the sum; None where nobody asks.
+        of_base: what the base says of all tokens, from H x: where what is distilled lacks some.
     """
     length = targets_BT.shape[1]
     distilled = [
@@ -201,6 +208,7 @@ def adaptation_cross_entropy(
         targets_BT.flatten(),
         distilled,
         None if token_losses_BT is None else token_losses_BT.view(-1),
+        of_base,
         x_ND,
         base_head_VD.detach(),
         *(() if new_head_ND is None else (x_ND, new_head_ND)),
@@ -215,4 +223,4 @@ def plain_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
     told_N = None if token_losses_BT is None else token_losses_BT.view(-1)
-    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), told_N, x_BTD.flatten(0, 1), head_VD)
+    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), told_N, None, x_BTD.flatten(0, 1), head_VD)

@@ -113,6 +113,7 @@ class ScaleForCausalLM(WidenedModel):
             distillation,
             None if new is None else new.lm_head.weight,
             token_losses,
+            None if self.expansion.new_tokens is None else self.expansion.new_tokens.shared,
         )
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 

@@ -24,7 +24,7 @@ from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.upscale.folder import MethodModel, any_base_without_weights
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.vocabulary import NewPieces, load_run_tokenizer
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)
@@ -80,10 +80,11 @@ def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -
     peak = peak_flops_per_s(device_name, config.train.mixed_precision)
     if peak is None:
         return None
-    length, vocabulary = config.corpus.sequence_length, config.method.vocabulary
-    new = None if vocabulary is None else NewPieces.unknown(vocabulary.new_tokens)
+    base, length, new = any_base_without_weights(config.model), config.corpus.sequence_length, None
+    if config.method.vocabulary is not None:
+        new = NewPieces.unknown(len(load_run_tokenizer(config)) - base.config.vocab_size)
     with torch.device("meta"):
-        model = build_model(any_base_without_weights(config.model), config.method, config.seed, new)
+        model = build_model(base, config.method, config.seed, new)
     return num_processes * peak / count_flops(model, length).total(length)
 
 

@@ -21,6 +21,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError, RunFolderError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.join.members import join_runs
+from scale_cli.planning import counting
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.session import open_final, open_start
 from scale_cli.upscale.tokenizer import load_tokenizer
@@ -131,6 +132,9 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     config = config_of(shared_data, tmp_path)
     with pytest.raises(ValueError, match="lora takes no new tokens"):
         config_of(shared_data, tmp_path, "lora")
+    sharded = {**config.model_dump(), "train": {**config.train.model_dump(), "sharding": "expansion"}}
+    with pytest.raises(ValueError, match="new tokens train unsharded only"):
+        RunConfig.model_validate(sharded)
     upscale(config)
     train(config, None, lambda _: None)
     with pytest.raises(RunFolderError, match=r"has tokens of its own \(method\.vocabulary\)"):
@@ -151,9 +155,9 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
 
 
 def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
-    shared_data: Path, tmp_path: Path
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(shared_data, tmp_path)
+    config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
     sketched = plan(config, 1e12, None, 1)
     assert sketched.growth is not None and not sketched.growth.is_learned
     upscale(config)
@@ -184,4 +188,6 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     alone = {method.variant: method for method in plan(without, 1e12, None, 1).methods}
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
+    monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
+    assert counting.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
     assert methods["no new tokens"].flops == alone["route"].flops

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.config.schema import CollaborationConfig, MethodConfig
+from scale_cli.config.schema import CollaborationConfig, DistillationConfig, MethodConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -83,6 +83,26 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(variant: str
     for name, parameter in trained.items():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
+
+
+def test_what_is_distilled_is_the_say_of_the_base_that_the_router_hears() -> None:
+    model = grown("route", distillation=DistillationConfig(weight=1.0)).train()
+    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(6))
+    weights = [0.7, 0.0]
+    model(input_ids=ids, labels=ids, distillation=weights).loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    states = model.final_states(ids, preserved=True)
+    base, adapted = (logits[:, :-1].log_softmax(-1) for logits in model.routed_logits(states))
+    divergences = (base.detach().exp() * (base.detach() - adapted)).sum((1, 2))
+    said = adapted.gather(-1, ids[:, 1:, None]).sum()
+    expected = (torch.tensor(weights) @ divergences - said) / ids[:, 1:].numel()
+    assert torch.allclose(model(input_ids=ids, labels=ids, distillation=weights).loss, expected, atol=1e-5)
+    expected.backward()
+    for name, gradient in gradients.items():
+        wanted = model.get_parameter(name).grad
+        assert wanted is not None
+        assert torch.allclose(gradient, wanted, atol=1e-5), name
 
 
 @pytest.mark.parametrize("collaborates", [False, True])
