@@ -40,6 +40,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.generation.gguf import routed_by_llama_cpp
+from scale_cli.upscale.session import open_final
 from tests.serving_page import commands, run, write_small_config
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
@@ -330,6 +331,8 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
     write_gguf(file, folder, "f32", llama_cpp)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = in_transformers(folder)
+    routed: Any = routed_by_llama_cpp(folder, file)
+    trained: Any = open_final(config).load()
     first_new = AutoTokenizer.from_pretrained(base).vocab_size
     with opened(file) as model:
         for text in [*texts, ENGLISH, KOREAN, f"{ENGLISH[:50]}{KOREAN}"]:
@@ -337,10 +340,10 @@ def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
         for text in (ENGLISH, KOREAN):
             ids = tokenizer(text).input_ids[:60]
             assert (max(ids) >= first_new) == (text is KOREAN)
-            wanted = reference.generate(
-                torch.tensor([ids]), max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS, do_sample=False
-            )
-            assert continued(model, ids) == wanted[0, len(ids) :].tolist()
+            ids_1T = torch.tensor([ids])
+            options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
+            assert continued(model, ids) == reference.generate(ids_1T, **options)[0, len(ids) :].tolist()
+            assert torch.equal(routed.generate(ids_1T, **options), trained.generate(ids_1T, **options))
 
 
 def test_the_commands_of_the_serving_page_run_as_written(llama_cpp: Path, shared_data: Path, tmp_path: Path) -> None:
