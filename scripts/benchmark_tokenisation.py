@@ -49,8 +49,7 @@ def write_corpus(files: list[str], folder: Path) -> Any:
     """Write the documents of some corpus files as corpus.jsonl, and return them as a dataset on disk."""
     import datasets
 
-    from scale_cli.config.schema import ReadingConfig
-    from scale_cli.config.sources import TextSource
+    from scale_cli.config.sources import ReadingConfig, TextSource
     from scale_cli.data.documents import CorpusReader, Document
 
     texts: list[str] = []
@@ -77,8 +76,7 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
 
 def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
     """Tokenise with scale into an empty cache; return the number of tokens, boundaries left out."""
-    from scale_cli.config.schema import ReadingConfig
-    from scale_cli.config.sources import TextSource
+    from scale_cli.config.sources import ReadingConfig, TextSource
     from scale_cli.data.tokens import tokenised
 
     source = TextSource(name="corpus", path=str(folder / "corpus.jsonl"), language="en")

@@ -68,6 +68,8 @@ from scale_cli.upscale.session import check_before_writing, open_folder, open_st
 from scale_cli.upscale.sizes import context_warnings
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 
 
@@ -297,18 +299,12 @@ def _open_run(
         load_trained(model, init_from)
     if (begun := start or init_from) is not None:
         adopt_rates(model, begun)
-    if sizes.sharding != "none" and accelerator.num_processes > 1:
-        # Accelerate would wrap a sharded model once more.
-        wrapped = shard_model(model, accelerator, sizes)
-    else:
-        wrapped = accelerator.prepare(for_training(model.to(accelerator.device), sizes))
+    wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, sizes, base_weights)
     state = TrainState()
     if start is not None:
         state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
-    if state.best is not None and not run_folder.checkpoint(state.best.step).is_dir():
-        log(f"warning: {run_folder.checkpoint(state.best.step)}: the best so far is not there; the rest is chosen from")
-        state = replace(state, best=None)
+        state = _with_best_at_hand(state, run_folder, log)
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
@@ -317,10 +313,6 @@ def _open_run(
     if init_from is not None:
         branch_point = branch_point_at(init_from, sizes.init_moments)
     ledgers = [corpus.ledger for corpus in corpora]
-    observer = None
-    if sizes.observes:
-        observed = _observed(model, config, accelerator)
-        observer = Observer(config, model, wrapped, observed, held_out, benchmarks)
     saved = run_folder.checkpoint(state.step)
     return TrainingRun(
         config=config,
@@ -330,12 +322,41 @@ def _open_run(
         metadata=RunMetadata(config, session.record, contents, base_parts, ledgers, batches, branch_point),
         optimiser=optimiser,
         batches=batches,
-        observer=observer,
+        observer=_observer(config, accelerator, model, wrapped, held_out, benchmarks),
         state=state,
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=_peak(config, accelerator) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
+
+
+def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
+    """Return the model as it is run: sharded, which Accelerate would wrap once more, or by Accelerate."""
+    if config.train.sharding != "none" and accelerator.num_processes > 1:
+        return shard_model(model, accelerator, config.train)
+    wrapped: nn.Module = accelerator.prepare(for_training(model.to(accelerator.device), config.train))
+    return wrapped
+
+
+def _with_best_at_hand(state: TrainState, run_folder: RunFolder, log: Callable[[str], None]) -> TrainState:
+    if state.best is None or (best := run_folder.checkpoint(state.best.step)).is_dir():
+        return state
+    log(f"warning: {best}: the best so far is not there; the rest is chosen from")
+    return replace(state, best=None)
+
+
+def _observer(
+    config: RunConfig,
+    accelerator: Accelerator,
+    model: MethodModel,
+    wrapped: nn.Module,
+    held_out: list[TokenisedCorpus],
+    benchmarks: OpenedBenchmarks | None,
+) -> Observer | None:
+    """Return what measures the model on the way; None where nothing is measured."""
+    if not config.train.observes:
+        return None
+    return Observer(config, model, wrapped, _observed(model, config, accelerator), held_out, benchmarks)
 
 
 def _peak(config: RunConfig, accelerator: Accelerator) -> float | None:

@@ -11,10 +11,8 @@ from scale_cli.config.baselines import FreezeConfig, LlamaProConfig, LoraConfig,
 from scale_cli.config.sources import (
     AnySource,
     BenchmarkSource,
-    CorpusSource,
+    CorpusConfig,
     EvaluationSource,
-    StageConfig,
-    check_stages,
     distinct_names,
 )
 from scale_cli.config.training import TrainConfig
@@ -22,7 +20,6 @@ from scale_cli.config.values import (
     Accepted,
     BatchSize,
     Folder,
-    Fraction,
     Free,
     Length,
     MixedPrecision,
@@ -204,61 +201,6 @@ class MethodConfig(Section):
                 "or route with collaboration.layers none"
             )
         return self
-
-
-class ReadingConfig(Section):
-    """How every source is read, those that are trained on and those that are held out."""
-
-    max_document_bytes: int = Field(
-        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
-    )
-    max_bad_fraction: Free[Fraction] = Field(
-        default=0.001, description="more of a source's records or files: it is refused"
-    )
-    max_unknown_fraction: Free[Fraction] = Field(
-        default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
-    )
-    num_workers: Free[int | None] = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="processes that tokenise, to the same bytes for any number; null: the usable cores",
-    )
-
-
-class CorpusConfig(ReadingConfig):
-    """What is trained on."""
-
-    sequence_length: Length = Field(default=2048, description="tokens a window")
-    isolate_documents: bool = Field(
-        default=False, description="in a window, positions restart and attention ends at every document's beginning"
-    )
-    cache_dir: Free[Folder | None] = Field(
-        default=None,
-        description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
-    )
-    sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
-    stages: list[StageConfig] = Field(
-        default=[], description="parts of the run, in order, each with weights of its own instead of the sources'"
-    )
-
-    def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
-        """Return the steps at which the stages of a run end, and of each of them every source's weight."""
-        if not self.stages:
-            return [(max_steps, [source.weight for source in self.sources])]
-        return [stage.of_run(self.sources, max_steps) for stage in self.stages]
-
-    @model_validator(mode="after")
-    def _stages_are_of_the_sources(self) -> CorpusConfig:
-        check_stages(self.stages, self.sources)
-        return self
-
-    @field_validator("sources")
-    @classmethod
-    def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
-        if all(source.role == "replay" for source in sources):
-            raise ValueError("every source has the role replay; what is to be learned has the role new")
-        return distinct_names(sources)
 
 
 class EvaluationConfig(Section):

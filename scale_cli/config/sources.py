@@ -1,14 +1,25 @@
-"""Where text and benchmarks come from: what a config says of each source."""
+"""Where text and benchmarks come from: what a config says of each source, and of how they are read and mixed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from scale_cli.config.values import Documents, Language, Name, PathText, Section, SourcePatterns
+from scale_cli.config.values import (
+    Documents,
+    Folder,
+    Fraction,
+    Free,
+    Language,
+    Length,
+    Name,
+    PathText,
+    Section,
+    SourcePatterns,
+)
 
 # How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
@@ -163,3 +174,58 @@ def distinct_names(sources: list[AnySource]) -> list[AnySource]:
     if twice:
         raise ValueError(f"two sources are named {twice[0]!r}")
     return sources
+
+
+class ReadingConfig(Section):
+    """How every source is read, those that are trained on and those that are held out."""
+
+    max_document_bytes: int = Field(
+        default=10_000_000, ge=1, le=2**31, description="a larger document is dropped, and is bad"
+    )
+    max_bad_fraction: Free[Fraction] = Field(
+        default=0.001, description="more of a source's records or files: it is refused"
+    )
+    max_unknown_fraction: Free[Fraction] = Field(
+        default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
+    )
+    num_workers: Free[int | None] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="processes that tokenise, to the same bytes for any number; null: the usable cores",
+    )
+
+
+class CorpusConfig(ReadingConfig):
+    """What is trained on."""
+
+    sequence_length: Length = Field(default=2048, description="tokens a window")
+    isolate_documents: bool = Field(
+        default=False, description="in a window, positions restart and attention ends at every document's beginning"
+    )
+    cache_dir: Free[Folder | None] = Field(
+        default=None,
+        description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
+    )
+    sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
+    stages: list[StageConfig] = Field(
+        default=[], description="parts of the run, in order, each with weights of its own instead of the sources'"
+    )
+
+    def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
+        """Return the steps at which the stages of a run end, and of each of them every source's weight."""
+        if not self.stages:
+            return [(max_steps, [source.weight for source in self.sources])]
+        return [stage.of_run(self.sources, max_steps) for stage in self.stages]
+
+    @model_validator(mode="after")
+    def _stages_are_of_the_sources(self) -> CorpusConfig:
+        check_stages(self.stages, self.sources)
+        return self
+
+    @field_validator("sources")
+    @classmethod
+    def _distinct(cls, sources: list[CorpusSource]) -> list[CorpusSource]:
+        if all(source.role == "replay" for source in sources):
+            raise ValueError("every source has the role replay; what is to be learned has the role new")
+        return distinct_names(sources)

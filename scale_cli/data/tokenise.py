@@ -18,8 +18,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.conversations import conversations
 from scale_cli.data.documents import CorpusReader, Record, described
 from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all, usable_cores

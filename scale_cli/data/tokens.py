@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.content import SourceHashes
 from scale_cli.data.documents import described
 from scale_cli.data.encoding import Ids, TokenizerSpec

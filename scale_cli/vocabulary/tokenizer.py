@@ -11,9 +11,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from scale_cli.config.schema import ReadingConfig
 from scale_cli.config.scripts import Script
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, VocabularyConfig
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import content_name

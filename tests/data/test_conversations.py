@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.config.schema import ReadingConfig, RunConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.batches import IGNORED, PackedWindows
 from scale_cli.data.conversations import Messages, conversations, written
 from scale_cli.data.documents import CorpusReader, Document, Rejected

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
 from scale_cli.data.ledger import Ledger, PathCount, check_bad_fraction
 from scale_cli.data.tokens import tokenised

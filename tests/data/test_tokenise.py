@@ -23,8 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, tokenise
 from scale_cli.data.encoding import Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
@@ -160,7 +159,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # workers import this file too
-    from scale_cli.config.schema import ReadingConfig
+    from scale_cli.config.sources import ReadingConfig
     from scale_cli.config.sources import TextSource
     from scale_cli.data import encoding, tokenise
 
@@ -280,7 +279,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scale_cli.config.schema import ReadingConfig
+from scale_cli.config.sources import ReadingConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data import tokenise
 from scale_cli.data.encoding import TokenizerSpec

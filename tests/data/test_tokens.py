@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.tokens import DocumentMarkers, TokenisedCorpus, tokenised
 from scale_cli.errors import CorpusError
 from scale_cli.storage.tokenizer import tokenizer_sha256

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.schema import ReadingConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.ledger import Ledger
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.errors import CorpusError
