@@ -79,7 +79,8 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
         card = (folder / "README.md").read_text(encoding="utf-8")
         for head in told[folder.name]:
             figures = (kept["heads"][name]["bits_per_byte"] for name in ("base", head))
-            assert "| 2 | {:.3f} | {:.3f} |".format(*figures) in card
+            bytes_per_token = kept["num_bytes"] / kept["num_tokens"]
+            assert "| 2 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures) in card
         assert (folder / "model.safetensors").stat().st_ino == before[folder], "the weights are not written again"
     code, error = scale("export", *asked, "--push-to-hub", "me/model")
     assert (code, "say which is sent" in error) == ((0, False) if layers == "none" else (2, True))

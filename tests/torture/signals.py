@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_cli.data import tokenise
-from scale_cli.training import loop, saving, step
+from scale_cli.training import observing, saving, step
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SignalAt:
         """Put it into this process."""
         places: dict[str, tuple[Any, str]] = {
             "micro-batch": (step, "_loss_share"),
-            "evaluation": (loop, "score_corpus"),
+            "evaluation": (observing, "score_corpus"),
             "save": (saving, "write_checkpoint"),
             "tokenisation": (tokenise._Shards, "append"),
         }

@@ -293,7 +293,7 @@ def test_what_is_no_file_is_refused_by_name(
 
 PEAK = """
 import json, resource, sys
-from scale_cli.config.schema import TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Rejected
 source = TextSource(name="x", path=sys.argv[1], language="en")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
