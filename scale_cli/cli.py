@@ -260,8 +260,8 @@ def generate(
     """
     if (samples is None) != (output is None):
         raise ConfigError("--samples, --output: each needs the other")
-    if samples is not None and chat:
-        raise ConfigError("--samples, --chat: one or the other")
+    if samples is not None and (chat or gguf is not None):
+        raise ConfigError(f"--samples, {'--chat' if chat else '--gguf'}: one or the other")
     if samples is not None and output is not None:
         config = load(path, None)
         from scale_cli.commands.generate import sampling, write_samples

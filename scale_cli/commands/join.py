@@ -102,9 +102,7 @@ def join(
     joined = join_runs(runs, prior, switch_rate, rule)
     if folder_format == "llama" and router_keys(joined.model) is None:
         writer = next(m.name for m, branch in zip(joined.members, joined.model.branches, strict=True) if branch.writes)
-        raise ConfigError(
-            f"--format llama: {writer} writes into the base's stream (method.collaboration): transformers"
-        )
+        raise ConfigError(f"--format llama: {writer} writes into the base's stream; take --format transformers")
     if not any(config.evaluation.perplexity for config in joined.configs):
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
     prove(joined)

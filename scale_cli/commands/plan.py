@@ -169,12 +169,8 @@ def _plan_method(
     num_processes: int,
     growth: Growth | None,
 ) -> MethodPlan:
-    length, num_tokens, vocab_size, new = (
-        config.corpus.sequence_length,
-        _num_tokens(config),
-        base_config.vocab_size,
-        None,
-    )
+    length, num_tokens = config.corpus.sequence_length, _num_tokens(config)
+    vocab_size, new = base_config.vocab_size, None
     if growth is not None and method.vocabulary is not None:
         vocab_size, new = growth.vocab_size, NewPieces.unknown(growth.num_new)
     elif growth is not None:

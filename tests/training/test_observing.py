@@ -88,32 +88,34 @@ class Killed(Exception):
     """Ends training as a kill would: without a checkpoint."""
 
 
-def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path
-) -> None:
+def runs_that_choose(make_config: MakeConfig, shared_data: Path, *names: str) -> list[RunConfig]:
+    """Configs of runs that are evaluated at every second step, and keep the best of them."""
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
     corpora = ", ".join(
         f"{{name: {role}, path: {tales}, language: en, role: {role}, max_documents: 2}}"
         for role in ("acquisition", "retention")
     )
     arc = f"{{name: arc, path: {shared_data}/eval-arc-easy/arc_easy.jsonl, language: en, limit: 3}}"
-    whole, cut = (
-        make_config(
-            name,
-            f"evaluation.perplexity=[{corpora}]",
-            f"evaluation.benchmarks=[{arc}]",
-            "evaluation.bootstrap_resamples=100",
-            "train.eval_every_steps=2",
-            "train.eval_benchmarks_every_steps=4",
-            "train.eval_max_items=3",
-            "train.max_forgetting=0.1",
-            "train.keep_checkpoints=1",
-            "train.global_batch_size=2",
-            "train.micro_batch_size=2",
-            "train.log_every_steps=4",
-        )
-        for name in ("whole", "cut")
+    settings = (
+        f"evaluation.perplexity=[{corpora}]",
+        f"evaluation.benchmarks=[{arc}]",
+        "evaluation.bootstrap_resamples=100",
+        "train.eval_every_steps=2",
+        "train.eval_benchmarks_every_steps=4",
+        "train.eval_max_items=3",
+        "train.max_forgetting=0.1",
+        "train.keep_checkpoints=1",
+        "train.global_batch_size=2",
+        "train.micro_batch_size=2",
+        "train.log_every_steps=4",
     )
+    return [make_config(name, *settings) for name in names]
+
+
+def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path
+) -> None:
+    whole, cut = runs_that_choose(make_config, shared_data, "whole", "cut")
     # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
     scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
 
