@@ -84,7 +84,7 @@ def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], Non
     for number_of_run, (values, config) in enumerate(zip(points, configs, strict=True), start=1):
         log(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
         trials.append(_trial(values, config, log))
-        trials.sort(key=lambda trial: (trial.nats_per_token is None, trial.nats_per_token))
+        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
         _write(whole.output_dir / "report", trials, len(points))
     return SweepSummary(whole.output_dir / "report", trials)
 

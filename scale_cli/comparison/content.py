@@ -13,6 +13,7 @@ from scale_cli.comparison.stages import Stages, stages_of
 from scale_cli.comparison.tables import benchmark_tables, corpus_tables, methods_table, side_titles
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.report.figures import COLOURS, FONT, MARKS, Draw, svg_for_page
+from scale_cli.report.numbers import number
 from scale_cli.report.pages import markdown, page
 
 T = TypeVar("T")
@@ -68,8 +69,9 @@ class Comparison:
 
 
 def comparison_of(runs: list[ComparedRun]) -> Comparison:
-    """Return the comparison of some runs, in their order."""
-    return Comparison(runs, [option for run in runs for option in options_of(run)], stages_of(runs))
+    """Return the comparison of some runs, in their order; the base is one that reads its own tokens, if any does."""
+    untouched = next((run for run in runs if not run.new_tokens), runs[0]).report
+    return Comparison(runs, [option for run in runs for option in options_of(run, untouched)], stages_of(runs))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -78,6 +80,8 @@ def notes(comparison: Comparison) -> list[str]:
     if len({run.report.num_tokens_trained for run in runs}) > 1:
         spent = ", ".join(f"{run.name} {run.report.num_tokens_trained:,}" for run in runs)
         lines.append(f"The runs were not trained on the same number of tokens: {spent}.")
+    if len({run.new_tokens for run in runs}) > 1:
+        lines.append(_other_tokens(runs))
     lines += [stages.in_words() for stages in comparison.stages]
     alike: dict[str, list[str]] = {}
     for name, changed in setup_differences(runs).items():
@@ -101,6 +105,19 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.has_trade_off and odd:
         lines.append(f"Left out of the trade-off picture, a loss is not finite: {', '.join(odd)}.")
     return lines
+
+
+def _other_tokens(runs: list[ComparedRun]) -> str:
+    """Return how much text a token is in runs of different tokens."""
+    held = [
+        f"{run.name} {', '.join(f'{corpus.name} {number(corpus.bytes_per_token, 2)}' for corpus in run.report.corpora)}"
+        for run in runs
+    ]
+    return (
+        "The runs have different tokens, so that what is of a token (nats, perplexity, tokens/s, tokens trained on) "
+        "does not compare between them; bits/byte do. Held against is the base in its own tokens, where a run has them; a "
+        f"difference between other tokens stands without an interval. Bytes a token: {'; '.join(held)}."
+    )
 
 
 def figures(comparison: Comparison) -> list[Figure]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of
+from scale_cli.comparison.options import Option, corpora_in_words, corpus_of, front, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.names import language_name
 from scale_cli.evaluation.results import BenchmarkHead
@@ -162,33 +162,42 @@ def draw_curves(figure: Any, width: float, runs: Sequence[ComparedRun]) -> None:
     corpora = [corpus for corpus in runs[0].report.corpora if any(corpus.name in run.curves for run in runs)]
     height = max(270.0, 90 + _LABEL_GAP * (len(runs) + 1))
     for corpus, (left, top, right) in zip(corpora, _grid(figure, width, len(corpora), height), strict=True):
-        lines = _lines(runs, corpus.name)
+        lines, unit = _lines(runs, corpus.name)
         room = min(104 if width < 600 else 140, 20 + max(text_width(label, 11.5) for label, *_ in lines))
         axes = panel(figure, left + 42, top + 48, right - room, top + height - 46)
         role = "kept" if corpus.role == "retention" else "learned"
         _set_title(
             axes,
             f"{language_name(corpus.language)}, {role}: {corpus.name}",
-            "nats/token, lower is better",
+            f"{unit}, lower is better",
             right - left,
         )
         _draw_lines(figure, axes, lines, room)
 
 
-# A label, a method, and nats per token by tokens trained on; None where the loss was not finite.
+# A label, a method, and the loss by tokens trained on; None where it was not finite.
 _Line = tuple[str, str, list[tuple[float, float | None]]]
 
 
-def _lines(runs: Sequence[ComparedRun], corpus: str) -> list[_Line]:
+def _lines(runs: Sequence[ComparedRun], name: str) -> tuple[list[_Line], str]:
+    """Return the lines of a corpus and their unit: of runs with different tokens bits/byte, by its bytes a token."""
+    corpora = {run.name: corpus_of(run.report, name) for run in runs}
+    unit, of_a_nat = "nats/token", dict.fromkeys(corpora, 1.0)
+    if len({corpus.num_tokens for corpus in corpora.values()}) > 1:
+        unit = "bits/byte"
+        of_a_nat = {run: 1.0 / (corpus.bytes_per_token * math.log(2)) for run, corpus in corpora.items()}
     lines: list[_Line] = []
     for run in runs:
         head = "adapted" if run.report.served == "adapted" else "routed"
-        if points := run.curves.get(corpus):
-            line = [(point.num_tokens, point.nats_per_token.get(head)) for point in points]
+        if points := run.curves.get(name):
+            losses = [(point.num_tokens, point.nats_per_token.get(head)) for point in points]
+            line = [(at, None if nats is None else nats * of_a_nat[run.name]) for at, nats in losses]
             lines.append((run.name, run.method.variant, line))
-    base = next(run.curves[corpus] for run in runs if corpus in run.curves)[0].nats_per_token["base"]
+    first = next(run for run in runs if name in run.curves)
+    before = first.curves[name][0].nats_per_token["base"]
+    base = None if before is None else before * of_a_nat[first.name]
     longest = max(line[-1][0] for *_, line in lines)
-    return [("base", "base", [(0.0, base), (longest, base)]), *lines]
+    return [("base", "base", [(0.0, base), (longest, base)]), *lines], unit
 
 
 def _draw_lines(figure: Any, axes: Any, lines: Sequence[_Line], room: float) -> None:

@@ -24,7 +24,8 @@ class Option:
     """One trained model, served in one way."""
 
     run: ComparedRun
-    head: str  # of the report: adapted | posterior | cosine
+    untouched: Report  # whose base it is held against
+    head: str  # of its own report: adapted | posterior | cosine
     label: str  # distinct, for figures and tables
     served: str  # in words
     num_models: int  # held in memory: 1 or 2
@@ -41,13 +42,35 @@ class Option:
         return self.lost.value is not None and self.gained.value is not None
 
 
-def options_of(run: ComparedRun) -> list[Option]:
-    """Return the ways in which a trained model could be served: as configured, then mixed."""
+def options_of(run: ComparedRun, untouched: Report) -> list[Option]:
+    """Return the ways in which a trained model could be served: as configured, then mixed.
+
+    Args:
+        run: of the model.
+        untouched: the report whose base everything is held against.
+    """
     heads = [run.report.served] if run.report.served == "posterior" else [run.report.served, "posterior"]
-    return [_option(run, head) for head in heads]
+    return [_option(run, head, untouched) for head in heads]
 
 
-def _option(run: ComparedRun, head: str) -> Option:
+def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
+    """Return a head's bits per byte against the base's of a report that may have other tokens.
+
+    Of the same tokens it is the difference that was measured; of others one of means, without an interval.
+    """
+    base, result = corpus_of(untouched, corpus.name), corpus.heads[head]
+    if base.num_tokens == corpus.num_tokens:
+        return result.bits_per_byte_difference
+    before, now = base.heads["base"].bits_per_byte, result.bits_per_byte
+    return NO_INTERVAL if before is None or now is None else Interval(now - before, None, None)
+
+
+def corpus_of(report: Report, name: str) -> CorpusResult:
+    """Return what a report says of a corpus; another config may list the same ones otherwise."""
+    return next(corpus for corpus in report.corpora if corpus.name == name)
+
+
+def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
     report, widened, mixed = run.report, run.method.widens, head != "adapted"
     beside = mixed and not widened
     base, alone = _parameters(run)
@@ -57,6 +80,7 @@ def _option(run: ComparedRun, head: str) -> Option:
     base_share = report.base_share_by_language(head) if mixed else None
     return Option(
         run=run,
+        untouched=untouched,
         head=head,
         label=_label(run, head),
         served=_served_in_words(head, widened),
@@ -64,10 +88,8 @@ def _option(run: ComparedRun, head: str) -> Option:
         passes=_passes(run, mixed),
         parameters=held,
         parameters_of_base=base,
-        lost=mean_interval([corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("retention")]),
-        gained=-mean_interval(
-            [corpus.heads[head].bits_per_byte_difference for corpus in report.with_role("acquisition")]
-        ),
+        lost=mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("retention")]),
+        gained=-mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("acquisition")]),
         base_share=base_share,
     )
 

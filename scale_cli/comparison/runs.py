@@ -48,6 +48,7 @@ class ComparedRun:
     base: tuple[str, str]  # name and content hash of the base model
     layers_run_twice: int  # layers that routing has to run on the untouched stream as well (0 where none collaborates)
     num_layers: int | None  # of the base, where the run widened it
+    new_tokens: tuple[str, ...]  # that its base has not, each by the old ones in its place
     tokens_per_s: float  # of training
     cost: Cost | None  # None where the run is older than the record
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
@@ -140,7 +141,9 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         raw_report = read_json(run.evaluation / Report.FILE)
         report = Report.from_json(raw_report)
         state, base, cost = TrainState.load(run.final), BaseRecord.load(run.final), Cost.load_if_there(run.final)
-        layers_run_twice, num_layers = _layers_of_routing(read_json(run.final / "config.json"))
+        model_config = read_json(run.final / "config.json")
+        layers_run_twice, num_layers = _layers_of_routing(model_config)
+        new_tokens = _new_tokens(model_config)
         begun = BranchPoint.load_if_there(run.final)
         rate = state.num_tokens / max(state.elapsed_s, 1e-9)
         curves = _curves(read_records(run.metrics), state)
@@ -157,6 +160,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         base=(base.name, base.content_sha256),
         layers_run_twice=layers_run_twice,
         num_layers=num_layers,
+        new_tokens=new_tokens,
         tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
         cost=cost,
         curves=curves,
@@ -193,6 +197,14 @@ def _layers_of_routing(model_config: dict[str, Any]) -> tuple[int, int | None]:
     return num_layers - min(collaborating, default=num_layers), num_layers
 
 
+def _new_tokens(model_config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the new tokens of a model, which what it stands upon may have brought."""
+    config: dict[str, Any] | None = model_config
+    while config and not config.get("new_tokens"):
+        config = config.get("base_config")
+    return tuple(config["new_tokens"]) if config else ()
+
+
 def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[CurvePoint]]:
     """Read the periodic evaluations, each placed at the tokens that had been trained on by its step."""
     known = {0: 0, state.step: state.num_tokens}
@@ -213,11 +225,6 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     if first.base[1] != other.base[1]:
         bases = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
         raise RunFolderError(f"runs on different base models cannot be compared: {bases}")
-    if first.method.vocabulary != other.method.vocabulary:
-        raise RunFolderError(
-            f"runs of different tokens cannot be compared: {first.folder} and {other.folder} differ in "
-            "method.vocabulary, and so in what the base says; the bits/byte of their reports compare"
-        )
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
         where = first if odd[0] in measured[0] else other
@@ -227,14 +234,16 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         )
     for name, one in measured[0].items():
         same = measured[1][name]
-        for key in ("language", "role", "num_documents", "num_tokens", "num_bytes"):
+        tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
+        for key in ("language", "role", "num_documents", "num_bytes", *tokens):
             if getattr(one, key) != getattr(same, key):
                 raise RunFolderError(
                     f"runs must be evaluated on the same corpora: {name} has {key} {getattr(one, key)} in "
                     f"{first.folder} and {getattr(same, key)} in {other.folder}"
                 )
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
-        if before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
+        as_many = one.num_tokens == same.num_tokens  # of other tokens each base is scored on its own
+        if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
                 f"runs must be evaluated alike: on {name} the same base has {before:.4f} nats/token in {first.folder} "
                 f"and {now:.4f} in {other.folder} (is evaluation.sequence_length the same?)"

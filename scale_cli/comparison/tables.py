@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from scale_cli.comparison.options import Option, languages_of
+from scale_cli.comparison.options import Option, beside_base, corpus_of, languages_of
 from scale_cli.comparison.runs import benchmarks_of
 from scale_cli.config.names import language_name, method_in_words
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
@@ -101,30 +101,44 @@ def corpus_tables(options: Sequence[Option]) -> list[Table]:
 
 
 def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
-    # The first run gives the order; another config may list the same corpora otherwise.
-    heads = [next(c for c in o.run.report.corpora if c.name == corpus.name).heads[o.head] for o in options]
-    digits, base = digits_for(head.bits_per_byte_difference for head in heads), corpus.heads["base"]
+    results = [corpus_of(option.run.report, corpus.name) for option in options]
+    differences = [beside_base(o.untouched, result, o.head) for o, result in zip(options, results, strict=True)]
+    digits, base = digits_for(differences), corpus_of(options[0].untouched, corpus.name)
     rows: list[Row] = [
-        [
-            number(head.bits_per_byte),
-            _difference(head.bits_per_byte_difference, digits),
-            perplexity(head.perplexity),
-            worst_document(head.worst_document_nats),
-            DASH if head.base_share is None else percent(head.base_share),
-        ]
-        for head in heads
+        _corpus_cells(result, option.head, _difference(difference, digits), base)
+        for option, result, difference in zip(options, results, differences, strict=True)
     ]
     meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
     titles = [
         Cell("bits/byte"),
         Cell("bits/byte − base", "95 % interval"),
-        Cell("perplexity"),
+        Cell("perplexity", "of a token"),
+        Cell("bytes", "a token"),
         Cell("worst document", "nats lost against the base"),
         Cell("by base head", "of the tokens"),
     ]
-    before = [number(base.bits_per_byte), DASH, perplexity(base.perplexity), DASH, DASH]
+    of_base = {base.num_tokens: ("base", base)}
+    for option, result in zip(options, results, strict=True):
+        of_base.setdefault(result.num_tokens, (f"base, tokens of {option.run.name}", result))
+    bases: dict[str, Row] = {}
+    for label, result in of_base.values():
+        difference = DASH if result is base else _difference(beside_base(options[0].untouched, result, "base"), digits)
+        bases[label] = [*_corpus_cells(result, "base", difference, base)[:-2], DASH, DASH]
     title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
-    return _beside_base(title, titles, before, options, rows)
+    return _beside_base(title, titles, bases, options, rows)
+
+
+def _corpus_cells(corpus: CorpusResult, head: str, difference: str | Cell, base: CorpusResult) -> list[str | Cell]:
+    """Return a head's figures; perplexity is of a token, and compares with the base's where both have the same."""
+    result = corpus.heads[head]
+    return [
+        number(result.bits_per_byte),
+        difference,
+        perplexity(result.perplexity) if corpus.num_tokens == base.num_tokens else DASH,
+        number(corpus.bytes_per_token, 2),
+        worst_document(result.worst_document_nats),
+        DASH if result.base_share is None else percent(result.base_share),
+    ]
 
 
 def benchmark_tables(options: Sequence[Option]) -> list[Table]:
@@ -144,7 +158,7 @@ def _benchmark_table(options: Sequence[Option], result: BenchmarkResult) -> Tabl
     rows = [_benchmark_cells(option, result.name, list(metrics)) for option in options]
     before: Row = [*(_points(metric) for metric in metrics.values()), DASH, DASH, DASH]
     title = f"{result.name}: {language_name(result.language)}, {result.role}, {result.num_items:,} items"
-    return _beside_base(title, titles, before, options, rows)
+    return _beside_base(title, titles, {"base": before}, options, rows)
 
 
 def _benchmark_cells(option: Option, name: str, metrics: Sequence[str]) -> Row:
@@ -174,7 +188,7 @@ def _averages_table(options: Sequence[Option]) -> Table:
     titles = [Cell(language_name(code), f"acc, mean of {of.num_benchmarks}") for code, of in averages.items()]
     before = [_points(average.acc["base"]) for average in averages.values()]
     title = "Averages: the base’s accuracy in %, and differences from it in points"
-    return _beside_base(title, titles, before, options, rows)
+    return _beside_base(title, titles, {"base": before}, options, rows)
 
 
 def _points(share: Interval, sign: str = "", bounds_sign: str | None = None) -> Cell:
@@ -186,11 +200,12 @@ def _points(share: Interval, sign: str = "", bounds_sign: str | None = None) -> 
 def _beside_base(
     name: str,
     titles: Row,
-    base: Row,
+    bases: Mapping[str, Row],
     options: Sequence[Option],
     rows: Sequence[Row],
 ) -> Table:
-    """Return a table with the base's figures in its first row, and one row for every option."""
-    labelled = [["base", *base], *([option.label, *row] for option, row in zip(options, rows, strict=True))]
-    methods = ["base", *(option.run.method.variant for option in options)]
+    """Return a table with the base's figures in its first rows, by label, and one row for every option."""
+    labelled = [[label, *row] for label, row in bases.items()]
+    labelled += [[option.label, *row] for option, row in zip(options, rows, strict=True)]
+    methods = [*["base"] * len(bases), *(option.run.method.variant for option in options)]
     return Table(["method", *titles], labelled, "l" + "r" * len(titles), name, methods)

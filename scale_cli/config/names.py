@@ -39,6 +39,9 @@ def method_in_words(method: MethodConfig) -> str:
             "freeze": f", bottom {method.freeze.num_layers} layers frozen",
             "llama-pro": ", new blocks only",
         }.get(method.variant, "")
+    if method.vocabulary is not None:
+        learned = "" if method.vocabulary.folder else f"{method.vocabulary.new_tokens:,} "
+        setting += f", {learned}new tokens"
     return method_name(method.variant) + setting
 
 

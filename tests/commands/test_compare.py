@@ -160,16 +160,34 @@ def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
     assert not (tmp_path / "out").exists()
 
 
-def test_other_tokens_are_refused_in_one_line(tmp_path: Path) -> None:
-    one, other = write_run(tmp_path / "one", Made()), write_run(tmp_path / "other", Made())
-    config = yaml.safe_load((other / "final/scale.yaml").read_text(encoding="utf-8"))
-    config["method"]["vocabulary"] = {"new_tokens": 64}
-    (other / "final/scale.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    with pytest.raises(
-        RunFolderError, match=r"runs of different tokens cannot be compared: .*one and .*other"
-    ) as refused:
-        compare([one, other], tmp_path / "out")
-    assert "\n" not in str(refused.value)
+def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path) -> None:
+    made = {
+        "route": Made("route", 0.1, 0.7),
+        "grown": Made("route", 0.1, 0.5, new_tokens=64, base_bits=1.9),
+        "full": Made("full", 0.4, 0.6, new_tokens=64, base_bits=1.9),
+    }
+    compare([write_run(tmp_path / name, run) for name, run in made.items()], tmp_path / "out")
+    text = (tmp_path / "out/report.md").read_text(encoding="utf-8")
+    tables = {part.partition("\n")[0].partition(":")[0]: part for part in text.split("### ")[1:]}
+    rows = {
+        name: {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in of_table}
+        for name, table in tables.items()
+        if (of_table := [line.split("|") for line in table.splitlines() if line.startswith("|")])
+    }
+    korean, english = rows["청원"], rows["stories"]
+    assert [korean[label][:4] for label in ("base", "base, tokens of grown", "grown")] == [
+        ["2.600", "—", "6.06", "4.00"],
+        ["1.900", "-0.7000", "—", "16.00"],
+        ["1.400", "-1.1995", "—", "16.00"],
+    ]
+    assert "base, tokens of grown" not in english
+    assert english["grown"] == english["route"]
+    assert "64 new tokens" in text
+    assert "Bytes a token: route stories 4.00, 청원 4.00; grown stories 4.00, 청원 16.00" in text
+    assert "bits/byte, lower is better" in (tmp_path / "out/learning-curves.svg").read_text(encoding="utf-8")
+    same = write_run(tmp_path / "same", Made("route", new_tokens=64, base_bits=1.7))
+    with pytest.raises(RunFolderError, match="sequence_length"):
+        compare([tmp_path / "grown", same], tmp_path / "out")
 
 
 def test_another_base_is_refused_by_both_names(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Made:
         base: hash of the base's only tensor.
         has_cost: whether there is a cost.json.
         train: keys of the config's train section.
+        new_tokens: so many new ones, with which Korean takes a quarter of the tokens.
+        base_bits: of Korean, by the untouched base.
     """
 
     variant: str = "full"
@@ -50,6 +52,8 @@ class Made:
     base: str = "a" * 64
     has_cost: bool = True
     train: dict[str, Any] = field(default_factory=dict)
+    new_tokens: int = 0
+    base_bits: float = BASE_BITS["ko"]
 
 
 def write_run(folder: Path, made: Made) -> Path:
@@ -75,10 +79,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _model_config(made: Made) -> dict[str, Any]:
+    grown = {"new_tokens": [f"7 {token}" for token in range(made.new_tokens)]}
     if made.variant not in _WIDENED:
-        return {"model_type": "llama"}
+        return {"model_type": "llama", **grown}
     layers = {"preserve": [], "adapt": [0, 1, 2, 3], "route": [3]}[made.variant]
     return {
+        **grown,
         "base_config": {"num_hidden_layers": 4},
         "attention_collaboration_layers": layers,
         "mlp_collaboration_layers": [],
@@ -89,7 +95,8 @@ def _config(folder: Path, made: Made) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
         "model": {"base": "some/base"},
-        "method": {"variant": made.variant},
+        "method": {"variant": made.variant}
+        | ({"vocabulary": {"new_tokens": made.new_tokens}} if made.new_tokens else {}),
         "corpus": {"sources": [{"name": "web", "path": "web.txt", "language": "ko"}]},
         "train": {"max_steps": 100, "lr": 1e-3} | made.train,
     }
@@ -132,8 +139,10 @@ def report_of(made: Made) -> Report:
     ):
         mixed = 0.0007 if role == "retention" else None if change is None else change + 0.0005
         changes = {"base": 0.0, "adapted": change, "posterior": mixed, "cosine": change}
-        heads = {head: _head(BASE_BITS[language], changes[head], head, language, made) for head in HEADS}
-        corpora.append(CorpusResult(name, language, role, 50, 20_000, 80_000, heads))
+        base_bits = made.base_bits if language == "ko" else BASE_BITS[language]
+        heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
+        num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
+        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads))
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
     averages = [_average(made)] if made.benchmarks else []
     served = "posterior" if made.variant == "route" else "adapted"

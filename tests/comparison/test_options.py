@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.comparison.options import Option, front, mean_interval, non_dominated, options_of
+from scale_cli.comparison.content import comparison_of
+from scale_cli.comparison.options import Option, front, mean_interval, non_dominated
 from scale_cli.comparison.runs import load_runs
 from scale_cli.report.numbers import Interval
 from tests.comparison.finished_run import Made, write_run
@@ -32,7 +34,7 @@ def test_no_kept_point_is_dominated_and_every_other_is_by_a_kept_one(points: lis
 
 def options(tmp_path: Path, *made: Made) -> list[Option]:
     folders = [write_run(tmp_path / f"{index}-{m.variant}", m) for index, m in enumerate(made)]
-    return [option for run in load_runs(folders) for option in options_of(run)]
+    return comparison_of(load_runs(folders)).options
 
 
 @pytest.mark.parametrize(
@@ -85,3 +87,16 @@ def test_a_part_that_is_not_finite_leaves_no_mean() -> None:
     assert mean_interval([Interval(1.0, 0.5, 1.5), nothing]) == nothing
     assert mean_interval([]) == nothing
     assert mean_interval([Interval(1.0, None, None)]) == Interval(1.0, None, None)
+
+
+def test_runs_of_other_tokens_are_held_against_the_base_in_its_own(tmp_path: Path) -> None:
+    grown = Made("full", 0.4, 0.5, new_tokens=64, base_bits=1.9)
+    own, other = (option for option in options(tmp_path, grown, Made("preserve", 0.1, 0.7)) if option.head == "adapted")
+    assert astuple(own.lost) == pytest.approx((0.4, 0.39, 0.41))
+    assert astuple(other.lost) == pytest.approx((0.1, 0.09, 0.11))
+    assert astuple(other.gained) == pytest.approx((0.7, 0.69, 0.71))
+    # 2.6 of the base in its own tokens, 1.9 - 0.5 of the trained head: two means, of which no interval is known.
+    assert own.gained.value == pytest.approx(1.2)
+    assert (own.gained.low, own.gained.high) == (None, None)
+    (alone, _) = options(tmp_path / "alone", grown)
+    assert astuple(alone.gained) == pytest.approx((0.5, 0.49, 0.51))
