@@ -115,8 +115,8 @@ def _other_tokens(runs: list[ComparedRun]) -> str:
     ]
     return (
         "The runs have different tokens, so that what is of a token (nats, perplexity, tokens/s, tokens trained on) "
-        "does not compare between them; bits/byte do. Held against is the base in its own tokens, where a run has them; a "
-        f"difference between other tokens stands without an interval. Bytes a token: {'; '.join(held)}."
+        "does not compare between them; bits/byte do. Held against is the base in its own tokens where a run has them; "
+        f"a difference between other tokens stands without an interval. Bytes a token: {'; '.join(held)}."
     )
 
 
