@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 4"
     held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
     # All processes have to agree on which weights are kept.
-    observed = ("train.eval_every_steps=5", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
+    continued = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
+    observed = ("train.eval_every_steps=5", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]", continued)
     one, two = make("one", *observed), make("two", *observed)
     alone = run_pipeline(one, lambda _: None)
     path = tmp_path / "two-processes.yaml"
@@ -61,6 +63,9 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     for told, corpus in zip(report["corpora"], alone.corpora, strict=True):
         value = told["heads"]["posterior"]["bits_per_byte"]
         assert value == pytest.approx(corpus.heads["posterior"].bits_per_byte, rel=1e-4)
+        assert told["num_prompts"] == corpus.num_prompts == 3
+        in_script = corpus.heads["base"].in_script
+        assert in_script is not None and told["heads"]["base"]["in_script"] == asdict(in_script)
     verify(two.output_dir).require()
 
 

@@ -12,8 +12,10 @@ from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
+from scale_cli.evaluation.continuing import continue_prompts
+from scale_cli.evaluation.generating import GeneratingHead
 from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
-from scale_cli.evaluation.results import Report, summarise
+from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.extras import how_to_install, is_installed
 from scale_cli.processes import is_main, main_first, on_main, share
@@ -53,17 +55,18 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     model = two_headed(session.load(), config.model)
     corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
     results = []
+    num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
+    answers = None if asked is None else GeneratingHead(model, config.method.router)
     for source, corpus in zip(sources, corpora, strict=True):
-        losses = score_corpus(
-            model,
-            corpus,
-            config.method.router,
-            Passes.of(config),
-            progress=f"evaluating {source.name}" if main else None,
-            share=share(),
-        )
-        num_resamples = config.evaluation.bootstrap_resamples
-        results.append(summarise(source, losses, num_resamples=num_resamples, seed=config.seed))
+        shown = f"evaluating {source.name}" if main else None
+        passes = Passes.of(config)
+        losses = score_corpus(model, corpus, config.method.router, passes, progress=shown, share=share())
+        letters = None
+        if answers is not None and asked is not None:
+            letters = continue_prompts(
+                answers, HEADS, corpus, session.tokenizer, asked, passes, progress=shown, share=share()
+            )
+        results.append(summarise(source, losses, letters, num_resamples=num_resamples, seed=config.seed))
     measured = MeasuredBenchmarks([], [], [], {}) if benchmarks is None else benchmarks.measure(model, config)
     state = TrainState.load(run.final)
     report = Report(

@@ -104,8 +104,9 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     results = [corpus_of(option.run.report, corpus.name) for option in options]
     differences = [beside_base(o.untouched, result, o.head) for o, result in zip(options, results, strict=True)]
     digits, base = digits_for(differences), corpus_of(options[0].untouched, corpus.name)
+    with_script = any(result.num_prompts for result in results)
     rows: list[Row] = [
-        _corpus_cells(result, option.head, _difference(difference, digits), base)
+        _corpus_cells(result, option.head, _difference(difference, digits), base, with_script)
         for option, result, difference in zip(options, results, differences, strict=True)
     ]
     meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
@@ -116,6 +117,7 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
         Cell("bytes", "a token"),
         Cell("worst document", "nats lost against the base"),
         Cell("by base head", "of the tokens"),
+        *([Cell("in its script", "letters after prompts, 95 %")] if with_script else []),
     ]
     of_base = {base.num_tokens: ("base", base)}
     for option, result in zip(options, results, strict=True):
@@ -123,12 +125,15 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     bases: dict[str, Row] = {}
     for label, result in of_base.values():
         difference = DASH if result is base else _difference(beside_base(options[0].untouched, result, "base"), digits)
-        bases[label] = [*_corpus_cells(result, "base", difference, base)[:-2], DASH, DASH]
+        cells = _corpus_cells(result, "base", difference, base, with_script)
+        bases[label] = [*cells[:4], DASH, DASH, *cells[6:]]
     title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
     return _beside_base(title, titles, bases, options, rows)
 
 
-def _corpus_cells(corpus: CorpusResult, head: str, difference: str | Cell, base: CorpusResult) -> list[str | Cell]:
+def _corpus_cells(
+    corpus: CorpusResult, head: str, difference: str | Cell, base: CorpusResult, with_script: bool
+) -> list[str | Cell]:
     """Return a head's figures; perplexity is of a token, and compares with the base's where both have the same."""
     result = corpus.heads[head]
     return [
@@ -138,7 +143,15 @@ def _corpus_cells(corpus: CorpusResult, head: str, difference: str | Cell, base:
         number(corpus.bytes_per_token, 2),
         worst_document(result.worst_document_nats),
         DASH if result.base_share is None else percent(result.base_share),
+        *([_share(result.in_script)] if with_script else []),
     ]
+
+
+def _share(share: Interval | None) -> Cell:
+    """Return a share in percent, with its interval; a dash where it was not measured, or is of nothing."""
+    if share is None or share.value is None:
+        return Cell(DASH)
+    return Cell(percent(share.value), bounds(in_points(share), 1, ""))
 
 
 def benchmark_tables(options: Sequence[Option]) -> list[Table]:

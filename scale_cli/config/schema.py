@@ -203,12 +203,23 @@ class MethodConfig(Section):
         return self
 
 
+class ContinuationsConfig(Section):
+    """Prompts that every head goes on with: in which script?"""
+
+    prompts: int = Field(default=20, ge=1, le=1_000_000, description="beginnings of each held-out corpus's documents")
+    prompt_tokens: int = Field(default=32, ge=1, le=2**20, description="of each, at most")
+    new_tokens: int = Field(default=32, ge=1, le=2**20, description="after each, at most; the likeliest ones")
+
+
 class EvaluationConfig(Section):
     """What is measured, and how finely."""
 
     perplexity: list[EvaluationSource] = Field(default=[], description="held-out corpora")
     benchmarks: list[BenchmarkSource] = Field(
         default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
+    )
+    continuations: ContinuationsConfig | None = Field(
+        default=None, description="language confusion, of every held-out corpus; null: not measured, {}: 20 prompts"
     )
     sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
     batch_size: BatchSize = Field(default=8, description="windows at once")

@@ -23,10 +23,12 @@ from scale_cli.evaluation.results import (
 from scale_cli.report import pages
 from scale_cli.report.figures import LIGHT, TradeOffPoint, draw_points, panel, set_size
 from scale_cli.report.numbers import (
+    DASH,
     NO_DIFFERENCE,
     number,
     p_value,
     percent,
+    percent_with_bounds,
     perplexity,
     shows_difference,
     with_interval,
@@ -81,6 +83,12 @@ def _corpus_rows(report: Report) -> list[list[str]]:
                     difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
                     per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
                     rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
+                    if corpus.num_prompts:
+                        shares = [corpus.heads[head].in_script for head in _heads_shown(report)]
+                        shown = [
+                            DASH if share is None or share.value is None else percent(share.value) for share in shares
+                        ]
+                        rows.append(["", "in its script", *shown, "", f"letters after {corpus.num_prompts:,} prompts"])
     return rows
 
 
@@ -164,7 +172,7 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
     """Return every head's figures; of tokens that no other run has, those alone that compare."""
     titles = [
         "head", "nats/token", "perplexity", "bits/byte", "bits/byte - base [95 %]", "nats/token - base [95 %]",
-        "worst document, nats",
+        "worst document, nats", *(["letters in the prompt's script [95 %]"] if corpus.num_prompts else []),
     ]  # fmt: skip
     rows = [
         [
@@ -173,6 +181,7 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
             perplexity(head.perplexity),
             number(head.bits_per_byte),
             *(_differences(head) if name != "base" else [""] * 3),
+            *([percent_with_bounds(head.in_script)] if corpus.num_prompts else []),
         ]
         for name, head in ((name, corpus.heads[name]) for name in HEADS)
     ]

@@ -19,7 +19,9 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import RunRecord, trained_sha256
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
+    # They import torch, which a finished report does without.
+    from scale_cli.evaluation.continuing import Letters
+    from scale_cli.evaluation.scoring import DocumentLosses
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
@@ -37,6 +39,8 @@ class HeadResult:
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
     base_share: float | None  # share of tokens that the base head served; None where nothing is routed
+    # of the letters that it goes on with after a prompt, those in the prompt's script; None where it was not asked
+    in_script: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class CorpusResult:
     num_tokens: int
     num_bytes: int
     heads: dict[str, HeadResult]
+    num_prompts: int = 0  # that every head went on with
 
     @property
     def bytes_per_token(self) -> float:
@@ -149,8 +154,10 @@ class Report(RunRecord):
         return {**asdict(self), "base_share_by_language": shares}
 
 
-def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples: int, seed: int) -> CorpusResult:
-    """Return the figures of one corpus from its documents' losses."""
+def summarise(
+    source: EvaluationSource, losses: DocumentLosses, letters: Letters | None = None, *, num_resamples: int, seed: int
+) -> CorpusResult:
+    """Return the figures of one corpus from its documents' losses, and from what was said after its prompts."""
     bits, by_name = losses.num_bytes * math.log(2), losses.heads | losses.rules
 
     def head(name: str) -> HeadResult:
@@ -168,7 +175,15 @@ def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples
             bits_per_byte_difference=per_byte,
             worst_document_nats=finite(np.max(nats - by_name["base"])),
             base_share=None if served_KN is None else float(served_KN[0].sum() / losses.num_tokens.sum()),
+            in_script=None if letters is None else in_script(letters, name),
         )
+
+    def in_script(said: Letters, name: str) -> Interval:
+        spoke = said.all[name] > 0
+        if not spoke.any():
+            return Interval(None, None, None)
+        found, of_all = said.in_script[name][spoke], said.all[name][spoke]
+        return paired_difference(np.zeros_like(found), found, of_all, num_resamples=num_resamples, seed=seed)
 
     return CorpusResult(
         name=source.name,
@@ -178,6 +193,7 @@ def summarise(source: EvaluationSource, losses: DocumentLosses, *, num_resamples
         num_tokens=int(losses.num_tokens.sum()),
         num_bytes=int(losses.num_bytes.sum()),
         heads={name: head(name) for name in HEADS},
+        num_prompts=0 if letters is None else len(letters.all["base"]),
     )
 
 

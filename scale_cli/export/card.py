@@ -21,7 +21,7 @@ from scale_cli.evaluation.guarantee import guarantee
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report.numbers import number, percent, with_interval, worst_document
+from scale_cli.report.numbers import number, percent, percent_with_bounds, with_interval, worst_document
 from scale_cli.report.pages import code, markdown
 from scale_cli.report.tables import Row, Table
 from scale_cli.storage.layout import RunFolder
@@ -259,6 +259,9 @@ def _figures(report: Report, answers: str) -> Table:
         named.append(f"{corpus.bytes_per_token:.2f}")
         difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
+        if any(of_one.num_prompts for of_one in report.corpora):
+            in_script = (percent_with_bounds(of_one.in_script) for of_one in (corpus.heads["base"], head))
+            rows[-1].append(", ".join(in_script))
     titles = [
         "held-out",
         "",
@@ -269,4 +272,6 @@ def _figures(report: Report, answers: str) -> Table:
         "difference [95 %]",
         "worst document, nats",
     ]
-    return Table(titles, rows, "l" * 8)
+    if any(corpus.num_prompts for corpus in report.corpora):
+        titles.append("letters in the prompt's script, base and this model [95 %]")
+    return Table(titles, rows, "l" * len(titles))

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from .cache_scale import ScaleCache
 from .routing import (
     cosine_log_weights,
     log_prior,
@@ -52,8 +54,17 @@ class HeadedModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return its parameters: they tell its device."""
 
-    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> HeadLogits:
         """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
+
+    def new_cache(self) -> ScaleCache:
+        """Return an empty cache for `head_logits`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,19 @@ def log_probs_of(logits_at: HeadLogits, next_ids_BT: Tensor, vocab_size: int) ->
     return TokenLogProbs(torch.cat(log_probs, dim=-1), torch.cat(cosines, dim=-1))
 
 
+class CacheOfTwo(ScaleCache):
+    """The generation state of two models: the base's own, the trained one's beside it, and the router's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = DynamicCache()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the state of the chosen beams."""
+        super().reorder_cache(beam_idx)
+        self.trained.reorder_cache(beam_idx)
+
+
 class BaseAndTrained(nn.Module):
     """Two causal language models of one vocabulary, whose heads are scored as the two of a widened model are."""
 
@@ -95,9 +119,28 @@ class BaseAndTrained(nn.Module):
         self.trained = trained
         self.config = base.config
 
-    def head_logits(self, input_ids: Tensor) -> HeadLogits:
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: CacheOfTwo | None = None,
+    ) -> HeadLogits:
         """Run both models over `input_ids` (B, T) and return what gives their logits at any positions."""
         models = (self.base, self.trained)
-        hidden = [model.get_decoder()(input_ids, use_cache=False).last_hidden_state for model in models]
+        hidden = [
+            model.get_decoder()(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=of_model,
+                use_cache=of_model is not None,
+            ).last_hidden_state
+            for model, of_model in zip(models, (None, None) if cache is None else (cache, cache.trained), strict=True)
+        ]
         heads = [model.get_output_embeddings() for model in models]
         return lambda positions: [head(states[:, positions]) for head, states in zip(heads, hidden, strict=True)]
+
+    def new_cache(self) -> CacheOfTwo:
+        """Return an empty cache for `head_logits`."""
+        return CacheOfTwo()

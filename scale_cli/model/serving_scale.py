@@ -226,10 +226,20 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """The shares of every expansion's H'u in the logits of the plain model that has all their streams."""
         return [1.0] * len(self.branches)
 
-    def head_logits(self, input_ids: Tensor) -> Callable[[slice], Sequence[Tensor]]:
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: ScaleCache | None = None,
+    ) -> Callable[[slice], Sequence[Tensor]]:
         """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
-        states = self.final_states(input_ids, preserved=True)
+        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
         return lambda positions: self.routed_logits(states.at(positions))
+
+    def new_cache(self) -> ScaleCache:
+        """Return an empty cache for `head_logits`."""
+        return ScaleCache()
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
         """Return (K,) log-weights of the heads before the first token."""

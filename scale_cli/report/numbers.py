@@ -64,6 +64,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def percent_with_bounds(share: Interval | None) -> str:
+    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash where it is of nothing."""
+    if share is None or share.value is None:
+        return DASH
+    return f"{percent(share.value)} {bounds(in_points(share), 1, '')}".strip()
+
+
 def quantity(value: float | None, unit: str = "") -> str:
     """Return a figure in three digits with its SI prefix: 9.03 GFLOP, 263 k, 42; or that there is no record of it."""
     if value is None:

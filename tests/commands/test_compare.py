@@ -73,7 +73,7 @@ def folders(tmp_path: Path) -> list[Path]:
         "llama-pro": Made("llama-pro", None, None),
         "preserve": Made("preserve", 0.1, 0.7, has_cost=False),
         "adapt": Made("adapt", 0.35, 0.9),
-        "route": Made("route", 0.2, 0.85, benchmarks=TASKS),
+        "route": Made("route", 0.2, 0.85, benchmarks=TASKS, continued=True),
     }
     return [write_run(tmp_path / "runs" / name, run) for name, run in made.items()]
 
@@ -94,6 +94,7 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     assert "청원" in page.words
     assert "no difference shown" in page.words
     assert "not finite" in page.words
+    assert "in its script" in page.words and "50.0 %" in page.words
 
 
 def test_the_report_holds_its_inputs_unchanged(folders: list[Path], tmp_path: Path) -> None:

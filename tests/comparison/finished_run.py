@@ -41,6 +41,7 @@ class Made:
         train: keys of the config's train section.
         new_tokens: so many new ones, with which Korean takes a quarter of the tokens.
         base_bits: of Korean, by the untouched base.
+        continued: whether prompts were continued.
     """
 
     variant: str = "full"
@@ -54,6 +55,7 @@ class Made:
     train: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 0
     base_bits: float = BASE_BITS["ko"]
+    continued: bool = False
 
 
 def write_run(folder: Path, made: Made) -> Path:
@@ -142,7 +144,8 @@ def report_of(made: Made) -> Report:
         base_bits = made.base_bits if language == "ko" else BASE_BITS[language]
         heads = {head: _head(base_bits, changes[head], head, language, made) for head in HEADS}
         num_tokens = 5_000 if made.new_tokens and language == "ko" else 20_000
-        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads))
+        num_prompts = 20 if made.continued else 0
+        corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads, num_prompts))
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
     averages = [_average(made)] if made.benchmarks else []
     served = "posterior" if made.variant == "route" else "adapted"
@@ -156,7 +159,8 @@ def _head(base: float, change: float | None, head: str, language: str, made: Mad
         return HeadResult(None, None, None, nothing, nothing, None, share)
     width = 0.0 if head == "base" else made.width if abs(change) > 0.001 else 0.0002
     difference = Interval(change, change - width, change + width)
-    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, difference, 0.69, share)
+    in_script = Interval(0.5, 0.4, 0.6) if made.continued else None
+    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, difference, 0.69, share, in_script)
 
 
 def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:

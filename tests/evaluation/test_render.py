@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from scale_cli.config.schema import MethodConfig, RouterConfig
 from scale_cli.config.sources import EvaluationSource
+from scale_cli.evaluation.continuing import Letters
 from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
@@ -59,6 +60,23 @@ def report(served: str = "posterior", **of_losses: Any) -> Report:
             corpus("wiki", "de", "acquisition", seed=3, **of_losses),
         ],
     )
+
+
+def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_said_any() -> None:
+    said = {"base": [9.0, 0.0], "adapted": [1.0, 1.0], "posterior": [10.0, 10.0], "cosine": [0.0, 0.0]}
+    of_all = {name: np.array([10.0, 10.0]) for name in HEADS} | {"cosine": np.zeros(2)}
+    letters = Letters({name: np.array(counts) for name, counts in said.items()}, of_all)
+    source = EvaluationSource(name="petitions", path="unused.txt", language="ko", role="acquisition")
+    of_corpus = summarise(source, losses(0, 2.0), letters, num_resamples=200, seed=0)
+    shares = {name: head.in_script.value for name, head in of_corpus.heads.items() if head.in_script is not None}
+    assert shares == {"base": 0.45, "adapted": 0.1, "posterior": 1.0, "cosine": None}
+    measured = dataclasses.replace(report(), corpora=[of_corpus])
+    row = next(line for line in terminal_lines(measured) if "in its script" in line)
+    assert " ".join(row.split()) == "in its script 45.0 % 10.0 % 100.0 % letters after 2 prompts"
+    page = markdown(measured, ROUTE, None)
+    assert "letters in the prompt's script [95 %]" in page and "45.0 % [0.0, 90.0]" in page
+    assert "with the beginnings of 2 documents" in page and "prompt's script" not in markdown(report(), ROUTE, None)
+    assert Report.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
 @pytest.mark.parametrize("served", ["posterior", "cosine", "adapted"])

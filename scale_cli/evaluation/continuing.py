@@ -1,0 +1,153 @@
+"""Language confusion: of the letters that each head goes on with after a held-out prompt, those in the prompt's script.
+
+A letter's script is the first word of its name in Unicode, after compatibility forms have become plain ones; Han and
+kana, which Japanese mixes, are one. What is no letter of a script (digits, signs, half a character) is not counted.
+
+Shapes: P prompts, H heads and rules.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from scale_cli.config.schema import ContinuationsConfig
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.generating import GeneratingHead
+from scale_cli.evaluation.scoring import Passes
+from scale_cli.evaluation.statistics import Values
+from scale_cli.processes import ALONE, Share, gathered
+
+_HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
+
+
+@dataclass(frozen=True)
+class Letters:
+    """What every head, and every rule, went on with, by name."""
+
+    in_script: dict[str, Values]  # (P,) letters in the prompt's script
+    all: dict[str, Values]  # (P,) letters
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    place: int  # among the prompts
+    ids: list[int]
+    script: str  # of most of its letters
+
+
+def continue_prompts(
+    answers: GeneratingHead,
+    names: Sequence[str],
+    corpus: TokenisedCorpus,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ContinuationsConfig,
+    passes: Passes,
+    *,
+    progress: str | None = None,
+    share: Share = ALONE,
+) -> Letters:
+    """Let every head go on greedily after the beginnings of a corpus's first documents, and count letters.
+
+    Args:
+        answers: the heads.
+        names: of the heads and rules that are asked.
+        corpus: whose documents' beginnings are the prompts, those that have a letter.
+        tokenizer: of its ids.
+        asked: how many prompts, how long.
+        passes: how many prompts at once, and how precisely.
+        progress: what to call it on a progress bar; None for no bar.
+        share: of the prompts' batches, that is this process's; every one of them returns the whole.
+    """
+    # Batches before they are shared out, so that the figures do not hang on how many share them.
+    prompts = sorted(_prompts(corpus, tokenizer, asked), key=lambda prompt: -len(prompt.ids))
+    batches = [prompts[first : first + passes.batch_size] for first in range(0, len(prompts), passes.batch_size)]
+    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
+    counted = []
+    with tqdm(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
+        for batch in shares[share.index]:
+            counted += _counted(answers, names, batch, tokenizer, asked.new_tokens, passes.mixed_precision)
+            bar.update(share.num_processes * len(batch))
+    mine_PH2 = torch.tensor(counted, dtype=torch.float64).view(-1, len(names), 2)
+    lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
+    counts = np.empty((len(prompts), len(names), 2))
+    counts[[prompt.place for of_one in shares for batch in of_one for prompt in batch]] = torch.cat(
+        gathered(mine_PH2, lengths)
+    )
+    of_each = {name: counts[:, index] for index, name in enumerate(names)}
+    return Letters({name: of[:, 0] for name, of in of_each.items()}, {name: of[:, 1] for name, of in of_each.items()})
+
+
+def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[_Prompt]:
+    found, marks = 0, corpus.boundaries
+    for index in range(len(corpus)):
+        if found == asked.prompts:
+            return
+        ids = corpus.document(index).tolist()[: asked.prompt_tokens]
+        if ids and ids[-1] == marks.eos:
+            ids = ids[:-1]  # of a document that is shorter
+        scripts = scripts_of(tokenizer.decode(ids, skip_special_tokens=True))
+        if not scripts:
+            continue
+        before = [marks.context] if marks.bos is None and marks.context is not None else []
+        yield _Prompt(found, before + ids, Counter(scripts).most_common(1)[0][0])
+        found += 1
+
+
+@torch.no_grad()
+def _counted(
+    answers: GeneratingHead,
+    names: Sequence[str],
+    batch: Sequence[_Prompt],
+    tokenizer: Any,
+    new_tokens: int,
+    mixed_precision: str,
+) -> list[list[tuple[int, int]]]:
+    """Return of every prompt, for every head, how many letters are in its script, and how many there are."""
+    named = answers.own_generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    answers.generation_config = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
+    )
+    rows = [torch.tensor(prompt.ids) for prompt in batch]
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True, padding_side="left").to(answers.device)
+        for of_rows in (rows, [torch.ones_like(row) for row in rows])
+    )
+    by_head = []
+    for name in names:
+        answers.head = name
+        with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+            generated = answers.answers(ids, mask)
+        said = [scripts_of(tokenizer.decode(_until(ends, row), skip_special_tokens=True)) for row in generated.cpu()]
+        by_head.append([(of.count(prompt.script), len(of)) for of, prompt in zip(said, batch, strict=True)])
+    return [list(of_prompt) for of_prompt in zip(*by_head, strict=True)]
+
+
+def _until(ends: Sequence[int], new: Tensor) -> Tensor:
+    ended = torch.isin(new, torch.tensor(ends, dtype=new.dtype)).nonzero()
+    return new[: int(ended[0])] if len(ended) else new
+
+
+def scripts_of(text: str) -> list[str]:
+    """Return the script of every letter."""
+    plain = unicodedata.normalize("NFKC", text)
+    return [script for letter in plain if letter.isalpha() and (script := _script(letter))]
+
+
+@cache
+def _script(letter: str) -> str:
+    """Return a letter's script; nothing where it is of none."""
+    word = unicodedata.name(letter, "").partition(" ")[0]
+    return "" if word == "MODIFIER" else "HAN AND KANA" if word in _HAN_AND_KANA else word
