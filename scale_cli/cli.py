@@ -198,6 +198,23 @@ def sweep(
 
 
 @app.command()
+def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: take.Weights = None) -> None:
+    """Average what several checkpoints or runs have trained.
+
+    Into a folder that evaluate and export take as a run's.
+    """
+    folders = [run_folder(path) for path in checkpoints]
+    try:
+        shares = None if weights is None else [float(weight) for weight in weights.split(",")]
+    except ValueError:
+        raise ConfigError(f"--weights {weights}: numbers with commas between them, one for each") from None
+    quieten_libraries()
+    from scale_cli.commands.average import average
+
+    show(on_main(lambda: average(folders, output, shares)))
+
+
+@app.command()
 def calibrate(config: take.Config, overrides: take.Overrides = None, documents: take.Documents = 32) -> None:
     """Find a threshold for the cosine rule on held-out samples.
 

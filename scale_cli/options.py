@@ -96,6 +96,13 @@ JoinRule = Annotated[
     Literal["posterior", "mean"],
     typer.Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
 ]
+Averaged = Annotated[
+    list[Path], typer.Argument(metavar="CHECKPOINT", help="Checkpoints, final/ folders or finished runs, two or more.")
+]
+AveragedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new run's folder.")]
+Weights = Annotated[
+    str | None, typer.Option("--weights", metavar="A,B,...", help="One for each, relative to the others; all the same.")
+]
 JoinedFolder = Annotated[Path, typer.Option("--output", metavar="DIR", help="A new folder, or an earlier join.")]
 Prior = Annotated[
     float | None,

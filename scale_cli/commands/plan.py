@@ -191,9 +191,18 @@ def _plan_method(
         device_type=device.type,
         distils=method.distils,
     )
-    per_token = flops.total(length)
+    per_token = flops.total(length) * (1 + _share_measured(config, method))
     time_s = num_tokens * per_token / (device.sustained_flops_per_s * num_processes)
     return MethodPlan(method.variant, method == config.method, parameters, flops, num_tokens, per_token, memory, time_s)
+
+
+def _share_measured(config: RunConfig, method: MethodConfig) -> float:
+    """Return the windows that ADEPT measures its rates on, relative to those that it trains on."""
+    if method.variant != "adept":
+        return 0.0
+    num_known = method.adept.probe_windows * sum(source.role == "replay" for source in config.corpus.sources)
+    num_times = (config.train.max_steps - 1) // method.adept.every_steps
+    return num_times * num_known / (config.train.max_steps * config.train.global_batch_size)
 
 
 def _num_tokens(config: RunConfig) -> int:

@@ -60,8 +60,9 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tracking import check_trackers, tracked
+from scale_cli.training.unit_rates import UnitRates, set_unit_rates
 from scale_cli.upscale.base import load_base, load_base_config
-from scale_cli.upscale.folder import MethodModel, load_trained
+from scale_cli.upscale.folder import MethodModel, load_trained, read_method
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
@@ -300,11 +301,12 @@ def _open_run(
     if (begun := start or init_from) is not None:
         adopt_rates(model, begun)
     wrapped = _wrapped(model, config, accelerator)
-    optimiser = build_optimiser(model, sizes, base_weights)
+    optimiser = build_optimiser(model, sizes, base_weights, by_tensor=config.method.variant == "adept")
     state = TrainState()
     if start is not None:
         state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
         state = _with_best_at_hand(state, run_folder, log)
+        set_unit_rates(optimiser, state.unit_rates)
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
@@ -313,17 +315,20 @@ def _open_run(
     if init_from is not None:
         branch_point = branch_point_at(init_from, sizes.init_moments)
     ledgers = [corpus.ledger for corpus in corpora]
+    # What was measured to upscale is there alone.
+    method = config.method.model_copy(update={"adept": read_method(session.folder).adept})
     saved = run_folder.checkpoint(state.step)
     return TrainingRun(
         config=config,
         accelerator=accelerator,
         model=model,
         wrapped=wrapped,
-        metadata=RunMetadata(config, session.record, contents, base_parts, ledgers, batches, branch_point),
+        metadata=RunMetadata(config, method, session.record, contents, base_parts, ledgers, batches, branch_point),
         optimiser=optimiser,
         batches=batches,
         observer=_observer(config, accelerator, model, wrapped, held_out, benchmarks),
         state=state,
+        unit_rates=UnitRates.of(config, accelerator.unwrap_model(wrapped), batches),
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=_peak(config, accelerator) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,

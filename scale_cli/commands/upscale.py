@@ -8,7 +8,8 @@ from pathlib import Path
 from scale_cli.config.compare import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import training_sources
+from scale_cli.data.corpora import open_replay_corpora, training_sources, windows_of
+from scale_cli.data.probe import known_windows
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -18,6 +19,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
+from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
@@ -114,6 +116,9 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
+    if method.variant == "adept" and method.adept.layers is None:
+        known = [windows_of(config, corpus) for corpus in open_replay_corpora(config, tokenizer, show_progress=True)]
+        method = with_found_layers(method, placed(base), known_windows(config, known))
     base_logits = own_logits(placed(base), sample_ids(of_base))
     model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer)))
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
@@ -126,8 +131,15 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
             describe_method(partial, model, method, record)
         write_run_tokenizer(partial, config, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
+    copied = f" (copies of layers {', '.join(map(str, method.adept.layers))})" if method.adept.layers else ""
     return UpscaleSummary(
-        run.upscaled, method.variant, model, record, len(base_logits), len(tokenizer) - len(of_base), num_texts
+        run.upscaled,
+        f"{method.variant}{copied}",
+        model,
+        record,
+        len(base_logits),
+        len(tokenizer) - len(of_base),
+        num_texts,
     )
 
 

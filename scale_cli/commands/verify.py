@@ -46,7 +46,7 @@ from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import MetricsRecord, place_of, read_records
-from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, ExportRecord, TrainState
+from scale_cli.storage.records import CORPORA, TRAINED, AverageRecord, BaseRecord, ExportRecord, TrainState
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
@@ -127,7 +127,7 @@ def _check(folder: Path) -> FolderCheck:
         _check_method(check, load_config(folder / "scale.yaml").model)
     if TokenLedger.is_in(folder):
         _hold(check, "token ledger", lambda: _check_token_ledger(folder))
-    if TrainState.is_in(folder) and folder.name == "final":
+    if TrainState.is_in(folder) and folder.name == "final" and not AverageRecord.is_in(folder):
         _hold(check, "log", lambda: _check_log(folder))
     if ExportRecord.is_in(folder):
         _check_export(check)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
-from scale_cli.config.values import Section
+from scale_cli.config.values import Section, Steps
 
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -44,3 +46,36 @@ class LlamaProConfig(Section):
     """Depth expansion: copied layers that start as the identity, and alone train."""
 
     num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
+
+
+class AdeptConfig(Section):
+    """Depth expansion where it hurts least, at rates by what the copies' tensors matter to what the base knows."""
+
+    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
+    layers: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="that are copied, from 0; null: those whose bypass hurts least on known text, found by upscale",
+    )
+    probe_windows: int = Field(
+        default=16, ge=1, le=10_000, description="known text measured on: windows of each source of the role replay"
+    )
+    every_steps: Steps = Field(default=500, description="from one measurement of the rates to the next")
+
+    @model_validator(mode="after")
+    def _layers_are_distinct(self) -> AdeptConfig:
+        if self.layers is not None and (len(set(self.layers)) < len(self.layers) or min(self.layers) < 0):
+            raise ValueError("layers: names a layer twice, or one below 0")
+        if self.layers is not None and self.num_blocks not in (None, len(self.layers)):
+            raise ValueError(f"num_blocks: {self.num_blocks}, but layers names {len(self.layers)}")
+        return self
+
+
+class EloConfig(Section):
+    """First and last layer trained by themselves, then all of the model for a short while: two runs."""
+
+    phase: Literal["layers", "alignment"] = Field(
+        default="layers",
+        description="layers: the first and the last layer, over none in between; alignment: everything, with "
+        "train.init_from the run of the layers",
+    )

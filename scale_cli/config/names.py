@@ -13,6 +13,8 @@ _NAMES = {
     "osf": "OSF",
     "freeze": "partial fine-tuning",
     "llama-pro": "LLaMA-Pro",
+    "adept": "ADEPT",
+    "elo": "ELO",
 }
 _LANGUAGES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
 
@@ -38,6 +40,8 @@ def method_in_words(method: MethodConfig) -> str:
             "osf": f", {method.osf.kept:.0%} of directions kept",
             "freeze": f", bottom {method.freeze.num_layers} layers frozen",
             "llama-pro": ", new blocks only",
+            "adept": ", new blocks only, rates by importance",
+            "elo": ", aligned" if method.elo.phase == "alignment" else ", first and last layer only",
         }.get(method.variant, "")
     if method.vocabulary is not None:
         learned = "" if method.vocabulary.folder else f"{method.vocabulary.new_tokens:,} "

@@ -7,7 +7,14 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from scale_cli.config.baselines import FreezeConfig, LlamaProConfig, LoraConfig, OsfConfig
+from scale_cli.config.baselines import (
+    AdeptConfig,
+    EloConfig,
+    FreezeConfig,
+    LlamaProConfig,
+    LoraConfig,
+    OsfConfig,
+)
 from scale_cli.config.sources import (
     AnySource,
     BenchmarkSource,
@@ -29,13 +36,13 @@ from scale_cli.config.values import (
 from scale_cli.config.vocabulary import VocabularyConfig
 
 WIDENED = ("preserve", "adapt", "route")
-Variant = Literal["preserve", "adapt", "route", "full", "lora", "osf", "freeze", "llama-pro"]
+Variant = Literal["preserve", "adapt", "route", "full", "lora", "osf", "freeze", "llama-pro", "adept", "elo"]
 # Of a variant, where a config leaves them out of `train`: the paper's learning rates (section on training details); OSF
 # has the fine-tunings', and no decay, which would shrink what it leaves as the base has it.
 _LEFT_OUT = {
-    **{variant: {"lr": 1.0e-5} for variant in ("full", "lora", "freeze")},
+    **{variant: {"lr": 1.0e-5} for variant in ("full", "lora", "freeze", "elo")},
     "osf": {"lr": 1.0e-5, "weight_decay": 0.0},
-    "llama-pro": {"lr": 2.0e-4},
+    **{variant: {"lr": 2.0e-4} for variant in ("llama-pro", "adept")},
 }
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
@@ -143,6 +150,8 @@ class MethodConfig(Section):
     osf: OsfConfig = OsfConfig()
     freeze: FreezeConfig = FreezeConfig()
     llama_pro: LlamaProConfig = LlamaProConfig()
+    adept: AdeptConfig = AdeptConfig()
+    elo: EloConfig = EloConfig()
 
     @property
     def widens(self) -> bool:
@@ -158,7 +167,7 @@ class MethodConfig(Section):
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
         of_lora = self.variant == "lora" and self.lora.embeddings
-        return of_lora or self.variant in ("full", "osf", "freeze", "llama-pro")
+        return of_lora or self.variant in ("full", "osf", "freeze", "llama-pro", "adept", "elo")
 
     @property
     def routes_plainly(self) -> bool:
@@ -283,16 +292,28 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _distils_on_replay(self) -> RunConfig:
-        if self.method.distils and all(source.role == "new" for source in self.corpus.sources):
+        if self.method.distils and not any(source.role == "replay" and source.weight for source in self.corpus.sources):
             raise ValueError("method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay")
         return self
 
     @model_validator(mode="after")
     def _can_be_held_to_the_base(self) -> RunConfig:
-        if self.method.variant == "osf" and self.train.sharding != "none":
-            raise ValueError("method.variant: osf trains unsharded only; set train.sharding to none")
+        if self.method.variant in ("osf", "adept") and self.train.sharding != "none":
+            raise ValueError(f"method.variant: {self.method.variant} trains unsharded only; set train.sharding to none")
         if self.train.decay_to_base and not self.method.trains_base_weights:
             raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_the_method_needs(self) -> RunConfig:
+        variant, phase = self.method.variant, self.method.elo.phase
+        if variant == "adept" and all(source.role == "new" for source in self.corpus.sources):
+            raise ValueError(
+                "method.variant: adept measures on what the base knows: give a source with the role replay, and with "
+                "weight 0 where it is not to be trained on"
+            )
+        if variant == "elo" and phase == "alignment" and self.train.init_from is None:
+            raise ValueError("method.elo.phase: alignment begins with what was trained of the layers: train.init_from")
         return self
 
     @model_validator(mode="after")

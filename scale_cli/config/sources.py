@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from scale_cli.config.values import (
@@ -23,6 +23,7 @@ from scale_cli.config.values import (
 
 # How the names of lm-eval's Korean suites begin; any other suite is English unless the config says otherwise.
 _KOREAN_SUITES = ("kobest", "kmmlu", "haerae", "click")
+_LEAST_WEIGHT = 1e-6
 Role = Annotated[
     Literal["retention", "acquisition"],
     Field(description="what is to be kept, or what is to be learned; of a benchmark left out: kept if it is English"),
@@ -83,12 +84,22 @@ class TextSource(Section):
 class CorpusSource(TextSource):
     """A training source and its share of the training tokens."""
 
-    weight: float = Field(
-        default=1.0, ge=1e-6, le=1e6, description="share of the training windows, relative to the others"
-    )
     role: Literal["new", "replay"] = Field(
         default="new", description="replay: text of what the base knows, so that it is not forgotten"
     )
+    weight: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1e6,
+        description="share of the training windows, relative to the others; 0 of replay that is only measured on",
+    )
+
+    @field_validator("weight")
+    @classmethod
+    def _is_read(cls, weight: float, info: ValidationInfo) -> float:
+        if weight < _LEAST_WEIGHT and (weight or info.data.get("role") != "replay"):
+            raise ValueError(f"{weight:g} is below {_LEAST_WEIGHT:g}; 0 is for replay, to be measured on")
+        return weight
 
 
 class StageConfig(Section):
@@ -114,7 +125,9 @@ def check_stages(stages: Sequence[StageConfig], sources: Sequence[CorpusSource])
             raise ValueError(f"stages: {odd[0]!r} is none of the sources ({', '.join(known)})")
         if not any(stage.weights.values()):
             raise ValueError(f"stages: the one until {stage.until:g} draws from no source")
-    for source in sources if stages else ():
+        if odd := [source.name for source in sources if not source.weight and stage.weights.get(source.name)]:
+            raise ValueError(f"stages: {odd[0]} has weight 0, and so in every stage")
+    for source in (source for source in sources if stages and source.weight):
         if not any(stage.weights.get(source.name) for stage in stages):
             raise ValueError(f"stages: {source.name} has a weight in none of them; leave the source out")
         if source.weight != 1.0:

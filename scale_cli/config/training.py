@@ -80,7 +80,7 @@ class TrainConfig(Section):
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, 1e-5 full, freeze, lora, osf",
+        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, adept, 1e-5 the rest",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(

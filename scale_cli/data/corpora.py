@@ -70,21 +70,27 @@ def _opened(
     ]
 
 
+def open_replay_corpora(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
+) -> list[TokenisedCorpus]:
+    """Open every training source of what the base knows, tokenising what the cache does not hold."""
+    sources = [source for source in config.corpus.sources if source.role == "replay"]
+    return _opened(config, sources, tokenizer, show_progress)
+
+
+def windows_of(config: RunConfig, corpus: TokenisedCorpus) -> PackedWindows:
+    """Return what a corpus is trained on in."""
+    length = config.corpus.sequence_length
+    if not config.corpus.isolate_documents:
+        return PackedWindows(corpus.ids, length, corpus.learned)
+    by_last = corpus.boundaries.bos is None
+    return IsolatedWindows(corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=by_last)
+
+
 def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_processes: int) -> Batches:
     """Return the batches of a whole run, each shared by some processes."""
-    length = config.corpus.sequence_length
-    windows: list[PackedWindows]
-    if config.corpus.isolate_documents:
-        windows = [
-            IsolatedWindows(
-                corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=corpus.boundaries.bos is None
-            )
-            for corpus in corpora
-        ]
-    else:
-        windows = [PackedWindows(corpus.ids, length, corpus.learned) for corpus in corpora]
     return Batches(
-        windows,
+        [windows_of(config, corpus) for corpus in corpora],
         config.corpus.mixture(config.train.max_steps)[0][1],
         seed=config.seed,
         num_steps=config.train.max_steps,

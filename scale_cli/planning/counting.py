@@ -115,8 +115,8 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensor
 def _loss(model: MethodModel, sequence_length: int) -> Tensor:
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
     model.train()
-    trained = for_training(model, _UNCOMPILED)
     model.set_attn_implementation(_UNMASKED)
+    trained = for_training(model, _UNCOMPILED)
     output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
     loss: Tensor = output.loss
     return loss

@@ -5,6 +5,7 @@
 | BaseRecord   | base.json     | every method folder: `upscaled/`, checkpoints, `final/`, adapters            |
 | TrainState   | position.json | checkpoints and `final/`                                                     |
 | BranchPoint  | init_from.json | the same, of a run that began with what another had trained                |
+| AverageRecord | average.json | a `final/` that `scale average` wrote                                        |
 | Cost         | cost.json     | `final/`                                                                     |
 | ExportRecord | parity.json   | exports                                                                      |
 
@@ -127,6 +128,7 @@ class TrainState(RunRecord):
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
     # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
+    unit_rates: tuple[float, ...] = ()  # of every group of the optimiser, where a method measures them
     best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
 
     @classmethod
@@ -174,6 +176,24 @@ class BranchPoint(RunRecord):
     def __str__(self) -> str:
         message = f"step {self.step:,} of a run, {self.num_tokens:,} tokens"
         return f"{message}, {self.moments} moments, sha256 {self.content_sha256[:12]}"
+
+
+@dataclass(frozen=True)
+class AveragedMember:
+    """A checkpoint or `final/` that is averaged."""
+
+    folder: str  # as it was given
+    content_sha256: str  # of its manifest, which has the hash of each of its files
+    step: int  # that it was written after
+    weight: float  # of all of them together 1
+
+
+@dataclass(frozen=True)
+class AverageRecord(RunRecord):
+    """What a `final/` is the mean of (`scale average`)."""
+
+    FILE = "average.json"
+    members: tuple[AveragedMember, ...]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from scale_cli.training.checkpoint import checkpoints, has_moments
 from scale_cli.upscale.folder import MethodModel
 
 _SECTIONS = ("model", "method")
+_PHASE = r"method\.elo\.phase"  # of which one begins with what the other has trained
 
 
 def check_init_from(config: RunConfig) -> None:
@@ -35,9 +36,11 @@ def check_init_from(config: RunConfig) -> None:
         raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(folder)
     before = load_config(folder / "scale.yaml")
-    if changed := differences(before, config, _SECTIONS, BASE_KEYS):
+    if changed := differences(before, config, _SECTIONS, rf"{BASE_KEYS}|{_PHASE}"):
         raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
     if train.init_moments == "kept":
+        if before.method.elo.phase != config.method.elo.phase:
+            raise RunFolderError(f"{key}: has moments of ELO's two layers alone; set train.init_moments: fresh")
         if not has_moments(folder):
             raise RunFolderError(f"{key}: has no moments to keep; give a checkpoint, or train.init_moments: fresh")
         if before.train.optimiser != train.optimiser:

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import Ledger, SourceTokens, TokenLedger
 from scale_cli.errors import PreservationError, StorageError
@@ -67,6 +67,7 @@ class RunMetadata:
     """Where a run comes from: what each of its folders says of it."""
 
     config: RunConfig  # the resolved config
+    method: MethodConfig  # its method, and what was found to upscale
     record: BaseRecord  # the base's hashes
     contents: list[str]  # what names the content of every training corpus; a resume is held to it
     base_parts: dict[str, str]  # hashes of what this process holds of a sharded base; empty where it is not sharded
@@ -193,7 +194,7 @@ def raise_for_changed_base(changed: list[str], step: int) -> None:
 
 def describe_run(folder: Path, metadata: RunMetadata, model: MethodModel, state: TrainState) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
-    describe_method(folder, model, metadata.config.method, metadata.record)
+    describe_method(folder, model, metadata.method, metadata.record)
     copy_grown_tokenizer(metadata.config, folder)
     state.save(folder)
     write_json(folder / CORPORA, metadata.contents)

@@ -22,6 +22,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 # Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions.
 START, PROJECTED = "start", "projected"
+# Of a group: its rate by what its one tensor matters, where a method measures that (`training/unit_rates.py`).
+UNIT_RATE = "unit_rate"
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
 # of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/recipe.md).
@@ -45,9 +47,11 @@ def rates_of(model: nn.Module, train: TrainConfig) -> Rates:
 
 
 def build_optimiser(
-    model: nn.Module, train: TrainConfig, start: Mapping[str, Tensor] | None = None
+    model: nn.Module, train: TrainConfig, start: Mapping[str, Tensor] | None = None, *, by_tensor: bool = False
 ) -> torch.optim.Optimizer:
     """Return an optimiser over the trainable parameters, a group for each kind; nothing frozen has any state.
+
+    `by_tensor` makes a group of every tensor, which can have a rate of its own.
 
     AdamW, or of `muon` Muon on the matrices, each block by itself and LoRA's two factors too, and AdamW on the rest.
     Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
@@ -59,14 +63,18 @@ def build_optimiser(
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
     def group(kind: Kind, multiplier: float, decay: float) -> list[dict[str, Any]]:
-        members = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
+        of_kind = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
+        parts = [{name: parameter} for name, parameter in of_kind.items()] if by_tensor else [of_kind]
+        return [one(kind, members, multiplier, decay) for members in parts if members]
+
+    def one(kind: Kind, members: dict[str, nn.Parameter], multiplier: float, decay: float) -> dict[str, Any]:
         more: dict[str, Any] = {"weight_decay": decay}
         if start:
             more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
         if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
             more[PROJECTED] = projected
         moments = {"moments": moments_of(kind, train.optimiser)}
-        return [{"params": [*members.values()], "lr_multiplier": multiplier, **more, **moments}] if members else []
+        return {"params": [*members.values()], "lr_multiplier": multiplier, **more, **moments}
 
     rest = [*group("embedding", rates.embedding, 0.0), *group("gains", rates.gains, 0.0)]
     rest += group("head", rates.head, train.weight_decay)
@@ -86,7 +94,7 @@ def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Adam
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its own rate, where the matrices have `lr`."""
     for group in optimiser.param_groups:
-        group["lr"] = lr * group.get("lr_multiplier", 1.0)
+        group["lr"] = lr * group.get("lr_multiplier", 1.0) * group.get(UNIT_RATE, 1.0)
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

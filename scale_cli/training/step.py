@@ -114,7 +114,7 @@ def train_step(
         # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
         with nullcontext() if last else accelerator.no_sync(model):
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
-                share = _loss_share(model, batch, accelerator.device, num_tokens, losses_BT)
+                share = loss_share(model, batch, accelerator.device, num_tokens, losses_BT)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
         sums[0] += share.detach()
@@ -152,7 +152,7 @@ def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -
     project(optimiser, finite)
 
 
-def _loss_share(
+def loss_share(
     model: nn.Module,
     micro_batch: MicroBatch,
     device: torch.device,

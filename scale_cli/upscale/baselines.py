@@ -7,15 +7,21 @@
 | lora      | low-rank A and B beside target projections   | A and B; embedding and head too, where asked for  |
 | osf       | every target matrix as its SVD, in two parts | that part which has the smaller singular values   |
 | llama-pro | copied layers, their o_proj and down_proj 0  | the copies                                        |
+| adept     | the same, of the layers whose bypass hurts   | the copies, each tensor at a rate of its own      |
+|           | least on what the base knows                 | (`training/unit_rates.py`)                        |
+| elo       | nothing                                      | first and last layer, over none between; then     |
+|           |                                              | everything                                        |
 
-LoRA (B = 0) and LLaMA-Pro (a layer that adds nothing) start as the base model, bit for bit; OSF does when merged.
+LoRA (B = 0), LLaMA-Pro and ADEPT (a layer that adds nothing) start as the base model, bit for bit; OSF when merged.
 
 Sources: SCALE, arXiv 2511.03270 (freeze: the bottom three layers and the input embedding); LoRA, arXiv 2106.09685, by
-PEFT; OSF, orthogonal subspace fine-tuning, arXiv 2504.07097, by PEFT; LLaMA-Pro, arXiv 2401.02415.
+PEFT; OSF, orthogonal subspace fine-tuning, arXiv 2504.07097, by PEFT; LLaMA-Pro, arXiv 2401.02415; ADEPT, arXiv
+2510.10071; ELO, arXiv 2601.03648.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +33,9 @@ from scale_cli.extras import require
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+# Of a model that trains some layers over none in between: which (`upscale/objective.py`).
+TRAINED_ALONE = "layers_trained_alone"
 
 
 def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> PreTrainedModel | PeftModel:
@@ -40,8 +49,10 @@ def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> 
         return _lora(base, method, seed)
     if method.variant == "osf":
         return _osf(base, method)
-    if method.variant == "llama-pro":
-        return _llama_pro(base, method)
+    if method.variant in ("llama-pro", "adept"):
+        return _deeper(base, method)
+    if method.variant == "elo" and method.elo.phase == "layers":
+        return _ends_alone(base)
     base.requires_grad_(True)
     return _freeze(base, method) if method.variant == "freeze" else base
 
@@ -93,8 +104,22 @@ def _by_peft(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _llama_pro(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
-    order = deeper_order(base.config.num_hidden_layers, method.llama_pro.num_blocks)
+def _ends_alone(base: PreTrainedModel) -> PreTrainedModel:
+    """Let the first and the last layer train, and a training step compute no other."""
+    ends = ends_of(len(base.model.layers))
+    for layer in ends:
+        base.model.layers[layer].requires_grad_(True)
+    setattr(base, TRAINED_ALONE, ends)
+    return base
+
+
+def ends_of(num_layers: int) -> list[int]:
+    """Return the first and the last of some layers."""
+    return sorted({0, num_layers - 1})
+
+
+def _deeper(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
+    order = deeper_order(base.config.num_hidden_layers, copied_layers(base.config.num_hidden_layers, method))
     sizes: dict[str, Any] = {"num_hidden_layers": len(order)}
     if kinds := getattr(base.config, "layer_types", None):
         sizes["layer_types"] = [kinds[source] for source, _ in order]
@@ -116,20 +141,29 @@ def _llama_pro(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
     return deeper
 
 
-def deeper_order(num_layers: int, num_blocks: int | None) -> list[tuple[int, bool]]:
-    """Return the layers of a LLaMA-Pro model, bottom up: which base layer each comes from, and whether it is a copy.
+def copied_layers(num_layers: int, method: MethodConfig) -> list[int]:
+    """Return the base's layers that LLaMA-Pro or ADEPT copies; of ADEPT, before they are found, as many of them.
 
     Args:
         num_layers: of the base.
-        num_blocks: copies, at even spacing, each above the layer it copies; None for one in four, as in the paper.
+        method: where it leaves the number of copies open, one in four, as in the papers; at even spacing.
     """
-    num_blocks = max(1, num_layers // 4) if num_blocks is None else num_blocks
+    given, section = (method.adept, "adept") if method.variant == "adept" else (method.llama_pro, "llama_pro")
+    if method.variant == "adept" and method.adept.layers is not None:
+        if (highest := max(method.adept.layers)) >= num_layers:
+            raise ConfigError(f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0")
+        return sorted(method.adept.layers)
+    num_blocks = max(1, num_layers // 4) if given.num_blocks is None else given.num_blocks
     if num_blocks > num_layers:
-        raise ConfigError(f"method.llama_pro.num_blocks: {num_blocks}, but the base has {num_layers} layers")
-    copied = {round((index + 1) * num_layers / num_blocks) - 1 for index in range(num_blocks)}
-    order = []
-    for layer in range(num_layers):
-        order.append((layer, False))
-        if layer in copied:
-            order.append((layer, True))
-    return order
+        raise ConfigError(f"method.{section}.num_blocks: {num_blocks}, but the base has {num_layers} layers")
+    return [round((index + 1) * num_layers / num_blocks) - 1 for index in range(num_blocks)]
+
+
+def deeper_order(num_layers: int, copied: Collection[int]) -> list[tuple[int, bool]]:
+    """Return the layers of a deeper model, bottom up: which base layer each comes from, and whether it is a copy.
+
+    Args:
+        num_layers: of the base.
+        copied: those of them that are copied, each right above itself.
+    """
+    return [(layer, added) for layer in range(num_layers) for added in ([False, True] if layer in copied else [False])]

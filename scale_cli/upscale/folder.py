@@ -33,7 +33,7 @@ from scale_cli.upscale.base import (
     load_base_config,
     stage_folder,
 )
-from scale_cli.upscale.baselines import prepare_baseline
+from scale_cli.upscale.baselines import ends_of, prepare_baseline
 from scale_cli.upscale.vocabulary import NewPieces, grow_plainly
 
 if TYPE_CHECKING:
@@ -133,8 +133,12 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodMode
 
 
 def load_trained(model: MethodModel, folder: Path) -> None:
-    """Load a folder's parameters into a model that trains the same ones."""
+    """Load a folder's parameters into a model that trains the same ones, or in ELO's alignment all."""
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    method = read_method(folder)
+    if method.variant == "elo" and method.elo.phase == "layers":
+        ends = tuple(f"model.layers.{layer}." for layer in ends_of(model.config.num_hidden_layers))
+        wanted = {name: parameter for name, parameter in wanted.items() if name.startswith(ends)}
     if has_shards(folder):
         load_shards(folder, wanted)
         return

@@ -6,7 +6,8 @@ of the run's batches; evaluation goes on with the plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import one_line
+from scale_cli.upscale.baselines import TRAINED_ALONE
 from scale_cli.upscale.folder import MethodModel
 
 
@@ -41,7 +43,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     head = trained_head(plain)
     if type(head) is not nn.Linear or head.bias is not None:
         return model
-    return ChunkedLossModel(plain, train.compile)
+    return ChunkedLossModel(plain, train.compile, getattr(plain, TRAINED_ALONE, None))
 
 
 def trained_head(plain: Any) -> Any:
@@ -79,16 +81,35 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class ChunkedLossModel(nn.Module):
-    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks."""
+def decoder_over(decoder: Any, layers: Sequence[int]) -> Any:
+    """Return a decoder over some of another's layers, which are the same modules."""
+    part, config = copy.copy(decoder), copy.deepcopy(decoder.config)
+    part._modules = {**decoder._modules, "layers": nn.ModuleList(decoder.layers[layer] for layer in layers)}
+    if kinds := getattr(config, "layer_types", None):  # which a decoder looks up by a layer's place
+        config.layer_types = [kinds[layer] for layer in layers]
+    config.num_hidden_layers = len(layers)
+    part.config = config
+    return part
 
-    def __init__(self, model: Any, compile_decoder: bool) -> None:
+
+class ChunkedLossModel(nn.Module):
+    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks.
+
+    Args:
+        model: the whole of it.
+        compile_decoder: by torch.compile.
+        layers: those alone that the loss is computed over; None: all.
+    """
+
+    def __init__(self, model: Any, compile_decoder: bool, layers: Sequence[int] | None = None) -> None:
         super().__init__()
         self.model = model
+        # Not by a module's attribute: its parameters are the model's, and are there already.
+        self._part = None if layers is None else (decoder_over(model.get_decoder(), layers),)
         self._run = compiled(self._last_states) if compile_decoder else self._last_states
 
     def _last_states(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        decoder = self.model.get_decoder()
+        decoder = self.model.get_decoder() if self._part is None else self._part[0]
         states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return states
 

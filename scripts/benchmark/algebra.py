@@ -43,7 +43,7 @@ from typing import Any, Protocol
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.model.configuration_scale import ScaleConfig
-from scale_cli.upscale.baselines import deeper_order
+from scale_cli.upscale.baselines import copied_layers, deeper_order, ends_of
 from scale_cli.upscale.sizes import plan_expansion
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -214,17 +214,21 @@ class _PlainMaps:
             "freeze": [layer >= method.freeze.num_layers for layer in range(num_layers)],
             "lora": [False] * num_layers,
             "osf": [False] * num_layers,
-            "llama-pro": [added for _, added in deeper_order(num_layers, method.llama_pro.num_blocks)],
-        }[method.variant]
-        whole = method.variant == "full" or (method.variant == "lora" and method.lora.embeddings)
+            "elo": [True] * (num_layers if method.elo.phase == "alignment" else len(ends_of(num_layers))),
+        }
+        if method.variant in ("llama-pro", "adept"):
+            order = deeper_order(num_layers, copied_layers(num_layers, method))
+            layers_train[method.variant] = [added for _, added in order]
+        aligned = method.variant == "elo" and method.elo.phase == "alignment"
+        whole = aligned or method.variant == "full" or (method.variant == "lora" and method.lora.embeddings)
         return cls(
             config,
             _base_sizes(config),
-            layers_train,
+            layers_train[method.variant],
             embedding_trains=whole,
             # Where the embeddings are tied, freezing the input freezes the head: they are one tensor.
             head_trains=whole or (method.variant == "freeze" and not config.tie_word_embeddings),
-            final_norm_trains=method.variant in ("full", "freeze"),
+            final_norm_trains=aligned or method.variant in ("full", "freeze"),
             targets={"lora": method.lora.targets, "osf": method.osf.targets}.get(method.variant, []),
             rank=method.lora.rank if method.variant == "lora" else None,
             kept=method.osf.kept,

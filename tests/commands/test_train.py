@@ -23,6 +23,7 @@ from scale_cli.training import checkpoint, loop, saving
 from scale_cli.training.observing import Observer
 from scale_cli.training.step import TakenStep, train_step
 from tests.torture.tiny_run import CLOCK
+from tests.training.test_unit_rates import ADEPT
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -150,7 +151,9 @@ def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert TrainState.load(tmp_path).tokens_per_s == 300
 
 
-@pytest.mark.parametrize("overrides", [(), TO_THE_BASE], ids=["", "osf, averaged, lookahead, to the base"])
+@pytest.mark.parametrize(
+    "overrides", [(), TO_THE_BASE, ADEPT], ids=["", "osf, averaged, lookahead, to the base", "adept"]
+)
 def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

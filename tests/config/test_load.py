@@ -48,6 +48,8 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "osf": {"kept": 0.5, "targets": projections},
             "freeze": {"num_layers": 3},
             "llama_pro": {"num_blocks": None},
+            "adept": {"num_blocks": None, "layers": None, "probe_windows": 16, "every_steps": 500},
+            "elo": {"phase": "layers"},
             "vocabulary": None,
         },
         "corpus": {

@@ -32,7 +32,7 @@ class SignalAt:
     def __call__(self) -> None:
         """Put it into this process."""
         places: dict[str, tuple[Any, str]] = {
-            "micro-batch": (step, "_loss_share"),
+            "micro-batch": (step, "loss_share"),
             "evaluation": (observing, "score_corpus"),
             "save": (saving, "write_checkpoint"),
             "tokenisation": (tokenise._Shards, "append"),

@@ -251,7 +251,7 @@ def good_overrides(draw: st.DrawFn) -> list[str]:
     """Keys of a good config with other good values."""
     values = {
         "seed": st.integers(0, 2**32 - 1),
-        "method.variant": st.sampled_from(["preserve", "route", "full", "lora", "osf", "freeze", "llama-pro"]),
+        "method.variant": st.sampled_from(["preserve", "route", "full", "lora", "osf", "freeze", "llama-pro", "elo"]),
         "method.expansion.init": st.sampled_from(["svd", "normal", "copy"]),
         "method.expansion.ratio": st.floats(1e-3, 1.0),
         "method.expansion.hidden_ratio": st.floats(1e-3, 1.0),

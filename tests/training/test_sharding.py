@@ -39,7 +39,7 @@ from tests.widening import tiny_llama
 pytestmark = pytest.mark.long
 
 SHARDINGS = ("none", "expansion", "all")
-SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
+SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion", "elo": "all"}
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
 _OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
 OF_BASELINES = {v: (f"method.variant={v}", *(_OF_LORA if v == "lora" else ())) for v in SHARDED_BASELINES}

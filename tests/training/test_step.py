@@ -20,7 +20,7 @@ from scale_cli.training.optimiser import (
     optimiser_tensors,
     trainable_parameters,
 )
-from scale_cli.training.step import StepResult, _loss_share, train_step
+from scale_cli.training.step import StepResult, loss_share, train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from tests.widening import as_if_trained, tiny_llama, widen
@@ -90,7 +90,7 @@ def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes
         assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     assert results[0].loss > step(copy.deepcopy(model), mixed(8, weight=0.0)).loss
     shares = [
-        _loss_share(model, batch, torch.device("cpu"), mixed(2).num_target_tokens(0)).item()
+        loss_share(model, batch, torch.device("cpu"), mixed(2).num_target_tokens(0)).item()
         for rank in range(2)
         for batch in mixed(2).micro_batches(0, rank, 2)
     ]
@@ -126,7 +126,7 @@ def test_every_source_has_the_loss_of_its_own_tokens_however_the_batch_is_cut_up
             batch.sources[own],
             distillation=tuple(2.0 * source for _ in range(own.sum())) if kind != "plain" else None,
         )
-        expected.append(_loss_share(for_training(model, settings(1e-2)), alone, torch.device("cpu"), 1).item())
+        expected.append(loss_share(for_training(model, settings(1e-2)), alone, torch.device("cpu"), 1).item())
     assert min(mixed(8).num_targets(0)) > 0
     for result in results:
         assert [num for _, num in result.by_source] == list(mixed(8).num_targets(0))

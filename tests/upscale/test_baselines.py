@@ -19,12 +19,12 @@ from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.training.optimiser import PROJECTED, build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.baselines import deeper_order, prepare_baseline
+from scale_cli.upscale.baselines import copied_layers, deeper_order, prepare_baseline
 from scale_cli.upscale.folder import MethodModel
 from tests.training.test_step import batches_of
 from tests.widening import tiny_llama
 
-EXACT = ("full", "freeze", "lora", "llama-pro")
+EXACT = ("full", "freeze", "lora", "llama-pro", "adept", "elo")
 VARIANTS = (*EXACT, "osf")
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 # The embedding that is the head too, as PEFT names what it trains whole.
@@ -138,7 +138,12 @@ def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
     whole = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"embeddings": True, "rank": 2}))
     assert [name for name in whole if "lora_" not in name] == [_PEFTS_TIED]
     deeper = trainable_parameters(prepared(base_of(shared_data), "llama-pro", llama_pro={"num_blocks": 2}))
-    assert {name.split(".")[2] for name in deeper} == {str(i) for i, (_, new) in enumerate(deeper_order(5, 2)) if new}
+    assert {name.split(".")[2] for name in deeper} == {"2", "6"}, "above layers 1 and 4 of 5"
+    chosen = trainable_parameters(prepared(base_of(shared_data), "adept", adept={"layers": [3, 0]}))
+    assert {name.split(".")[2] for name in chosen} == {"1", "5"}, "above layers 0 and 3"
+    ends = trainable_parameters(prepared(base_of(shared_data), "elo"))
+    assert {name.split(".")[2] for name in ends} == {"0", "4"} and len(ends) == 2 * 9
+    assert trainable_parameters(prepared(base_of(shared_data), "elo", elo={"phase": "alignment"})).keys() == names
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -159,7 +164,8 @@ def test_a_trained_baseline_is_exported_as_a_plain_model_of_the_bases_class(
 @given(num_layers=st.integers(1, 64), data=st.data())
 def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: int, data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, num_layers))
-    order = deeper_order(num_layers, num_blocks)
+    method = MethodConfig.model_validate({"variant": "llama-pro", "llama_pro": {"num_blocks": num_blocks}})
+    order = deeper_order(num_layers, copied_layers(num_layers, method))
     assert [layer for layer, new in order if not new] == list(range(num_layers))
     copies = [layer for layer, new in order if new]
     assert len(copies) == num_blocks and copies[-1] == num_layers - 1
@@ -172,6 +178,8 @@ def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: i
     ("variant", "settings", "field"),
     [
         ("llama-pro", {"llama_pro": {"num_blocks": 6}}, "method.llama_pro.num_blocks"),
+        ("adept", {"adept": {"num_blocks": 6}}, "method.adept.num_blocks"),
+        ("adept", {"adept": {"layers": [0, 5]}}, "method.adept.layers"),
         ("freeze", {"freeze": {"num_layers": 6}}, "method.freeze.num_layers"),
         ("lora", {"lora": {"targets": ["no_such_proj"]}}, "method.lora.targets"),
         ("osf", {"osf": {"targets": ["no_such_proj"]}}, "method.osf"),

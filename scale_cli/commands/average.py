@@ -1,0 +1,124 @@
+"""The verb `scale average`: the weighted mean of what several checkpoints or runs have trained, as a run of its own.
+
+The folder has one part, `final/`, which evaluate, export and generate take as any other run's: what it says of text and
+steps is the last member's, whose config it has, and `average.json` names all. LAE (arXiv 2303.10070) averages the last
+checkpoints of one run; means of several runs are model soups.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scale_cli.config.compare import BASE_KEYS, differences
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, save_tensors, verify_folder, write_text
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.lock import claimed
+from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, BaseRecord, TrainState
+from scale_cli.training.optimiser import trainable_parameters
+from scale_cli.upscale.folder import MethodModel, load_onto_base, load_trained, read_method
+
+_CONFIG = "scale.yaml"
+
+
+@dataclass(frozen=True)
+class AverageSummary:
+    """What was averaged, for the terminal."""
+
+    folder: Path
+    members: tuple[AveragedMember, ...]
+    warnings: list[str]
+
+    def lines(self) -> list[str]:
+        """Return what went in and by how much, and how to go on."""
+        named = [f"averaged       {m.folder}, step {m.step:,}, weight {m.weight:.4g}" for m in self.members]
+        config = f"scale evaluate {self.folder / _CONFIG}"
+        return [*named, *(f"warning: {line}" for line in self.warnings), f"written        {self.folder} ({config})"]
+
+
+def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None) -> AverageSummary:
+    """Write the weighted mean of some checkpoints, `final/`s or finished runs to `output/final`.
+
+    Raises:
+        ConfigError: fewer than two are given, or another number of weights.
+        RunFolderError: one is no folder of a run, or of another base or method; or there is one at the output.
+    """
+    shares = _shares(len(given), weights)
+    folders = [RunFolder(path).final if RunFolder(path).final.is_dir() else path for path in given]
+    run = RunFolder(output)
+    run.check()
+    if run.final.is_dir():
+        raise RunFolderError(f"--output {output}: holds a run already; choose another")
+    configs = [_config_of(folder) for folder in folders]
+    for folder in folders[:-1]:
+        _check_alike(folder, folders[-1])
+    model = load_onto_base(folders[-1], configs[-1].model, configs[-1].seed)
+    mean = _mean(model, folders, shares)
+    members = tuple(
+        AveragedMember(str(folder), file_sha256(folder / MANIFEST), TrainState.load(folder).step, share)
+        for folder, share in zip(folders, shares, strict=True)
+    )
+    with claimed(run.root), new_folder(run.final) as partial:
+        for file in folders[-1].iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and file.name not in (MANIFEST, _CONFIG):
+                shutil.copyfile(file, partial / file.name)
+        save_tensors(partial / TRAINED, mean)
+        AverageRecord(members).save(partial)
+        write_text(partial / _CONFIG, dump_config(configs[-1].model_copy(update={"output_dir": run.root})))
+    return AverageSummary(run.final, members, _warnings(configs))
+
+
+def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
+    if number < 2:
+        raise ConfigError("CHECKPOINT: give two or more")
+    if weights is not None and (len(weights) != number or min(weights) < 0 or not sum(weights)):
+        raise ConfigError(f"--weights: give {number}, none below 0 and not all 0")
+    given = [1.0] * number if weights is None else weights
+    return [weight / sum(given) for weight in given]
+
+
+def _config_of(folder: Path) -> RunConfig:
+    if not TrainState.is_in(folder):
+        raise RunFolderError(f"{folder}: is neither a checkpoint (checkpoints/step-...), a final/ nor a finished run")
+    verify_folder(folder)
+    return load_config(folder / _CONFIG)
+
+
+def _check_alike(folder: Path, last: Path) -> None:
+    """Refuse a member of another base or another method than the last one's."""
+    ours, theirs = BaseRecord.load(folder), BaseRecord.load(last)
+    for what in ("content", "config", "tokenizer"):
+        if getattr(ours, f"{what}_sha256") != getattr(theirs, f"{what}_sha256"):
+            raise RunFolderError(f"{folder}: was trained on another base than {last} (its {what} differs)")
+    # What was found to upscale is in the folder alone.
+    one, other = (_config_of(place).model_copy(update={"method": read_method(place)}) for place in (folder, last))
+    if changed := differences(one, other, ("model", "method"), BASE_KEYS):
+        raise RunFolderError(f"{folder}: was trained by another method than {last} ({'; '.join(changed)})")
+
+
+@torch.no_grad()
+def _mean(model: MethodModel, folders: Sequence[Path], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the mean of what a model trains, summed in float64; one folder at a time is in memory."""
+    parameters = trainable_parameters(model)
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in parameters.items()}
+    for folder, share in zip(folders, shares, strict=True):
+        load_trained(model, folder)
+        for name, parameter in parameters.items():
+            sums[name].add_(parameter, alpha=share)
+    return {name: total.to(parameters[name].dtype) for name, total in sums.items()}
+
+
+def _warnings(configs: Sequence[RunConfig]) -> list[str]:
+    """Return a line where members may have begun with other random numbers, so that a mean of them is of no model."""
+    drawn = configs[-1].method.widens or configs[-1].method.variant == "lora"
+    if not drawn or len({config.seed for config in configs}) == 1:
+        return []
+    return ["their seeds differ, and so do their starts, unless all branched off one trunk (train.init_from)"]
