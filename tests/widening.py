@@ -133,5 +133,5 @@ def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> Jo
     """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
     return stack_reads(
         base,
-        [Member(name, parent, m.expansion, m.config, Path(), "", []) for name, (parent, m) in members.items()],
+        [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in members.items()],
     )

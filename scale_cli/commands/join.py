@@ -100,9 +100,8 @@ def join(
     """
     check_replaceable(output, KIND)
     joined = join_runs(runs, prior, switch_rate, rule)
-    if folder_format == "llama" and router_keys(joined.model) is None:
-        writer = next(m.name for m, branch in zip(joined.members, joined.model.branches, strict=True) if branch.writes)
-        raise ConfigError(f"--format llama: {writer} writes into the base's stream; take --format transformers")
+    if folder_format == "llama":
+        _check_one_head_holds_all(joined)
     if not any(config.evaluation.perplexity for config in joined.configs):
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
     prove(joined)
@@ -123,7 +122,8 @@ def join(
     with new_folder(output) as partial:
         if folder_format == "llama":
             plain = dense_model(joined.model, "float32", sample_ids(joined.tokenizer))
-            write_plain(plain, joined.tokenizer, joined.configs[0].model, partial, router_keys(joined.model))
+            base, router = joined.configs[0].model, router_keys(joined.model)
+            write_plain(plain, joined.tokenizer, base, partial, router, joined.grown_in)
         else:
             write_self_contained(joined.model, joined.tokenizer, partial)
         report.save(partial)
@@ -135,6 +135,25 @@ def join(
     return JoinSummary(output, report)
 
 
+def _check_one_head_holds_all(joined: JoinedRuns) -> None:
+    """Refuse what one plain vocabulary head cannot say.
+
+    Raises:
+        ConfigError: an expansion writes into x, or says of new tokens what another does not.
+    """
+    config, has_rows = joined.model.config, False
+    for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
+        brings = branch.expansion.new_tokens is not None
+        reason = "writes into the base's stream" if branch.writes else ""
+        if config.unknown_tokens(head):
+            reason = "lacks new tokens that another has"
+        elif brings and has_rows and config.rule != "mean":
+            reason = "has rows of its own for the new tokens that another has rows for"
+        if reason:
+            raise ConfigError(f"--format llama: {member.name} {reason}; take --format transformers")
+        has_rows |= brings
+
+
 def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
     """Return the most that a document may cost over its best head: ln(K + 1) where the prior is even."""
     return bound_nats(float(model.log_prior().exp().min()), model.config.router_switch_rate)
@@ -142,21 +161,30 @@ def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
 
 @torch.no_grad()
 def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[Tensor]]:
-    """Return the logits of every head on every prompt, from one forward each."""
+    """Return the logits of every head that is routed among on every prompt, from one forward each."""
     states = (model.final_states(ids, preserved=True) for ids in prompts)
     return [list(of_head) for of_head in zip(*(model.routed_logits(state) for state in states), strict=True)]
 
 
+@torch.no_grad()
 def prove(joined: JoinedRuns) -> None:
-    """Check that every head of a joined model computes, bit for bit, what it does in its run alone; or their mean."""
-    wanted = {"base": joined.base_logits, **{member.name: member.logits for member in joined.members}}
-    if joined.model.config.rule == "mean":
-        means = [mean_logits(said) for said in zip(*(member.logits for member in joined.members), strict=True)]
-        wanted = {"base": joined.base_logits, "mean": means}
-    got = _head_logits(joined.model, sample_ids(joined.tokenizer))
-    for (name, expected), logits in zip(wanted.items(), got, strict=True):
-        if not all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True)):
-            raise PreservationError(f"the head {name} does not compute what it does alone")
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone; or their mean.
+
+    Of tokens that its run has not it says what follows from that (`JoinedForCausalLM.of_all_tokens`).
+    """
+    model, num_old = joined.model, joined.model.base.config.vocab_size
+    alone = [("base", joined.prompts, joined.base_logits), *((m.name, m.prompts, m.logits) for m in joined.members)]
+    for head, (name, prompts, expected) in enumerate(alone):
+        before = model.config.known_tokens(head).start
+        for ids, of_one in zip(prompts, expected, strict=True):
+            states = model.final_states(torch.where(ids < num_old, ids, ids + before), preserved=True)
+            heads = served = model.routed_logits(states)
+            if model.config.rule == "mean":
+                heads = model.all_heads(states)
+                if not torch.equal(served[1], mean_logits(heads[1:])):
+                    raise PreservationError("the head mean is not the mean of the others")
+            if not torch.equal(heads[head], model.of_all_tokens(head, of_one)):
+                raise PreservationError(f"the head {name} does not compute what it does alone")
 
 
 def _check_written(folder: Path, joined: JoinedRuns) -> None:

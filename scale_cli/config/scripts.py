@@ -65,6 +65,10 @@ class Script:
         """Return whether all code points from one to another are the script's."""
         return any(begin <= first and last <= end for begin, end in self.ranges)
 
+    def meets(self, other: Script) -> bool:
+        """Return whether some code point is of both."""
+        return any(one <= last and first <= end for one, end in self.ranges for first, last in other.ranges)
+
     def alone_begins(self, text: bytes) -> bool:
         """Return whether bytes can only be the beginning of the script's letters, after a space at the most.
 

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from scale_cli.export.precision import lower_weights
-from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import random_ids
@@ -141,7 +140,7 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     tensors = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
-        "lm_head.weight": torch.cat([_head_of_x(base, stages), *of_stages], dim=1),
+        "lm_head.weight": torch.cat([_head_of_x(model), *of_stages], dim=1),
     }
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
         prefix = f"model.layers.{index}."
@@ -162,11 +161,15 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     return tensors
 
 
-def _head_of_x(base: Any, expansions: Sequence[Expansion]) -> Tensor:
-    """Return H, and below it H_new where there are new tokens."""
-    weight: Tensor = base.lm_head.weight.float()
-    new = new_tokens_among(expansions)
-    return weight if new is None else torch.cat([weight, new.lm_head.weight.float()])
+def _head_of_x(model: WidenedModel) -> Tensor:
+    """Return H, and below it H_new where there are new tokens; of an ensemble the mean of its heads'."""
+    weight: Tensor = model.root.lm_head.weight.float()
+    rows = [
+        share * branch.expansion.new_tokens.lm_head.weight.float()
+        for share, branch in zip(model.shares, model.branches, strict=True)
+        if branch.expansion.new_tokens is not None
+    ]
+    return torch.cat([weight, torch.stack(rows).sum(dim=0)]) if rows else weight
 
 
 def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales) -> Tensor:

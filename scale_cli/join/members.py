@@ -9,17 +9,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.join.tokens import joined_tokens, tokens_of
 from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.vocabulary_scale import new_tokens_among
+from scale_cli.model.vocabulary_scale import composed
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_same_base, record_base, root_model, stage_folder, tensor_sha256
@@ -38,6 +40,10 @@ _SIZES = (
 )
 
 
+# And where it brings new tokens.
+_TOKENS = ("new_tokens", "own_pieces")
+
+
 @dataclass(frozen=True)
 class Member:
     """One expansion."""
@@ -49,6 +55,7 @@ class Member:
     folder: Path  # where it was read
     sha256: str  # of its tensors, and of those of its parents
     logits: list[Tensor]  # its head's on the sample texts, from the run alone
+    prompts: list[Tensor]  # those texts, in the tokens of its run
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,10 @@ class JoinedRuns:
     members: list[Member]  # its expansions
     configs: list[RunConfig]  # of the runs, as they were given
     record: BaseRecord  # of the plain base
-    tokenizer: PreTrainedTokenizerBase  # the base's
-    base_logits: list[Tensor]  # the base's own on the sample texts
+    tokenizer: PreTrainedTokenizerBase  # the base's, with the new tokens of all runs
+    grown_in: Path | None  # the only run that brought new tokens; None where there are none, or several brought them
+    prompts: list[Tensor]  # the sample texts, in the base's own tokens
+    base_logits: list[Tensor]  # the base's own on those
 
 
 def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rule: str = "posterior") -> JoinedRuns:
@@ -76,26 +85,28 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
 
     Raises:
         ConfigError: one expansion alone has no mean.
-        RunFolderError: a run that is not finished, or has no expansion.
+        RunFolderError: a run that is not finished, has no expansion, or other tokens of a script that another has too.
         BaseModelError: a run on another base than the first.
     """
     widened, session, config = _open_run(runs[0])
-    base, tokenizer = widened.root, session.tokenizer
-    record, prompts = record_base(base, root_model(config.model), tokenizer), sample_ids(tokenizer)
+    base, of_runs = widened.root, [tokens_of(runs[0], session, config)]
+    record = record_base(base, root_model(config.model), of_runs[0].base)
     members: list[Member] = []
     configs = []
     for run in runs:
         if run is not runs[0]:
             widened, session, config = _open_run(run)
+            of_runs.append(tokens_of(run, session, config))
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
-            check_tokenizer(session.tokenizer, record)
-        _add_stages(members, widened, session.folder, config, prompts)
+            check_tokenizer(of_runs[-1].base, record)
+        _add_stages(members, widened, session.folder, config, sample_ids(session.tokenizer))
         configs.append(_where_it_lies(config, session.folder))
     if rule == "mean" and len(members) == 1:
         raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
+    tokens, prompts = joined_tokens(of_runs, base.config.vocab_size), sample_ids(of_runs[0].base)
     base_logits = own_logits(base, prompts)
     model = stack_reads(base, members, prior, switch_rate, rule)
-    return JoinedRuns(model, members, configs, record, tokenizer, base_logits)
+    return JoinedRuns(model, members, configs, record, tokens.tokenizer, tokens.folder, prompts, base_logits)
 
 
 def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
@@ -105,8 +116,6 @@ def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
     widened = session.load()
     if not isinstance(widened, ScaleForCausalLM):
         raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
-    if new_tokens_among(branch.expansion for branch in widened.branches) is not None:
-        raise RunFolderError(f"{run}: has tokens of its own (method.vocabulary); such runs are not joined")
     return widened, session, config
 
 
@@ -140,7 +149,7 @@ def _add_stages(
         return known.index(sha256) + 1
     name = _free_name(config.output_dir.name, [member.name for member in members])
     logits = own_logits(widened, prompts)
-    members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits))
+    members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits, prompts))
     return len(members)
 
 
@@ -175,13 +184,26 @@ def stack_reads(
         {
             "name": member.name,
             "parent": member.parent,
-            "expansion": {size: getattr(member.config, size) for size in _SIZES},
+            "expansion": {
+                name: value for name in (*_SIZES, *_TOKENS) if (value := getattr(member.config, name)) or name in _SIZES
+            },
         }
         for member in members
     ]
     config = JoinedConfig(base.config.to_diff_dict(), described, prior, switch_rate, rule)
     model = JoinedForCausalLM(config, base)
-    for place, member in zip(model.members, members, strict=True):
-        place.load_state_dict(member.expansion.state_dict(), strict=True)
+    for head, (place, member) in enumerate(zip(model.members, members, strict=True), start=1):
+        tensors = member.expansion.state_dict()
+        tensors["embed_tokens.weight"] = _rows_of_all_tokens(tensors["embed_tokens.weight"], config, head)
+        place.load_state_dict(tensors, strict=True)
     model.to(base.device)
     return model.eval()
+
+
+def _rows_of_all_tokens(rows_VE: Tensor, config: JoinedConfig, head: int) -> Tensor:
+    """Return an expansion's embedding with rows for the others' tokens, made as those of x are."""
+    unknown, pieces = config.unknown_tokens(head), config.pieces()
+    if not unknown:
+        return rows_VE
+    added = composed(rows_VE, [pieces[at] for at in unknown]).to(rows_VE)
+    return torch.cat([rows_VE, added])[torch.tensor(config.token_ids(head)).argsort()]

@@ -27,7 +27,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache_scale import ScaleCache
 from .expansion_scale import Expansion, LayerContext, LayerReads, window_of
 from .fused_scale import frozen_norm
-from .vocabulary_scale import new_tokens_among
+from .vocabulary_scale import brought_by, embed
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,7 @@ def run_branches(
         checkpointing: whether activations of what trains are computed again in backward.
     """
     decoder = base.model
-    new = new_tokens_among(branch.expansion for branch in branches)
-    x_BTD = decoder.embed_tokens(input_ids) if new is None else new.embed(decoder.embed_tokens, input_ids)
+    x_BTD = embed(decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids)
     masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()

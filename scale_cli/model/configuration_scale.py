@@ -107,7 +107,7 @@ class ScaleConfig(PreTrainedConfig):
 
     def pieces(self) -> list[list[int]]:
         """Return of every new token the old ids in its place."""
-        return [[int(index) for index in token.split()] for token in self.new_tokens]
+        return _pieces(self.new_tokens)
 
     def base(self) -> PreTrainedConfig:
         """Return the base model's configuration as an object of its own class; a base may be widened itself."""
@@ -133,7 +133,7 @@ class JoinedConfig(PreTrainedConfig):
     Args:
         base_config: the plain base's configuration as a dictionary, `model_type` included.
         members: of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and its sizes:
-            `expansion`, as ScaleConfig takes them.
+            `expansion`, as ScaleConfig takes them; with it the new tokens that it brings, which may be another's too.
         router_prior: weight of the base head at the first token, the rest being shared evenly by the other heads; None
             for an even share of every head.
         router_switch_rate: fixed share alpha of the posterior rule, per token.
@@ -164,8 +164,47 @@ class JoinedConfig(PreTrainedConfig):
         self.use_cache = use_cache
         for name in _READ_FROM_BASE:
             kwargs[name] = self.base_config.get(name)
+        if self.new_tokens:
+            kwargs["vocab_size"] += len(self.new_tokens)
         kwargs["tie_word_embeddings"] = False
         super().__init__(**kwargs)
+
+    @property
+    def new_tokens(self) -> list[str]:
+        """All tokens that the base has not, as of ScaleConfig, each once, in the order of the members."""
+        return [token for tokens in dict.fromkeys(map(_brought, self.members)) for token in tokens]
+
+    @property
+    def own_pieces(self) -> list[int]:
+        """The first of their old ids that begin no text without the new tokens' scripts."""
+        brought = (index for member in self.members for index in member["expansion"].get("own_pieces", ()))
+        return list(dict.fromkeys(brought))
+
+    def pieces(self) -> list[list[int]]:
+        """Return of every new token the old ids in its place."""
+        return _pieces(self.new_tokens)
+
+    def known_tokens(self, head: int) -> range:
+        """Return the new tokens that a head knows, as places among all of them: those that are brought below it."""
+        while head != 0 and not _brought(self.members[head - 1]):
+            head = self.members[head - 1]["parent"]
+        known = _brought(self.members[head - 1]) if head else ()
+        first = 0
+        for tokens in dict.fromkeys(map(_brought, self.members)):
+            if tokens == known:
+                break
+            first += len(tokens)
+        return range(first, first + len(known))
+
+    def unknown_tokens(self, head: int) -> list[int]:
+        """Return the new tokens that a head does not know, as places among all of them."""
+        known = self.known_tokens(head)
+        return [at for at in range(len(self.new_tokens)) if at not in known]
+
+    def token_ids(self, head: int) -> list[int]:
+        """Return the ids of all tokens: those that a head knows, in its own order, and then the others."""
+        num_old = self.base_config.get("vocab_size", 0)
+        return [*range(num_old), *(num_old + at for at in (*self.known_tokens(head), *self.unknown_tokens(head)))]
 
     @property
     def head_names(self) -> list[str]:
@@ -179,4 +218,17 @@ class JoinedConfig(PreTrainedConfig):
 
     def stages(self) -> list[ScaleConfig]:
         """Return the configurations of all expansions, each of them as if it stood on the base."""
-        return [ScaleConfig(base_config=self.base_config, **member["expansion"]) for member in self.members]
+        stages = []
+        for member in self.members:
+            below = dict(self.base_config)
+            below["vocab_size"] += len(self.known_tokens(member["parent"]))
+            stages.append(ScaleConfig(base_config=below, **member["expansion"]))
+        return stages
+
+
+def _pieces(new_tokens: list[str]) -> list[list[int]]:
+    return [[int(index) for index in token.split()] for token in new_tokens]
+
+
+def _brought(member: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(member["expansion"].get("new_tokens") or ())

@@ -3,6 +3,10 @@
 Or the router over two: the base's, and the mean of the others' logits, an ensemble (`rule: mean`), which so costs no
 document more than ln 2 nats over the base either.
 
+Expansions may bring tokens of their own, each for another script, or the same. Of tokens that it does not know a head
+says as much as a base does: a share of their first pieces (`PieceShares`); and it reads each as the mean of its pieces.
+On text without the others' scripts it stays what it is alone, to a millionth of a nat a token.
+
 Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py`; the ensemble of
 https://arxiv.org/abs/2509.14786, which has it of whole models.
 """
@@ -17,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .branches_scale import Branch, FinalStates
-from .configuration_scale import JoinedConfig
+from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
-from .routing import log_prior
+from .routing import PieceShares, log_prior
 from .serving_scale import WidenedModel
 
 
@@ -48,24 +52,44 @@ class JoinedForCausalLM(WidenedModel):
         paths: list[list[Expansion]] = [[]]  # of every head, what stands below the next one
         for member, sizes in zip(config.members, config.stages(), strict=True):
             below = paths[member["parent"]]
-            paths.append([*below, Expansion(base, below, sizes)])
+            paths.append([*below, self._expansion(base, below, sizes, len(paths))])
         self.members = nn.ModuleList(path[-1] for path in paths[1:])
         self.branches = [
             Branch(path[-1], member["parent"]) for path, member in zip(paths[1:], config.members, strict=True)
         ]
         self.routed_heads = range(len(paths))
+        self._shares = [_shares(config, head) for head in self.routed_heads]
         self.generation_config = base.generation_config
         self.freeze()
         self.eval()
         self.post_init()
 
+    def _expansion(self, base: Any, below: Sequence[Expansion], sizes: ScaleConfig, head: int) -> Expansion:
+        """Return an expansion's blocks; in its stream it reads all tokens."""
+        expansion = Expansion(base, below, sizes)
+        if sizes.vocab_size < self.config.vocab_size:
+            expansion.embed_tokens = nn.Embedding(self.config.vocab_size, sizes.expansion_hidden_size)
+        if expansion.new_tokens is not None:
+            expansion.new_tokens.first_id += self.config.known_tokens(head).start
+        return expansion
+
     def freeze(self) -> None:
         """Let nothing train."""
         self.requires_grad_(False)
 
+    def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
+        """Return what a head says of all tokens, from its logits (..., those that it knows)."""
+        shares = self._shares[head]
+        return logits if shares is None else shares(logits)
+
+    def all_heads(self, states: FinalStates) -> list[Tensor]:
+        """Return the logits of every head."""
+        logits = states.logits_of(self.root.lm_head, self.routed_heads)
+        return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
+
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of the heads that are routed among: every one, or the base's and the others' mean."""
-        logits = super().routed_logits(states)
+        logits = self.all_heads(states)
         return logits if self.config.rule == "posterior" else [logits[0], mean_logits(logits[1:])]
 
     @property
@@ -92,3 +116,11 @@ class JoinedForCausalLM(WidenedModel):
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
         """Stay in evaluation mode: it has nothing that trains."""
         return super().train(False)
+
+
+def _shares(config: JoinedConfig, head: int) -> PieceShares | None:
+    """Return how a head speaks of the new tokens that it does not know; None where it knows all."""
+    pieces = config.pieces()
+    first = [pieces[at][0] for at in config.unknown_tokens(head)]
+    own = sorted(set(config.own_pieces).intersection(first))
+    return PieceShares(first, own, config.token_ids(head)) if first else None

@@ -151,14 +151,15 @@ class PieceShares:
     Args:
         first: of every new token the first piece.
         own: of those, the ones that begin no text without the script.
+        ids: of the old tokens, and then of the new ones; counted on where they are not given.
     """
 
-    def __init__(self, first: Sequence[int], own: Sequence[int]) -> None:
-        self.first, self.own = list(first), list(own)
+    def __init__(self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None) -> None:
+        self.first, self.own, self.ids = list(first), list(own), ids
         self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return (..., V + N) float32 of (..., V): old tokens, and then the new ones."""
+        """Return (..., V + N) float32 of (..., V), in the order of ids."""
         if logits.device not in self._made:
             sources, added = self.table(logits.shape[-1])
             self._made[logits.device] = sources.to(logits.device), added.to(logits.device)
@@ -166,14 +167,16 @@ class PieceShares:
         return logits.float()[..., sources] + added
 
     def table(self, num_old: int) -> tuple[Tensor, Tensor]:
-        """Return of every token, the new ones last, whose logit it has from the base, and what is added to that."""
+        """Return of every token, in the order of ids, whose logit it has, and what is added to that."""
         first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
         sharing_V = torch.bincount(first_N, minlength=num_old).double()
         kept_V = torch.zeros_like(sharing_V)
         kept_V[own_N] = -sharing_V[own_N].log1p()
         given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
         given_V[own_N] = kept_V[own_N]
-        return torch.cat([torch.arange(num_old), first_N]), torch.cat([kept_V, given_V[first_N]]).float()
+        sources = torch.cat([torch.arange(num_old), first_N])
+        places = slice(None) if self.ids is None else torch.tensor(self.ids).argsort()
+        return sources[places], torch.cat([kept_V, given_V[first_N]]).float()[places]
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

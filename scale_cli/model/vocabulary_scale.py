@@ -12,7 +12,7 @@ Shapes: B batch, T positions, D base channels, V old tokens, N new ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ class NewTokens(nn.Module):
 
     def __init__(self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]) -> None:
         super().__init__()
-        self.num_old, num_channels = base.model.embed_tokens.weight.shape
+        self.first_id, num_channels = base.model.embed_tokens.weight.shape
         self.pieces = pieces
         self.shared = PieceShares([old[0] for old in pieces], own_pieces)
         self.embed_tokens = nn.Embedding(len(pieces), num_channels).requires_grad_(False)
@@ -41,30 +41,50 @@ class NewTokens(nn.Module):
     @torch.no_grad()
     def compose(self, embedding: nn.Embedding) -> None:
         """Fill the rows of x: the mean of the pieces' rows, as long as such a row is in the median."""
-        if embedding.weight.is_meta:
-            return
-        rows_VD = embedding.weight.detach().cpu().double()  # the same sums on every device
-        lengths = torch.tensor([len(old) for old in self.pieces])
-        owners = torch.arange(len(lengths)).repeat_interleave(lengths)
-        flat = torch.tensor([index for old in self.pieces for index in old])
-        sums_ND = torch.zeros(len(lengths), rows_VD.shape[1], dtype=torch.float64).index_add_(0, owners, rows_VD[flat])
-        size = rows_VD[flat.unique()].norm(dim=1).median()
-        self.embed_tokens.weight.copy_(F.normalize(sums_ND, dim=1) * size)
-
-    def embed(self, embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
-        """Return x_0 (B, T, D) of old and new tokens."""
-        old_BTD = embedding(input_ids.clamp(max=self.num_old - 1))
-        new_BTD = self.embed_tokens((input_ids - self.num_old).clamp(min=0)).to(old_BTD.dtype)
-        return torch.where((input_ids < self.num_old).unsqueeze(-1), old_BTD, new_BTD)
+        if not embedding.weight.is_meta:
+            self.embed_tokens.weight.copy_(composed(embedding.weight, self.pieces))
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return H_new x (B, T, N)."""
         return F.linear(x_BTD.to(self.lm_head.weight.dtype), self.lm_head.weight)
 
 
+def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Return (N, D) float64 of new tokens: the mean of their pieces' rows, as long as such a row is in the median."""
+    rows_VD = rows_VD.detach().cpu().double()  # the same sums on every device
+    lengths = torch.tensor([len(old) for old in pieces])
+    owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+    flat = torch.tensor([index for old in pieces for index in old])
+    sums_ND = torch.zeros(len(lengths), rows_VD.shape[1], dtype=torch.float64).index_add_(0, owners, rows_VD[flat])
+    return F.normalize(sums_ND, dim=1) * rows_VD[flat.unique()].norm(dim=1).median()
+
+
+def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tensor) -> Tensor:
+    """Return x_0 (B, T, D) of old tokens and new ones.
+
+    Args:
+        embedding: E.
+        brought: the new ones, in the order of their ids.
+        input_ids: (B, T).
+    """
+    if not brought:
+        return cast(Tensor, embedding(input_ids))
+    x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
+    for new in brought:
+        new_BTD = new.embed_tokens((input_ids - new.first_id).clamp(0, len(new.pieces) - 1)).to(x_BTD.dtype)
+        x_BTD = torch.where((input_ids < new.first_id).unsqueeze(-1), x_BTD, new_BTD)
+    return x_BTD
+
+
+def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
+    """Return the tokens that the base of some expansions has not, in the order of their ids; each is there once."""
+    found = (one.new_tokens for one in expansions if one.new_tokens is not None)
+    return [new for _, new in sorted({new.first_id: new for new in found}.items())]
+
+
 def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
-    """Return the tokens that the base of some expansions has not: one brought them, and those upon it have them too."""
-    return next((one.new_tokens for one in expansions if one.new_tokens is not None), None)
+    """Return the only new tokens of some expansions: one brought them, and those upon it have them too."""
+    return next(iter(brought_by(expansions)), None)
 
 
 class BaseOfNewTokens(nn.Module):
@@ -85,7 +105,7 @@ class BaseOfNewTokens(nn.Module):
     def get_decoder(self) -> Any:
         """Return what makes hidden states of ids, old and new."""
         decoder = self.base.get_decoder()
-        return lambda ids, **options: decoder(inputs_embeds=self.new.embed(decoder.embed_tokens, ids), **options)
+        return lambda ids, **options: decoder(inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options)
 
     def get_output_embeddings(self) -> Any:
         """Return what makes logits of hidden states."""

@@ -34,6 +34,19 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
     return Tokenizer.from_str(json.dumps(described))
 
 
+def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
+    """Return what a tokenizer was extended by.
+
+    Args:
+        tokenizer: the one with new tokens.
+        first_id: of the new ones.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    merged = _first_merges(model["merges"])
+    new = sorted((index, token) for token, index in model["vocab"].items() if index >= first_id)
+    return [NewToken(token, merged.get(token)) for _, token in new]
+
+
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
     """Return of every new token the old ids that stood in its place, in order.
 
@@ -44,12 +57,15 @@ def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list
     """
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary: dict[str, int] = model["vocab"]
-    merged: dict[str, tuple[str, str]] = {}
-    for left, right in model["merges"]:
-        merged.setdefault(left + right, (left, right))
+    merged = _first_merges(model["merges"])
     of_old = {token: [index] for token, index in vocabulary.items() if index < first_id}
     new = sorted((index, token) for token, index in vocabulary.items() if index >= first_id)
     return [_pieces(token, merged, of_old, spelling) for _, token in new]
+
+
+def _first_merges(merges: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return of every product the merge that comes first."""
+    return {left + right: (left, right) for left, right in reversed(merges)}
 
 
 def _pieces(

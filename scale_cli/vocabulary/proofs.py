@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from tokenizers import Tokenizer
@@ -53,6 +53,40 @@ def check_extension(
         if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
             raise PreservationError(f"method.vocabulary: {text[:80]!r} does not come back from its new tokens")
     return count
+
+
+def check_union(
+    parts: Sequence[tuple[Tokenizer, Script]], united: Tokenizer, first_id: int, texts: Sequence[str], seed: int
+) -> None:
+    """Hold a tokenizer that has the new tokens of several, one's after another's, to each of them.
+
+    Texts without the others' scripts have the ids that each gives them, moved by as many as stand before; all come
+    back.
+
+    Args:
+        parts: the tokenizers, and the scripts of their new tokens, of which no two meet.
+        united: with all new tokens.
+        first_id: of new tokens.
+        texts: to be compared, beside random ones.
+        seed: of the random ones.
+
+    Raises:
+        PreservationError: naming the first text that is not as it was.
+    """
+    united = Tokenizer.from_str(united.to_str())  # settings of it are changed
+    letters = [chr(code) for _, script in parts for first, last in script.ranges for code in range(first, last + 1)]
+    all_texts = [*_random_strings(united, letters, seed), *texts]
+    before = 0
+    for part, script in parts:
+        alone = Tokenizer.from_str(part.to_str())
+        others = Script(tuple(pair for _, other in parts if other is not script for pair in other.ranges))
+        for text, expected, ids in _both(alone, united, _without(others, alone, all_texts)):
+            if ids != [index + before if index >= first_id else index for index in expected]:
+                raise PreservationError(f"joined: the tokens of {text[:80]!r} are not what they are in its run")
+        for text, expected, ids in _both(alone, united, all_texts):
+            if alone.decode(expected, skip_special_tokens=False) != united.decode(ids, skip_special_tokens=False):
+                raise PreservationError(f"joined: {text[:80]!r} does not come back from its new tokens")
+        before += part.get_vocab_size() - first_id
 
 
 def _is_character(code: int) -> bool:

@@ -18,9 +18,8 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError, RunFolderError
+from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
 from scale_cli.export.router_keys import routed_class
-from scale_cli.join.members import join_runs
 from scale_cli.planning import counting
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.session import open_final, open_start
@@ -137,8 +136,6 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
         RunConfig.model_validate(sharded)
     upscale(config)
     train(config, None, lambda _: None)
-    with pytest.raises(RunFolderError, match=r"has tokens of its own \(method\.vocabulary\)"):
-        join_runs([config.output_dir], None, 0.0)
     with pytest.raises(BaseModelError, match=r"method\.vocabulary: .* is widened; only a plain base takes new tokens"):
         upscale(upon(config, config.method))
 

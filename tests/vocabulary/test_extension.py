@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +16,13 @@ from tokenizers import Tokenizer, models
 
 from scale_cli.config.scripts import Script
 from scale_cli.errors import BaseModelError, PreservationError
-from scale_cli.vocabulary.extension import extended, pieces
+from scale_cli.vocabulary.extension import extended, new_tokens, pieces
 from scale_cli.vocabulary.learning import NewToken, count_words, learn
-from scale_cli.vocabulary.proofs import check_extension
+from scale_cli.vocabulary.proofs import check_extension, check_union
 from scale_cli.vocabulary.spelling import Spelling
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, llama_3
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3
 
-HANGUL = Script.named("hangul")
+HANGUL, CYRILLIC = Script.named("hangul"), Script.named("cyrillic")
 FIRST_ID = 512  # some rows more than any of them has tokens
 
 
@@ -89,6 +90,49 @@ def test_new_tokens_save_tokens_and_what_is_written_is_read_back(kind: Callable[
     assert len(after) < len(before) / 2.5
     assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
     assert any(token.token.startswith(("Ġ", "▁")) for token in tokenizers.tokens)
+
+
+@functools.cache
+def united(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
+    """One with the letters of another script in the place of Hangul, and one with both."""
+    hangul = grown(kind)
+    spelling = Spelling.of(hangul.old, "a base")
+    tokens = learn(count_words([RUSSIAN], hangul.old, CYRILLIC), hangul.old, spelling, CYRILLIC, most=60, min_count=1)
+    cyrillic = extended(hangul.old, tokens, FIRST_ID)
+    return cyrillic, extended(hangul.new, new_tokens(cyrillic, FIRST_ID), FIRST_ID + 100)
+
+
+@any_kind
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.one_of(texts, st.text(st.one_of(letters, st.sampled_from("власть людей Ѐӿ")), max_size=40)),
+    both=st.lists(st.sampled_from([*KOREAN.split(), *RUSSIAN.split(), *ENGLISH.split()[:20]])).map(" ".join),
+)
+def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
+    kind: Callable[[], Tokenizer], text: str, both: str
+) -> None:
+    hangul, (cyrillic, together) = grown(kind), united(kind)
+    for any_text in (text, both, text + both):
+        ids = together.encode(any_text, add_special_tokens=False).ids
+        old = hangul.old.encode(any_text, add_special_tokens=False).ids
+        of_all = [*hangul.pieces, *pieces(cyrillic, Spelling.of(hangul.old, "a base"), FIRST_ID)]
+        assert [one for index in ids for one in (of_all[index - FIRST_ID] if index >= FIRST_ID else [index])] == old
+        assert together.decode(ids, skip_special_tokens=False) == hangul.old.decode(old, skip_special_tokens=False)
+        read = any_text if hangul.old.normalizer is None else hangul.old.normalizer.normalize_str(any_text)
+        if not re.search(f"[{CYRILLIC.characters}]", read):
+            assert ids == hangul.new.encode(any_text, add_special_tokens=False).ids
+        if not re.search(f"[{HANGUL.characters}]", read):
+            alone = cyrillic.encode(any_text, add_special_tokens=False).ids
+            assert ids == [index + 100 if index >= FIRST_ID else index for index in alone]
+
+
+def test_the_proof_of_a_union_finds_one_text_that_is_cut_otherwise(few_characters: None) -> None:
+    hangul, (cyrillic, together) = grown(llama_3), united(llama_3)
+    parts = [(hangul.new, HANGUL), (cyrillic, CYRILLIC)]
+    check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH], seed=0)
+    fewer = extended(hangul.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
+    with pytest.raises(PreservationError, match=r"joined: the tokens of .* are not what they are in its run"):
+        check_union(parts, fewer, FIRST_ID, [RUSSIAN], seed=0)
 
 
 @pytest.mark.usefixtures("few_characters")

@@ -1,0 +1,93 @@
+"""The tokenizer of a joined model: the base's, and the new tokens of every run, each for a script of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.config.scripts import Script
+from scale_cli.errors import RunFolderError
+from scale_cli.upscale.base import stage_folder
+from scale_cli.upscale.session import Session
+from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.vocabulary.extension import extended, new_tokens
+from scale_cli.vocabulary.proofs import check_union
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, load_grown, read_texts, write_grown
+
+# Of every held-out corpus: text whose ids have to be those of each run alone.
+_BYTES_COMPARED = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunTokens:
+    """The tokens of one run."""
+
+    run: Path  # as it was given
+    config: RunConfig  # its own
+    base: PreTrainedTokenizerBase  # the tokenizer of its plain base
+    tokenizer: PreTrainedTokenizerBase  # the run's: the same where it has no new tokens
+    script: Script | None = None  # of the new ones
+    folder: Path | None = None  # of the run that brought them
+
+    def has_those_of(self, other: RunTokens) -> bool:
+        """Return whether two runs have the same tokens."""
+        one, two = (tokens.tokenizer.backend_tokenizer.to_str() for tokens in (self, other))
+        return one == two
+
+
+def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
+    """Return the tokens of a run, which one that it stands upon may have brought."""
+    folder, bottom = session.folder, config
+    while (below := stage_folder(bottom.model)) is not None:
+        folder, bottom = below, load_config(below / "scale.yaml")
+    if bottom.method.vocabulary is None:
+        return RunTokens(run, config, session.tokenizer, session.tokenizer)
+    script = Script.named(bottom.method.vocabulary.script)
+    return RunTokens(run, config, load_tokenizer(bottom.model), session.tokenizer, script, folder)
+
+
+def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
+    """Return the tokens of all runs together, those of the first run first.
+
+    Args:
+        runs: on one base.
+        first_id: of new tokens.
+
+    Raises:
+        RunFolderError: two have other tokens of one script: a text would have to be cut in two ways.
+        PreservationError: a text is cut otherwise than by the run that has its script.
+    """
+    distinct: list[RunTokens] = []
+    for tokens in runs:
+        if tokens.script is None or any(tokens.has_those_of(other) for other in distinct):
+            continue
+        for other in distinct:
+            if other.script is not None and tokens.script.meets(other.script):
+                raise RunFolderError(
+                    f"{tokens.run}: adds other tokens of a script than {other.run} does, so no text of it is read "
+                    "alike by both; train one of them with method.vocabulary.folder: the final/ of the other"
+                )
+        distinct.append(tokens)
+    if len(distinct) <= 1:
+        return next(iter(distinct), runs[0])
+    first, *others = (tokens.tokenizer.backend_tokenizer for tokens in distinct)
+    united = first
+    for other in others:
+        united = extended(united, new_tokens(other, first_id), united.get_vocab_size())
+    parts = [(one.tokenizer.backend_tokenizer, one.script) for one in distinct if one.script is not None]
+    texts = [
+        text
+        for tokens in runs
+        for text in read_texts(tokens.config.evaluation.perplexity, tokens.config.corpus, _BYTES_COMPARED)
+    ]
+    check_union(parts, united, first_id, texts, seed=0)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        write_grown(Path(folder), distinct[0].tokenizer)
+        united.save(str(Path(folder) / TOKENIZER_FILES[0]))
+        return RunTokens(runs[0].run, runs[0].config, runs[0].base, load_grown(Path(folder)))

@@ -1,0 +1,145 @@
+"""`scale join` of runs with tokens of their own: which go together, and what is written of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from scale_cli.commands.join import join, prove
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, PreservationError, RunFolderError
+from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.join.members import join_runs
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.session import open_final
+from scale_cli.vocabulary import proofs
+from scale_cli.vocabulary.extension import new_tokens
+from scale_cli.vocabulary.learning import NewToken
+from tests.vocabulary.grown_run import config_of
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
+
+OLD, NEW = 512, 64
+VOCABULARIES = {
+    "korean": {"new_tokens": NEW, "min_count": 2},
+    "russian": {"new_tokens": NEW, "min_count": 2, "script": "cyrillic"},
+    "other-korean": {"new_tokens": NEW, "min_count": 3},
+    "plain": None,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    """Runs of two scripts, one with other tokens of the first, one without any, one with the first's."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))
+        patch.setattr(proofs, "_NUM_RANDOM", 200)
+        for name, vocabulary in VOCABULARIES.items():
+            made[name] = _trained(shared_data, folder / name, vocabulary)
+        given = {"new_tokens": NEW, "folder": str(made["korean"].output_dir / "final")}
+        made["again"] = _trained(shared_data, folder / "again", given, seed=1)
+    return made
+
+
+def _trained(shared_data: Path, folder: Path, vocabulary: object, seed: int = 0) -> RunConfig:
+    folder.mkdir()
+    config = config_of(shared_data, folder, vocabulary=vocabulary)
+    if "russian" in folder.name:
+        (folder / "ko.txt").write_text("\n\n".join([RUSSIAN] * 8), encoding="utf-8")
+    elif "other" in folder.name:
+        (folder / "ko.txt").write_text("\n\n".join([KOREAN[::-1]] * 8), encoding="utf-8")
+    config = config.model_copy(update={"seed": seed, "output_dir": folder / folder.name})
+    upscale(config)
+    train(config, None, lambda _: None)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_NUM_RANDOM", 200)
+
+
+def folders(runs: dict[str, RunConfig], *names: str) -> list[Path]:
+    return [runs[name].output_dir for name in names]
+
+
+@torch.no_grad()
+def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_of_both(
+    runs: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0).report
+    assert report.max_cost_nats == pytest.approx(math.log(4))
+    for corpus in report.corpora:
+        assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(4) + 1e-3
+    verify(output).require()
+
+    model, tokenizer = JoinedForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    assert len(tokenizer) == model.config.vocab_size == OLD + 2 * NEW
+    for name, text, head, before in (("korean", KOREAN, 1, 0), ("russian", RUSSIAN, 3, NEW), ("plain", ENGLISH, 2, 0)):
+        session = open_final(runs[name])
+        alone, ids = (of(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :60] for of in
+                      (session.tokenizer, tokenizer))  # fmt: skip
+        assert torch.equal(torch.where(alone >= OLD, alone + before, alone), ids)
+        assert (ids >= OLD).any() == (name != "plain")
+        assert tokenizer.decode(ids[0]) == session.tokenizer.decode(alone[0])
+        run = session.load()
+        assert isinstance(run, ScaleForCausalLM)
+        own = run.adaptation_logits(run.final_states(alone, preserved=False)).log_softmax(-1)
+        said = model.all_heads(model.final_states(ids, preserved=True))[head].log_softmax(-1)
+        places = [*range(OLD), *(range(OLD + before, OLD + before + NEW) if name != "plain" else ())]
+        near = said[..., places]
+        came = alone[:, 1:, None]
+        assert torch.allclose(near[:, :-1].gather(-1, came), own[:, :-1].gather(-1, came), atol=1e-4)
+    (continued,) = Generator(output).continue_all(["국민 люди"], Sampling(max_new_tokens=4))
+    assert all(token.shares is not None and len(token.shares) == 4 for token in continued.tokens)
+
+
+def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:
+    with pytest.raises(RunFolderError, match=r"other-korean: adds other tokens of a script than .*korean") as refused:
+        join_runs(folders(runs, "korean", "other-korean"), None, 0.0)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("rule", ["posterior", "mean"])
+def test_runs_of_the_same_tokens_have_them_once(runs: dict[str, RunConfig], rule: str) -> None:
+    joined = join_runs(folders(runs, "korean", "again"), None, 0.0, rule)
+    assert joined.model.config.vocab_size == len(joined.tokenizer) == OLD + NEW
+    assert [joined.model.config.known_tokens(head) for head in (1, 2)] == [range(NEW), range(NEW)]
+    prove(joined)
+
+
+def test_one_plain_model_holds_the_new_tokens_that_all_its_heads_have_alike(
+    runs: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    output = tmp_path / "mean"
+    join(folders(runs, "korean", "again"), output, None, 0.0, "llama", "mean")
+    assert verify(output).checks[0].held == ["hashes", "logits, routed and plain"]
+    assert len(AutoTokenizer.from_pretrained(output)) == OLD + NEW
+    for names, said in (
+        (("korean", "again"), "again has rows of its own for the new tokens that another has rows for"),
+        (("korean", "plain"), "plain lacks new tokens that another has"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--format llama: {said}; take --format transformers$"):
+            join(folders(runs, *names), tmp_path / "none", None, 0.0, "llama")
+
+
+def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
+    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_its_last(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
+        return new_tokens(tokenizer, first_id)[:-1]
+
+    monkeypatch.setattr("scale_cli.join.tokens.new_tokens", without_its_last)
+    with pytest.raises(PreservationError, match="are not what they are in its run"):
+        join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
+    assert not (tmp_path / "out").exists()
