@@ -15,13 +15,17 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
+    check_same_choice,
     check_same_stages,
+    check_same_text,
+    content_names,
     held_out_in_cache,
     open_held_out_corpora,
     open_training_corpora,
     training_sources,
 )
 from scale_cli.data.doubtful import corpus_warnings
+from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
@@ -40,7 +44,7 @@ from scale_cli.storage.atomic import (
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import TRAINED, BranchPoint, TrainState, read_corpora
+from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
 from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.averaging import averaged, check_same_average
 from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
@@ -63,6 +67,7 @@ from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.training.unit_rates import UnitRates, set_unit_rates
 from scale_cli.upscale.base import load_base, load_base_config
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
+from scale_cli.upscale.judging import scores_of
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
@@ -143,7 +148,7 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
     if check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         session.load_to_train(config.seed)  # a base that lies elsewhere than it did is held to what it was
-        _check_same_text(final, open_training_corpora(config, session.tokenizer, show_progress=False), config)
+        check_same_text(final, open_training_corpora(config, session.tokenizer, show_progress=False), config)
     return TrainSummary(final, TrainState.load(final))
 
 
@@ -250,25 +255,6 @@ def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> boo
     return "train.max_steps" in accepted and config.train.max_steps > before
 
 
-def _check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
-    changed = [
-        f"{before} -> {corpus.folder.name}"
-        for before, corpus in zip(read_corpora(folder), corpora, strict=True)
-        if before not in (corpus.folder.name, _earlier_name(corpus, config))
-    ]
-    if changed:
-        raise RunFolderError(
-            f"{folder}: other text was trained on: {', '.join(changed)} (a source and its hash); give back the text "
-            "that was, or start anew in another output_dir"
-        )
-
-
-def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
-    """Return what a run begun by an earlier version calls a corpus; None where its windows were others."""
-    other_windows = config.corpus.isolate_documents and corpus.boundaries.bos is None
-    return None if other_windows else corpus.earlier_name
-
-
 def _open_run(
     config: RunConfig,
     accelerator: Accelerator,
@@ -285,12 +271,19 @@ def _open_run(
     held_out = []
     if sizes.eval_every_steps:
         held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
+    vocab_size = len(tokenizer)
+    scores = main_first(lambda: scores_of(config, corpora, session.record, vocab_size))
+    batches = build_batches(config, corpora, accelerator.num_processes, scores)
+    contents = content_names(corpora, batches)
     if main:
         _log_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), log)
-    contents = [corpus.folder.name for corpus in corpora]
+        for source, windows in zip(config.corpus.sources, batches.sources, strict=True):
+            if isinstance(windows, ChosenWindows):
+                log(f"chosen         {source.name}: {windows.described} by {source.judge}")
     init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
     if start is not None:
-        _check_same_text(start, corpora, config)
+        check_same_text(start, corpora, config)
+        check_same_choice(start, contents, config)
     elif init_from is not None:
         for warning in repetition_warnings(init_from, config, contents):
             log(f"warning: {warning}")
@@ -310,7 +303,6 @@ def _open_run(
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
-    batches = build_batches(config, corpora, accelerator.num_processes)
     branch_point = None if start is None else BranchPoint.load_if_there(start)
     if init_from is not None:
         branch_point = branch_point_at(init_from, sizes.init_moments)

@@ -205,7 +205,7 @@ def _check_token_ledger(folder: Path) -> None:
         ledger = source.corpus
         dropped = sum(count.documents for count in ledger.dropped.values())
         sums.append((f"{name}: documents read", ledger.read.documents, ledger.kept.documents + dropped))
-        wanted = source.num_epochs * ledger.targets_an_epoch
+        wanted = source.num_epochs * (ledger.targets_an_epoch - source.num_left_out)
         sums.append((f"{name}: targets", wanted, source.num_trained + source.num_held_over))
     trained = sum(source.num_trained for source in sources.values())
     sums.append(("targets trained", trained, state.num_tokens + state.skipped_tokens))

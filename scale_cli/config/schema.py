@@ -326,6 +326,11 @@ class RunConfig(Section):
         taken = vocabulary.sources or [source.name for source in self.corpus.sources if source.role == "new"]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
             raise ValueError("method.vocabulary.sources: new tokens are learned of text, not of conversations")
+        if judged := [source.name for source in self.corpus.sources if source.judge == "base_loss"]:
+            raise ValueError(
+                f"method.vocabulary: {judged[0]} is judged by the base, which has none of the new tokens; "
+                "select by ngram"
+            )
         if self.train.sharding != "none":
             raise ValueError("method.vocabulary: new tokens train unsharded only; set train.sharding to none")
         return self

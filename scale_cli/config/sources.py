@@ -81,6 +81,16 @@ class TextSource(Section):
         return self
 
 
+class SelectConfig(Section):
+    """A share of a source's windows, by a score each; the rest is not trained on."""
+
+    by: Literal["base_loss", "ngram"] = Field(
+        description="the base's loss on a window, or that of an n-gram model of the source's own text"
+    )
+    keep: float = Field(default=0.25, gt=0.0, le=1.0, description="share of the windows")
+    side: Literal["low", "middle", "high"] = Field(default="low", description="of the scores: which windows are kept")
+
+
 class CorpusSource(TextSource):
     """A training source and its share of the training tokens."""
 
@@ -93,6 +103,24 @@ class CorpusSource(TextSource):
         le=1e6,
         description="share of the training windows, relative to the others; 0 of replay that is only measured on",
     )
+
+    order: Literal["shuffled", "easy_first"] = Field(
+        default="shuffled",
+        description="of its windows in every epoch; easy_first: by what select judges by, or the base's loss",
+    )
+    select: SelectConfig | None = Field(default=None, description="trained on is a part of it; null: all")
+
+    @property
+    def judge(self) -> Literal["base_loss", "ngram"] | None:
+        """What its windows get a score by; None where they need none."""
+        if self.select is not None:
+            return self.select.by
+        return "base_loss" if self.order == "easy_first" else None
+
+    @property
+    def share_read(self) -> float:
+        """The share of its windows that is trained on."""
+        return 1.0 if self.select is None else self.select.keep
 
     @field_validator("weight")
     @classmethod

@@ -26,6 +26,8 @@ class Windows(Protocol):
     """Sequences of one length to train on, padded where they are shorter."""
 
     sequence_length: int
+    in_order: bool  # whether every epoch takes them as they are; otherwise each shuffles them
+    num_left_out: int  # targets of their text that are in none of them
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -51,6 +53,9 @@ class PackedWindows:
         sequence_length: T.
         learned: (tokens,), which of them may be targets; None: all.
     """
+
+    in_order = False
+    num_left_out = 0
 
     def __init__(
         self, ids: npt.NDArray[np.integer], sequence_length: int, learned: npt.NDArray[np.bool_] | None = None
@@ -189,8 +194,9 @@ class Batches:
     """All batches of a run.
 
     Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight; the k-th sample drawn
-    from a source is the k-th window of that source's epochs, each epoch in its own order. Nothing depends on the number
-    of processes, so the global batch of a step is the same on one device and on eight.
+    from a source is the k-th window of that source's epochs, each epoch in an order of its own, or where they are
+    `in_order` in that of the windows. Nothing depends on the number of processes, so the global batch of a step is the
+    same on one device and on eight.
 
     Args:
         sources: the windows of each source.
@@ -236,7 +242,10 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._shuffled)
 
     def _shuffled(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(len(self.sources[source]))
+        windows = self.sources[source]
+        if windows.in_order:
+            return np.arange(len(windows))
+        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(len(windows))
 
     def _locate(self, sample: int) -> tuple[int, int]:
         source, turn = int(self._source_of[sample]), int(self._turn_of[sample])
@@ -276,9 +285,9 @@ class Batches:
         num_targets = windows.num_targets_of(np.arange(len(windows)))
         num_whole, num_begun = divmod(num_turns, len(windows))
         if not num_begun:
-            return TrainedTokens(num_whole * num_targets, num_whole, 0)
+            return TrainedTokens(num_whole * num_targets, num_whole, 0, windows.num_left_out)
         begun = windows.num_targets_of(self._epoch_order(source, num_whole)[:num_begun])
-        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun)
+        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun, windows.num_left_out)
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows
+from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Windows
+from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import read_corpora
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -87,10 +90,26 @@ def windows_of(config: RunConfig, corpus: TokenisedCorpus) -> PackedWindows:
     return IsolatedWindows(corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=by_last)
 
 
-def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_processes: int) -> Batches:
-    """Return the batches of a whole run, each shared by some processes."""
+def build_batches(
+    config: RunConfig,
+    corpora: Sequence[TokenisedCorpus],
+    num_processes: int,
+    scores: Sequence[Scores | None] = (),
+) -> Batches:
+    """Return the batches of a whole run, each shared by some processes.
+
+    Args:
+        config: of the run.
+        corpora: one for every source.
+        num_processes: that share a batch.
+        scores: of every source's windows, where they are chosen or ordered by them.
+    """
+    windows: list[Windows] = []
+    for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
+        whole = windows_of(config, corpus)
+        windows.append(whole if of_source is None else chosen_windows(source, whole, of_source))
     return Batches(
-        [windows_of(config, corpus) for corpus in corpora],
+        windows,
         config.corpus.mixture(config.train.max_steps)[0][1],
         seed=config.seed,
         num_steps=config.train.max_steps,
@@ -101,6 +120,45 @@ def build_batches(config: RunConfig, corpora: list[TokenisedCorpus], num_process
         ],
         stages=config.corpus.mixture(config.train.max_steps),
     )
+
+
+def content_names(corpora: Sequence[TokenisedCorpus], batches: Batches) -> list[str]:
+    """Return what names all that a run trains on: every corpus, and which of its windows, where some are chosen."""
+    return [
+        corpus.folder.name + (f"/{windows.sha256[:12]}" if isinstance(windows, ChosenWindows) else "")
+        for corpus, windows in zip(corpora, batches.sources, strict=True)
+    ]
+
+
+def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
+    """Refuse to go on with other text than a checkpoint or `final/` was trained on."""
+    names = [before.partition("/")[0] for before in read_corpora(folder)]
+    changed = [
+        f"{before} -> {corpus.folder.name}"
+        for before, corpus in zip(names, corpora, strict=True)
+        if before not in (corpus.folder.name, _earlier_name(corpus, config))
+    ]
+    if changed:
+        raise RunFolderError(
+            f"{folder}: other text was trained on: {', '.join(changed)} (a source and its hash); give back the text "
+            "that was, or start anew in another output_dir"
+        )
+
+
+def check_same_choice(folder: Path, names: Sequence[str], config: RunConfig) -> None:
+    """Refuse to go on with other windows of the same text, or in another order: they were judged anew, elsewhere."""
+    for source, before, now in zip(config.corpus.sources, read_corpora(folder), names, strict=True):
+        if before.partition("/")[2] != now.partition("/")[2]:
+            raise RunFolderError(
+                f"{folder}: other windows of {source.name} were chosen, or in another order, by scores that are no "
+                "longer in the cache and come out otherwise here; give those back, or start anew in another output_dir"
+            )
+
+
+def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
+    """Return what a run begun by an earlier version calls a corpus; None where its windows were others."""
+    other_windows = config.corpus.isolate_documents and corpus.boundaries.bos is None
+    return None if other_windows else corpus.earlier_name
 
 
 def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig) -> None:

@@ -27,7 +27,8 @@ def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> fl
     for until, weights in config.corpus.mixture(config.train.max_steps):
         num_steps += (until - first) * weights[index] / sum(weights)
         first = until
-    return num_steps * config.train.global_batch_size * config.corpus.sequence_length / num_tokens
+    num_read = num_tokens * source.share_read
+    return num_steps * config.train.global_batch_size * config.corpus.sequence_length / num_read
 
 
 def corpus_warnings(

@@ -132,15 +132,16 @@ class TrainedTokens:
     """What became of one source's target tokens in the first steps of a run.
 
     Every token of the stream but the first, or of conversations those that are learned, is a target once an epoch, so
-    num_trained + num_held_over = num_epochs x targets_an_epoch.
+    num_trained + num_held_over = num_epochs x (targets_an_epoch - num_left_out).
     """
 
     num_trained: int  # targets trained, each as often as it was
     num_epochs: int  # epochs begun
     num_held_over: int  # targets of the last of them that were not reached
+    num_left_out: int = 0  # targets of windows that were not selected, which no epoch has
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceTokens(TrainedTokens):
     """The same, and the account of the source."""
 

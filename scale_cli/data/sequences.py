@@ -11,6 +11,9 @@ from scale_cli.data.batches import IGNORED
 class SequenceWindows:
     """Token sequences, one a window; every token but a sequence's first is a target."""
 
+    in_order = False
+    num_left_out = 0
+
     def __init__(self, sequences: list[list[int]]) -> None:
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
         self.sequences = sequences
