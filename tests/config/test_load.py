@@ -64,7 +64,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "sources": [
                 source
                 | {"name": "news", "path": "news.txt", "language": "ko", "split": "train"}
-                | {"max_documents": None, "weight": 1.0, "role": "new"}
+                | {"max_documents": None, "weight": 1.0, "role": "new", "order": "shuffled", "select": None}
             ],
         },
         "train": {
@@ -118,6 +118,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
                 | {"max_documents": None, "role": "retention"}
             ],
             "benchmarks": [],
+            "continuations": None,
             "sequence_length": None,
             "batch_size": 8,
             "mixed_precision": "no",
