@@ -16,6 +16,7 @@ from scale_cli.console import (
     ended_in_one_message,
     load,
     log,
+    numbers,
     quieten_libraries,
     run_folder,
     show,
@@ -198,16 +199,32 @@ def sweep(
 
 
 @app.command()
+def mixture(
+    config: take.Config,
+    overrides: take.Overrides = None,
+    ratios: take.Ratios = "0.33,0.5,0.75,1",
+    tolerance: take.Tolerance = 0.05,
+) -> None:
+    """Find how much new text a run takes before it forgets too much.
+
+    By runs at several shares, a law fitted to them, and what it predicts measured beside it.
+    """
+    refuse_several("mixture")
+    load(config, overrides)
+    shares = numbers("--ratios", ratios)
+    from scale_cli.commands.mixture import mixture
+
+    show(mixture(config, overrides or [], shares, tolerance, log))
+
+
+@app.command()
 def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: take.Weights = None) -> None:
     """Average what several checkpoints or runs have trained.
 
     Into a folder that evaluate and export take as a run's.
     """
     folders = [run_folder(path) for path in checkpoints]
-    try:
-        shares = None if weights is None else [float(weight) for weight in weights.split(",")]
-    except ValueError:
-        raise ConfigError(f"--weights {weights}: numbers with commas between them, one for each") from None
+    shares = None if weights is None else numbers("--weights", weights)
     quieten_libraries()
     from scale_cli.commands.average import average
 

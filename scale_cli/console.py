@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import typer
 from safetensors import SafetensorError
 
-from scale_cli.errors import EndedElsewhere, Interrupted, RunError, ScaleError, StorageError, UsageError
+from scale_cli.errors import ConfigError, EndedElsewhere, Interrupted, RunError, ScaleError, StorageError, UsageError
 from scale_cli.printable import printable, without_passwords
 from scale_cli.processes import leave, lost_peers_named
 
@@ -71,6 +71,14 @@ def run_folder(path: Path) -> Path:
     from scale_cli.config.load import load_config
 
     return load_config(path).output_dir
+
+
+def numbers(option: str, written: str) -> list[float]:
+    """Return the numbers that an option names, with commas between them."""
+    try:
+        return [float(number) for number in written.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {written}: give numbers with commas between them") from None
 
 
 def check_output(output_dir: Path) -> None:

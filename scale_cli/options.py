@@ -96,6 +96,12 @@ JoinRule = Annotated[
     Literal["posterior", "mean"],
     typer.Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
 ]
+Ratios = Annotated[
+    str, typer.Option("--ratios", metavar="A,B,...", help="Shares of new text to run, above 0 and at most 1.")
+]
+Tolerance = Annotated[
+    float, typer.Option(metavar="BITS", min=0.0, help="Bits per byte of the base's text that may be lost.")
+]
 Averaged = Annotated[
     list[Path], typer.Argument(metavar="CHECKPOINT", help="Checkpoints, final/ folders or finished runs, two or more.")
 ]

@@ -1,24 +1,32 @@
 """Every method, tuned by as many runs as every other, then run with several seeds, and all of it in one table.
 
-    python scripts/all_methods.py [CONFIG] [KEY.SUB=VALUE]...
+    python scripts/all_methods.py [--tuned-share 1.0] [--only METHOD]... [CONFIG] [KEY.SUB=VALUE]...
 
 CONFIG is configs/petitions.yaml where none is named. Each method is tuned (`scale sweep`) on documents of the first
 training source that nothing is trained on meanwhile and that are not those reported, then run at as many tokens as the
-config says, and at as much training work (`scale plan`) as those tokens are of Preserve. Everything lands in
-output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/. What is finished is not run again.
+config says, replay among them, and at as much training work (`scale plan`) as those tokens are of Preserve. It is tuned
+at as many steps as are reported, or at a share of them, half at the least: what is tuned at fewer likes rates that are
+too high for more. Everything lands in output_dir: METHOD/tuning, METHOD/tokens-seed0, ..., table.md, comparison/. What
+is finished is not run again. What ADEPT measures its rates by, 3 % of its work at these steps, is not in the table's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+from scale_cli.config.baselines import EloConfig
+from scale_cli.config.grid import parse_grid
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.evaluation.results import Report
 from scale_cli.report.numbers import NOT_FINITE, number
 from scale_cli.report.tables import Table
@@ -28,10 +36,22 @@ from scripts.benchmark.algebra import ideal_flops_per_token
 
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
-# The share of the steps that methods are tuned with: at full fine-tuning's, as many as Preserve's work pays for.
-TUNED_SHARE = 0.56
+BEGUN = "train.init_from="
+LEAST_TUNED_SHARE = 0.5
 # Of each method four settings are tried: rates about the best of earlier studies on the same base, and Muon.
 MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
+
+
+# Text of what the base knows, where a config has none itself.
+KNOWN = {"name": "eltec-train", "path": "../shared/data/en-eltec/train.txt.xz", "language": "en", "role": "replay"}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of the runs that a method is: what makes it that one, and its share of the steps."""
+
+    share: float
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,12 +60,51 @@ class Method:
 
     overrides: tuple[str, ...]
     tried: tuple[str, ...]
+    # of text that the base knows, relative to a new source's weight of 1: 1/3 is a quarter of the windows, and 0 is
+    # only measured on; None: none is read
+    replay: float | None = None
+    phases: tuple[Phase, ...] = (Phase(1.0),)  # each begins with what the one before has trained
+
+    def makes(self, path: Path, given: list[str]) -> list[str]:
+        """Return the overrides that make a config one of the method, those given among them."""
+        if self.replay is None:
+            return [*self.overrides, *given]
+        sources = [source.model_dump(mode="json") for source in load_config(path, given).corpus.sources]
+        if all(source["role"] == "new" for source in sources):
+            sources.append(dict(KNOWN))
+        for source in sources:
+            source["weight"] = self.replay if source["role"] == "replay" else source["weight"]
+        return [*self.overrides, *given, f"corpus.sources={json.dumps(sources, ensure_ascii=False)}"]
 
 
+# Of full fine-tuning's kin: at 125 steps the third is its best that is known (docs/comparing.md).
+OF_FULL = (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,1e-2,2e-3", "train.lr_multipliers.embedding=1,4,2,10")
 METHODS = {
-    "full": Method(
-        ("method.variant=full",),
-        (MUON_OR_ADAMW, "train.lr=2e-2,2e-2,1e-2,2e-3", "train.lr_multipliers.embedding=1,2,2,10"),
+    "full": Method(("method.variant=full",), OF_FULL),
+    "full-replay": Method(("method.variant=full",), OF_FULL, replay=1 / 3),
+    "full-mer": Method(
+        ("method.variant=full", "train.optimiser=muon", "train.lr_multipliers.embedding=2"),
+        (
+            "train.lr=1e-2,1e-2,2e-2,2e-2",
+            "train.lookahead={every_steps: 5, share: 0.5},{every_steps: 25, share: 0.5},"
+            "{every_steps: 5, share: 0.5},{every_steps: 25, share: 0.1}",
+        ),
+        replay=1 / 3,
+    ),
+    "full-decay-to-base": Method(
+        ("method.variant=full", "train.decay_to_base=true", "train.optimiser=muon", "train.lr_multipliers.embedding=2"),
+        ("train.lr=1e-2,1e-2,1e-2,2e-2", "train.weight_decay=0.1,1,4,1"),
+    ),
+    "osf": Method(("method.variant=osf",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,5e-3,1e-3")),
+    "elo": Method(
+        ("method.variant=elo",),
+        OF_FULL,
+        phases=(Phase(0.9), Phase(0.1, ("method.elo.phase=alignment", "train.warmup_steps=0"))),
+    ),
+    "adept": Method(
+        ("method.variant=adept", "method.adept={every_steps: 25}"),
+        ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3"),
+        replay=0.0,
     ),
     "lora-r16": Method(
         ("method.variant=lora",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,2e-2,5e-3")
@@ -73,28 +132,70 @@ METHODS = {
 
 def main() -> None:
     """Tune every method, run it, and compare."""
-    given = sys.argv[1:]
-    path = given.pop(0) if given and "=" not in given[0] else "configs/petitions.yaml"
-    configs = {name: load_config(Path(path), [*method.overrides, *given]) for name, method in METHODS.items()}
-    root = configs["preserve"].output_dir
+    asked = parsed(sys.argv[1:])
+    given = [*asked.given]
+    path = Path(given.pop(0) if given and "=" not in given[0] else "configs/petitions.yaml")
+    methods = {name: METHODS[name] for name in asked.only or METHODS}
+    root = load_config(path, given).output_dir
     given += [f"corpus.cache_dir={root / 'tokens'}"]
+    overrides = {name: METHODS[name].makes(path, given) for name in METHODS}
+    configs = {name: load_config(path, of_method) for name, of_method in overrides.items()}
     runs: dict[tuple[str, str], list[Path]] = {}
-    for name, method in METHODS.items():
+    for name, method in methods.items():
         print(f"==== {name}", flush=True)
-        overrides = [*method.overrides, *given]
-        tuning = root / name / "tuning"
-        of_tuning = [*tuning_overrides(configs[name]), f"output_dir={tuning}"]
-        scale("sweep", path, *overrides, *of_tuning, *method.tried, "--paired")
-        best = read_json(tuning / "report" / "report.json")["trials"][0]["values"]
+        of_tuning = [*overrides[name], *tuning_overrides(configs[name])]
+        best = tune(method, path, of_tuning, root / name, round(asked.tuned_share * configs[name].train.max_steps))
         for budget, steps in budgets(configs, name).items():
             for seed in SEEDS:
                 folder = root / name / f"{budget}-seed{seed}"
-                last = [f"seed={seed}", f"train.max_steps={steps}", f"output_dir={folder}"]
-                scale("run", path, *overrides, *best, *last)
+                for words in phases(method, steps, folder, seed):
+                    scale("run", str(path), *overrides[name], *best, *words)
                 runs.setdefault((name, budget), []).append(folder)
     write_text(root / "table.md", f"{table(runs, configs).markdown()}\n")
     folders = [str(folder) for of_one in runs.values() for folder in of_one]
     scale("compare", *folders, "--output", str(root / "comparison"))
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Return what the command line asks for, or end with what is wrong with it."""
+    parser = argparse.ArgumentParser(description="Every method tuned, run and compared.")
+    parser.add_argument(
+        "--tuned-share", type=float, default=1.0, help="of the reported steps, that methods are tuned at"
+    )
+    parser.add_argument("--only", action="append", choices=METHODS, help="these methods")
+    parser.add_argument("given", nargs="*", metavar="[CONFIG] KEY.SUB=VALUE")
+    asked = parser.parse_args(words)
+    if not LEAST_TUNED_SHARE <= asked.tuned_share <= 1.0:
+        parser.error(f"--tuned-share {asked.tuned_share}: from {LEAST_TUNED_SHARE} to 1.0")
+    return asked
+
+
+def phases(method: Method, steps: int, folder: Path, seed: int) -> list[list[str]]:
+    """Return what makes a run each phase of a method: the last one in a folder, those before it beside that."""
+    shares = list(accumulate(phase.share for phase in method.phases))
+    ends = [round(steps * share) for share in shares]
+    places = [*(folder.with_name(f"{folder.name}-phase{number}") for number in range(1, len(ends))), folder]
+    made: list[list[str]] = []
+    for place, phase in enumerate(method.phases):
+        length = ends[place] - (ends[place - 1] if place else 0)
+        begun = [f"train.init_from={places[place - 1] / 'final'}"] if place else []
+        words = [f"seed={seed + 10 * place}", f"train.max_steps={length}", f"output_dir={places[place]}"]
+        made.append([*phase.overrides, *begun, *words])
+    return made
+
+
+def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: int) -> list[str]:
+    """Return the best of what is tried: by what the last phase comes to, each try's upon its own of the one before."""
+    points, begun, trials = parse_grid(method.tried, paired=True).points, list[str](), list[Any]()
+    for words in phases(method, steps, folder / "tuning", TUNING_SEED):
+        fixed = [word for word in words if not word.startswith(BEGUN)]
+        scale("sweep", str(path), *overrides, *fixed, *method.tried, *begun, "--paired")
+        trials = read_json(Path(fixed[-1].partition("=")[2]) / "report" / "report.json")["trials"]
+        folders = {
+            tuple(value for value in one["values"] if not value.startswith(BEGUN)): one["folder"] for one in trials
+        }
+        begun = [BEGUN + ",".join(json.dumps(f"{folders[point]}/final") for point in points)]
+    return [value for value in trials[0]["values"] if not value.startswith(BEGUN)]
 
 
 def scale(*words: str) -> None:
@@ -105,26 +206,32 @@ def scale(*words: str) -> None:
 
 
 def tuning_overrides(config: RunConfig) -> list[str]:
-    """Return what makes a config one to tune with: other documents, another seed, fewer steps."""
-    source = config.corpus.sources[0].model_dump(exclude={"weight", "name"})
+    """Return what makes a config one to tune with: other documents."""
+    source = config.corpus.sources[0].model_dump(include=set(TextSource.model_fields))
     held_back = [{**source, "name": "tuning", "max_documents": HELD_BACK, "role": "acquisition"}]
     return [
         f"evaluation.perplexity={json.dumps(held_back)}",
         f"corpus.sources.0.skip_documents={HELD_BACK}",
-        f"train.max_steps={int(TUNED_SHARE * config.train.max_steps)}",
-        f"seed={TUNING_SEED}",
     ]
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return a method's training work on a token."""
+    """Return a method's training work on a token, its last phase's where it has several."""
     return ideal_flops_per_token(load_base_config(config.model), config.method, config.corpus.sequence_length).total
+
+
+def work_of_token(config: RunConfig, method: Method) -> float:
+    """Return the training work on a token, over all phases of a method."""
+    ends, aligned = config.method, config.method.model_copy(update={"elo": EloConfig(phase="alignment")})
+    of_phases = [aligned if any("alignment" in word for word in phase.overrides) else ends for phase in method.phases]
+    works = [flops_per_token(config.model_copy(update={"method": of_phase})) for of_phase in of_phases]
+    return sum(phase.share * work for phase, work in zip(method.phases, works, strict=True))
 
 
 def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
     """Return the steps of a method at as many tokens as the config says, and at the work that those are of Preserve."""
     steps = configs[name].train.max_steps
-    relative = flops_per_token(configs[name]) / flops_per_token(configs["preserve"])
+    relative = work_of_token(configs[name], METHODS[name]) / flops_per_token(configs["preserve"])
     return {"tokens": steps} | ({} if name == "preserve" else {"work": round(steps / relative)})
 
 
@@ -139,8 +246,9 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
         if not (reports := [Report.from_json(read_json(file)) for file in files]):
             continue
         learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
-        row = [name, budget, str(len(reports)), str(reports[0].step)]
-        row += [number(reports[0].step * flops_per_token(configs[name]) / unit, 2)]
+        steps = budgets(configs, name)[budget]
+        row = [name, budget, str(len(reports)), str(steps)]
+        row += [number(steps * work_of_token(configs[name], METHODS[name]) / unit, 2)]
         row += [spread([head.nats_per_token for head in learned]), spread([head.bits_per_byte for head in learned])]
         for served in ("adapted", "posterior"):
             kept = [report.with_role("retention")[0].heads[served] for report in reports]

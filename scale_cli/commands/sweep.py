@@ -39,6 +39,7 @@ class Trial:
     bits_per_byte: float | None = None  # likewise
     # against the base on what it was to keep; None too where no corpus has that role
     retention_bits_per_byte_lost: float | None = None
+    retention_bits_per_byte: float | None = None  # on the same, itself
     failure: str | None = None  # what stopped its training, if anything
 
     def row(self) -> tuple[str, ...]:
@@ -104,6 +105,7 @@ def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Tri
         _mean(((corpus, _served(report, corpus).nats_per_token) for corpus in learned), tokens),
         _mean(((corpus, _served(report, corpus).bits_per_byte) for corpus in learned), size),
         _mean(((corpus, _served(report, corpus).bits_per_byte_difference.value) for corpus in kept), size),
+        _mean(((corpus, _served(report, corpus).bits_per_byte) for corpus in kept), size),
     )
 
 

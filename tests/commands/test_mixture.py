@@ -1,0 +1,130 @@
+"""`scale mixture`: its runs have the shares they are named by, and what it predicts is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli.commands import mixture as mixing
+from scale_cli.commands.sweep import SweepSummary, Trial
+from scale_cli.config.grid import Grid
+from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError, TrainingError
+from scale_cli.planning.mixture_law import PowerLaw
+from scale_cli.storage.atomic import read_json
+from tests.torture.tiny_run import write_base_and_texts
+
+KEPT, LEARNED, BASE = PowerLaw(0.4, 3.0, 1.5), PowerLaw(0.2, -0.5, 2.0), 1.6
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_base_and_texts(tmp_path)
+    texts = {name: str(tmp_path / f"{name}.txt") for name in ("one", "two", "held-out")}
+    held_out = [
+        {"name": role, "path": texts["held-out"], "language": "en", "role": role}
+        for role in ("acquisition", "retention")
+    ]
+    tree: dict[str, Any] = {
+        "output_dir": tmp_path / "mixed",
+        "model": {"base": str(tmp_path / "base")},
+        "method": {"variant": "full"},
+        "corpus": {
+            "sequence_length": 16,
+            "sources": [
+                {"name": "a", "path": texts["one"], "language": "ko", "weight": 3.0},
+                {"name": "b", "path": texts["one"], "language": "ko"},
+                {"name": "old", "path": texts["two"], "language": "en", "role": "replay"},
+            ],
+        },
+        "train": {"max_steps": 2, "global_batch_size": 4},
+        "evaluation": {"bootstrap_resamples": 100, "perplexity": held_out},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
+    return path
+
+
+def follow_the_law(monkeypatch: pytest.MonkeyPatch, config: Path) -> list[float]:
+    """Let runs come to what laws say; return the shares that are run."""
+    run: list[float] = []
+
+    def sweep(path: Path, grid: Grid, *_: object) -> SweepSummary:
+        trials = []
+        for values in grid.points:
+            weights = [source.weight for source in load_config(path, [*grid.shared, *values]).corpus.sources]
+            assert weights[0] == pytest.approx(3 * weights[1]) and sum(weights) == pytest.approx(1.0)
+            run.append(round(weights[0] + weights[1], 4))
+            kept = KEPT.at(run[-1])
+            trials.append(Trial(values, "", 0.0, LEARNED.at(run[-1]), kept - BASE, kept))
+        return SweepSummary(path.parent, trials[::-1])
+
+    monkeypatch.setattr(mixing, "sweep", sweep)
+    return run
+
+
+def test_the_ratio_that_the_tolerance_allows_is_predicted_and_measured(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = follow_the_law(monkeypatch, config)
+    summary = mixing.mixture(config, [], [0.25, 0.5, 0.75, 1.0], 0.05, print)
+    expected = (0.15 / 0.4) ** (1 / 3)
+    assert summary.mixture.largest_ratio == pytest.approx(expected, rel=1e-2)
+    assert run == [0.25, 0.5, 0.75, 1.0, pytest.approx(expected, rel=1e-2)]
+    assert all(abs(error) < 1e-3 for error in summary.mixture.errors())
+    assert "(not fitted)" in summary.lines()[-6] and "0.721" in "\n".join(summary.lines())
+    written = read_json(summary.folder / "report.json")
+    assert written["unseen"]["ratio"] == run[-1] and len(written["points"]) == 4
+
+
+def test_where_all_is_allowed_or_nothing_the_widest_gap_is_measured(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tolerance in (5.0, -1.0):
+        run = follow_the_law(monkeypatch, config)
+        mixing.mixture(config, [], [0.2, 0.3, 1.0], tolerance, print)
+        assert run[-1] == 0.65
+
+
+def test_real_runs_are_mixed_and_fitted(config: Path) -> None:
+    summary = mixing.mixture(config, ["train.lr=1e-3"], [0.25, 0.5, 1.0], 0.05, print)
+    runs = sorted((config.parent / "mixed").glob("weight=*"))
+    trained = [read_json(run / "final" / "token_ledger.json")["old"]["num_trained"] for run in runs]
+    assert len(runs) == 4 and trained.count(0) == 1, "all of it is new text in one of them"
+    measured = {point.ratio: point for point in [*summary.mixture.points, summary.mixture.unseen]}
+    assert len(measured) == 4 and all(
+        point.kept - point.lost == pytest.approx(summary.mixture.base, abs=1e-6) for point in measured.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ratios", "told"),
+    [
+        ((), [0.5, 1.0], "--ratios: give three"),
+        ((), [0.0, 0.5, 1.0], "--ratios: give three"),
+        (("corpus.sources.2.role=new",), [0.2, 0.5, 1.0], "none has the role replay"),
+        (("evaluation.perplexity.1.role=acquisition",), [0.2, 0.5, 1.0], "no corpus of role retention"),
+        (
+            ("corpus.stages=[{until: 1, weights: {a: 1, b: 1, old: 1}}]", "corpus.sources.0.weight=1"),
+            [0.2, 0.5, 1.0],
+            "corpus.stages",
+        ),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(
+    config: Path, overrides: tuple[str, ...], ratios: list[float], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        mixing.mixture(config, overrides, ratios, 0.05, print)
+
+
+def test_a_run_that_stopped_has_no_law(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sweep(path: Path, grid: Grid, *_: object) -> SweepSummary:
+        return SweepSummary(path.parent, [Trial(values, "x", failure="loss is nan") for values in grid.points])
+
+    monkeypatch.setattr(mixing, "sweep", sweep)
+    with pytest.raises(TrainingError, match="x: loss is nan, so no law can be fitted"):
+        mixing.mixture(config, [], [0.25, 0.5, 1.0], 0.05, print)
