@@ -121,9 +121,9 @@ def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
     if run.cost is None:
         return None, None
     total, trainable = run.cost.total_parameters, run.cost.trainable_parameters
-    if run.method.variant in ("full", "freeze"):
+    if run.method.variant in ("full", "freeze", "elo"):
         return total, total
-    # LoRA and OSF are served merged; what LLaMA-Pro and the widened models train stays beside what the base holds.
+    # LoRA and OSF are served merged; what deeper and widened models train stays beside what the base holds.
     return total - trainable, total - trainable if run.method.variant in ("lora", "osf") else total
 
 

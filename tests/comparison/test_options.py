@@ -43,6 +43,7 @@ def options(tmp_path: Path, *made: Made) -> list[Option]:
         ("full", [("adapted", 1, "1", 1_000_000), ("posterior", 2, "2", 2_000_000)]),
         ("lora", [("adapted", 1, "1", 1_000_000), ("posterior", 2, "2", 2_000_000)]),
         ("freeze", [("adapted", 1, "1", 1_000_000), ("posterior", 2, "2", 2_000_000)]),
+        ("elo", [("adapted", 1, "1", 1_000_000), ("posterior", 2, "2", 2_000_000)]),
         ("llama-pro", [("adapted", 1, "1", 1_250_000), ("posterior", 2, "2", 2_250_000)]),
         ("preserve", [("adapted", 1, "1", 1_400_000), ("posterior", 1, "1", 1_400_000)]),
         ("adapt", [("adapted", 1, "1", 1_400_000), ("posterior", 1, "1 + 4/4", 1_400_000)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
+from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
@@ -93,6 +95,12 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.num_hidden_layers == 5 + 2
     tokens = TokenLedger.load(run.final).sources
     assert tokens["tiny"].num_trained == 0 < tokens["petitions"].num_trained
+    trained = load_tensors(run.final / "trained.safetensors")
+    run.final.rename(run.root / "put-aside")
+    shutil.rmtree(run.checkpoint(9))
+    train(config, "auto", lambda _: None)
+    again = load_tensors(run.final / "trained.safetensors")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in again.items()), "with the rates measured at 4"
 
 
 @pytest.mark.parametrize(
