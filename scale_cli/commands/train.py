@@ -72,6 +72,7 @@ from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
 from scale_cli.upscale.sizes import context_warnings
+from scale_cli.upscale.vocabulary import beside_new_tokens
 
 if TYPE_CHECKING:
     from torch import nn
@@ -383,4 +384,7 @@ def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -
         return two_headed(model, config.model)
     if isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
         return two_headed(model, config.model)
-    return BaseAndTrained(shard_for_evaluation(load_base(config.model), accelerator), model)
+    base = load_base(config.model)
+    beside = beside_new_tokens(base, model)
+    shard_for_evaluation(base, accelerator)
+    return BaseAndTrained(beside, model)

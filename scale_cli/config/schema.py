@@ -331,8 +331,6 @@ class RunConfig(Section):
                 f"method.vocabulary: {judged[0]} is judged by the base, which has none of the new tokens; "
                 "select by ngram"
             )
-        if self.train.sharding != "none":
-            raise ValueError("method.vocabulary: new tokens train unsharded only; set train.sharding to none")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import initialise_expansion, random_ids
@@ -81,7 +82,7 @@ def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
     """
     if isinstance(model, ScaleForCausalLM):
         return model
-    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(base, model), model).to(model.device)
+    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(load_base(base), model), model).to(model.device)
     return beside.eval()
 
 

@@ -17,12 +17,13 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.scripts import Script
 from scale_cli.config.sources import CorpusSource, TextSource
+from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import BaseModelError
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
 from scale_cli.storage.atomic import is_whole, read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.base import load_base, load_base_config, stage_folder
+from scale_cli.upscale.base import load_base_config, stage_folder
 from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
 from scale_cli.vocabulary.extension import pieces
 from scale_cli.vocabulary.proofs import check_extension
@@ -30,11 +31,9 @@ from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.spelling import Spelling
 from scale_cli.vocabulary.tokenizer import (
     TOKENIZER_FILES,
-    grown_tokenizer,
-    learned_folder,
+    Extension,
     load_grown,
     read_texts,
-    sketched_tokenizer,
     write_grown,
 )
 
@@ -96,8 +95,13 @@ def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(config.model)
     if stage_folder(config.model) is not None:
         raise BaseModelError(f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens")
-    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
-    return grown_tokenizer(base, first_id, vocabulary, _learned_on(config), cache_dir(config), config.corpus)
+    return _extension(config, vocabulary).tokenizer()
+
+
+def _extension(config: RunConfig, vocabulary: VocabularyConfig) -> Extension:
+    first_id = load_base_config(config.model).vocab_size
+    base, sources = load_tokenizer(config.model), _learned_on(config)
+    return Extension(base, first_id, vocabulary, sources, config.corpus, cache_dir(config))
 
 
 def known_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
@@ -107,17 +111,14 @@ def known_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
         return load_run_tokenizer(config)
     if not any(cache.glob("vocabulary.*")):
         return None  # and no text has to be looked at
-    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
-    folder = learned_folder(base, first_id, vocabulary, _learned_on(config), cache, config.corpus)
+    folder = _extension(config, vocabulary).folder
     return load_grown(folder) if is_whole(folder) else None
 
 
 def sketched_run_tokenizer(config: RunConfig, num_bytes: int) -> Tokenizer:
     """Return about what a run's tokenizer will be, from so much of each of its texts."""
     assert config.method.vocabulary is not None
-    base, first_id = load_tokenizer(config.model), load_base_config(config.model).vocab_size
-    texts = read_texts(_learned_on(config), config.corpus, num_bytes)
-    return sketched_tokenizer(base, first_id, config.method.vocabulary, texts)
+    return _extension(config, config.method.vocabulary).sketched(num_bytes)
 
 
 def _learned_on(config: RunConfig) -> list[CorpusSource]:
@@ -228,9 +229,9 @@ def grow_plainly(base: PreTrainedModel, pieces: NewPieces) -> PreTrainedModel:
     return base
 
 
-def beside_new_tokens(base: ModelConfig, trained: Any) -> nn.Module | PreTrainedModel:
-    """Load the untouched base, which reads the tokens that a trained plain model has beside its own."""
-    loaded = load_base(base)
+def beside_new_tokens(base: PreTrainedModel, trained: Any) -> nn.Module | PreTrainedModel:
+    """Return an untouched base, still whole, that reads the tokens which a trained plain model has beside its own."""
     if not getattr(trained.config, "new_tokens", None):
-        return loaded
-    return BaseOfNewTokens(loaded, NewPieces.written(trained.config.to_dict()).rows(loaded), trained.config)
+        return base
+    new = NewPieces.written(trained.config.to_dict()).rows(base).to(trained.device)
+    return BaseOfNewTokens(base, new, trained.config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -40,83 +41,67 @@ _STALE = (SENTENCEPIECE, "vocab.json", "merges.txt", "added_tokens.json")
 _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 
-def grown_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    first_id: int,
-    vocabulary: VocabularyConfig,
-    sources: Sequence[TextSource],
-    cache_dir: Path,
-    reading: ReadingConfig,
-) -> PreTrainedTokenizerBase:
-    """Return a base's tokenizer with the tokens that a config adds: from the cache, where they were learned before.
+@dataclass(frozen=True)
+class Extension:
+    """The tokens that a config adds to a base's tokenizer."""
 
-    Args:
-        tokenizer: the base's.
-        first_id: of the new tokens: how many rows the base's embedding has.
-        vocabulary: what is added.
-        sources: the texts that they are learned on.
-        cache_dir: where what was learned lies, with the tokenised corpora.
-        reading: limits of the texts.
+    base: PreTrainedTokenizerBase
+    first_id: int  # of the new tokens: how many rows the base's embedding has
+    vocabulary: VocabularyConfig  # what is added
+    sources: Sequence[TextSource]  # the texts that they are learned on
+    reading: ReadingConfig  # limits of the texts
+    cache_dir: Path  # where what was learned lies, with the tokenised corpora
 
-    Raises:
-        BaseModelError: no token can be added to it, or it has the script already; a given folder is not of this base.
-        ConfigError: more tokens than the texts give, or a number that llama.cpp takes for another model.
-        CorpusError: a source cannot be read.
-    """
-    if vocabulary.folder is not None:
-        return _given(tokenizer, first_id, vocabulary.folder)
-    folder = learned_folder(tokenizer, first_id, vocabulary, sources, cache_dir, reading)
-    if not is_whole(folder):
-        num_new, min_count = num_added(first_id, vocabulary), vocabulary.min_count
-        new = _learned(tokenizer, first_id, vocabulary, read_texts(sources, reading, _BYTES_READ), min_count)
-        if len(new) < num_new:
-            raise ConfigError(
-                f"method.vocabulary.new_tokens: {num_new:,}, but the text gives {len(new):,} that occur "
-                f"{min_count:,} times (method.vocabulary.min_count)"
-            )
-        with new_folder(folder) as partial:
-            write_grown(partial, tokenizer)
-            extended(tokenizer.backend_tokenizer, new, first_id).save(str(partial / TOKENIZER_FILES[0]))
-    return load_grown(folder)
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the base's tokenizer with the new tokens: from the cache, where they were learned before.
 
+        Raises:
+            BaseModelError: no token can be added to it, or it has the script already; a given folder is not of this
+                base.
+            ConfigError: more tokens than the texts give, or a number that llama.cpp takes for another model.
+            CorpusError: a source cannot be read.
+        """
+        if self.vocabulary.folder is not None:
+            return _given(self.base, self.first_id, self.vocabulary.folder)
+        if not is_whole(folder := self.folder):
+            num_new, min_count = num_added(self.first_id, self.vocabulary), self.vocabulary.min_count
+            new = self._learned(_BYTES_READ, min_count)
+            if len(new) < num_new:
+                raise ConfigError(
+                    f"method.vocabulary.new_tokens: {num_new:,}, but the text gives {len(new):,} that occur "
+                    f"{min_count:,} times (method.vocabulary.min_count)"
+                )
+            with new_folder(folder) as partial:
+                write_grown(partial, self.base)
+                extended(self.base.backend_tokenizer, new, self.first_id).save(str(partial / TOKENIZER_FILES[0]))
+        return load_grown(folder)
 
-def learned_folder(
-    tokenizer: PreTrainedTokenizerBase,
-    first_id: int,
-    vocabulary: VocabularyConfig,
-    sources: Sequence[TextSource],
-    cache_dir: Path,
-    reading: ReadingConfig,
-) -> Path:
-    """Return where what is learned lies, or will; arguments as of `grown_tokenizer`."""
-    learned = {
-        "format": _FORMAT_VERSION,
-        "sources": [content_name(source, tokenizer, cache_dir, reading) for source in sources],
-        "script": Script.named(vocabulary.script).ranges,
-        "new_tokens": num_added(first_id, vocabulary),
-        "first_id": first_id,
-        "min_count": vocabulary.min_count,
-    }
-    return cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+    @property
+    def folder(self) -> Path:
+        """Where what is learned lies, or will."""
+        learned = {
+            "format": _FORMAT_VERSION,
+            "sources": [content_name(source, self.base, self.cache_dir, self.reading) for source in self.sources],
+            "script": Script.named(self.vocabulary.script).ranges,
+            "new_tokens": num_added(self.first_id, self.vocabulary),
+            "first_id": self.first_id,
+            "min_count": self.vocabulary.min_count,
+        }
+        return self.cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
 
+    def sketched(self, num_bytes: int) -> Tokenizer:
+        """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens."""
+        new = self._learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
+        return extended(self.base.backend_tokenizer, new, self.first_id)
 
-def sketched_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, first_id: int, vocabulary: VocabularyConfig, texts: Iterable[str]
-) -> Tokenizer:
-    """Return about what a tokenizer will be, learned on the beginnings of texts; it may lack the rarest tokens."""
-    new = _learned(tokenizer, first_id, vocabulary, texts, min(vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
-    return extended(tokenizer.backend_tokenizer, new, first_id)
-
-
-def _learned(
-    tokenizer: PreTrainedTokenizerBase, first_id: int, vocabulary: VocabularyConfig, texts: Iterable[str], least: int
-) -> list[NewToken]:
-    backend = tokenizer.backend_tokenizer
-    spelling, script = Spelling.of(backend, tokenizer.name_or_path), Script.named(vocabulary.script)
-    _check_script_is_new(tokenizer, spelling, script, vocabulary.script)
-    num_new = num_added(first_id, vocabulary)
-    check_size(first_id + num_new)
-    return learn(count_words(texts, backend, script), backend, spelling, script, most=num_new, min_count=least)
+    def _learned(self, num_bytes: int, min_count: int) -> list[NewToken]:
+        backend, name = self.base.backend_tokenizer, self.vocabulary.script
+        spelling, script = Spelling.of(backend, self.base.name_or_path), Script.named(name)
+        _check_script_is_new(self.base, spelling, script, name)
+        num_new = num_added(self.first_id, self.vocabulary)
+        check_size(self.first_id + num_new)
+        words = count_words(read_texts(self.sources, self.reading, num_bytes), backend, script)
+        return learn(words, backend, spelling, script, most=num_new, min_count=min_count)
 
 
 def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
@@ -161,6 +146,8 @@ def _check_script_is_new(tokenizer: PreTrainedTokenizerBase, spelling: Spelling,
 
 def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a folder, whose new ids begin where the base's rows end."""
+    if not Path(folder).is_dir():
+        raise BaseModelError(f"method.vocabulary.folder: {folder}: no such folder")
     try:
         given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
@@ -174,7 +161,8 @@ def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> Pr
             f"method.vocabulary.folder: {folder} does not add its tokens from {first_id:,} on, where the base's "
             f"embedding of {first_id:,} rows ends, to a vocabulary without gaps"
         )
-    if moved := next((token for token, index in given.get_vocab().items() if old.get(token, index) != index), None):
+    in_order = sorted(given.get_vocab().items(), key=lambda item: item[1])
+    if moved := next((token for token, index in in_order if old.get(token, index) != index), None):
         raise BaseModelError(f"method.vocabulary.folder: {folder} gives another id to the base's token {moved!r}")
     check_size(first_id + len(new))
     return given

@@ -131,9 +131,6 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     config = config_of(shared_data, tmp_path)
     with pytest.raises(ValueError, match="lora takes no new tokens"):
         config_of(shared_data, tmp_path, "lora")
-    sharded = {**config.model_dump(), "train": {**config.train.model_dump(), "sharding": "expansion"}}
-    with pytest.raises(ValueError, match="new tokens train unsharded only"):
-        RunConfig.model_validate(sharded)
     upscale(config)
     train(config, None, lambda _: None)
     with pytest.raises(BaseModelError, match=r"method\.vocabulary: .* is widened; only a plain base takes new tokens"):

@@ -32,6 +32,7 @@ from scale_cli.training.sharding import changed_parts, hash_parts, local_part, s
 from scale_cli.upscale.folder import MethodModel, load_model
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from scale_cli.vocabulary import proofs
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import configs_in
 from tests.widening import tiny_llama
@@ -44,6 +45,8 @@ SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama
 _OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
 OF_BASELINES = {v: (f"method.variant={v}", *(_OF_LORA if v == "lora" else ())) for v in SHARDED_BASELINES}
 EVALUATED_BASELINES = ("freeze", "lora")
+GROWN = ("route", "full")
+_OF_GROWN = "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}"
 # Without sharding four processes do what two do, and so does a checkpoint of theirs.
 IN_FOUR = ("expansion", "all")
 GOES_ON = (("none", "one"), ("expansion", "one"), ("all", "one"), ("lora", "one"), ("all", "four"), ("lora", "four"))
@@ -120,6 +123,13 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     add("average-two", *average, "train.micro_batch_size=2", "train.sharding=all")
     train(add("muon-one", "train.optimiser=muon"), None, print)
     add("muon-two", "train.optimiser=muon", "train.micro_batch_size=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proofs, "_CODE_POINTS", range(0x500))
+        patch.setattr(proofs, "_NUM_RANDOM", 200)
+        for variant in GROWN:
+            grown = (f"method.variant={variant}", "method.collaboration.layers=null", _OF_GROWN, evaluated)
+            train(add(f"grown-{variant}-one", *grown), None, print)
+            add(f"grown-{variant}-two", *grown, "train.micro_batch_size=2", "train.sharding=all")
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
     train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
     train(add("branch-one", *branch), None, print)
@@ -165,6 +175,14 @@ def test_an_average_is_the_same_sharded_and_is_of_no_effect_on_what_is_trained(r
 @pytest.mark.parametrize("variant", SHARDED_BASELINES)
 def test_a_sharded_baseline_gives_the_losses_of_one_process(runs: Runs, variant: str) -> None:
     assert runs.losses(f"{variant}-two") == pytest.approx(runs.losses(f"{variant}-one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", GROWN)
+def test_new_tokens_train_sharded_and_are_heard_beside_the_base_as_in_one_process(runs: Runs, variant: str) -> None:
+    one, two = (f"grown-{variant}-{number}" for number in ("one", "two"))
+    assert runs.losses(two) == pytest.approx(runs.losses(one), rel=1e-5)
+    (expected,), (found,) = runs.evaluations(one), runs.evaluations(two)
+    assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("first", "processes"), GOES_ON)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -189,10 +190,21 @@ def test_each_token_occurs_as_often_as_a_plain_learner_counts() -> None:
     assert [token.token for token in learned] == by_the_book
 
 
-def test_a_tokenizer_of_another_kind_is_refused_by_name() -> None:
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(BaseModelError, match=r"the tokenizer of a base \(WordLevel\) is neither"):
-        Spelling.of(words, "a base")
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        (models.WordLevel({"a": 0}, unk_token="a"), "WordLevel"),
+        (models.WordPiece({"a": 0}, unk_token="a"), "WordPiece with continuing_subword_prefix"),
+        (models.Unigram([("a", 0.0)], 0, byte_fallback=True), "Unigram"),
+        (models.BPE({"a": 0}, []), "BPE"),  # without bytes
+        (models.BPE({"a": 0}, [], byte_fallback=True, end_of_word_suffix="</w>"), "BPE with end_of_word_suffix"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any, kind: str) -> None:
+    with pytest.raises(BaseModelError, match=rf"the tokenizer of a base \({kind}\) is neither") as refused:
+        Spelling.of(Tokenizer(model), "a base")
+    assert "\n" not in str(refused.value)
 
 
 @settings(max_examples=100, deadline=None)

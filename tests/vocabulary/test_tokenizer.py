@@ -13,7 +13,7 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.tokenizer import grown_tokenizer
+from scale_cli.vocabulary.tokenizer import Extension
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 ROWS = 8192
@@ -30,7 +30,7 @@ def grow(
     (tmp_path / "ko.txt").write_text(text, encoding="utf-8")
     source = TextSource(name="ko", path=str(tmp_path / "ko.txt"), language="ko")
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
-    return grown_tokenizer(base, first_id, vocabulary, [source], tmp_path / "cache", ReadingConfig())
+    return Extension(base, first_id, vocabulary, [source], ReadingConfig(), tmp_path / "cache").tokenizer()
 
 
 def test_what_was_learned_is_kept_by_content(
@@ -77,7 +77,7 @@ def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
     [
         ({"new_tokens": 4096}, ConfigError, r"4,096, but the text gives \d+ that occur 1 times"),
         ({"new_tokens": 49_152 - ROWS}, ConfigError, "49,152 tokens in all are what llama.cpp knows another model by"),
-        ({"folder": "/nowhere"}, BaseModelError, "/nowhere holds no tokenizer"),
+        ({"folder": "/nowhere"}, BaseModelError, "folder: /nowhere: no such folder"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
