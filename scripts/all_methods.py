@@ -188,9 +188,9 @@ def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: 
     """Return the best of what is tried: by what the last phase comes to, each try's upon its own of the one before."""
     points, begun, trials = parse_grid(method.tried, paired=True).points, list[str](), list[Any]()
     for words in phases(method, steps, folder / "tuning", TUNING_SEED):
-        fixed = [word for word in words if not word.startswith(BEGUN)]
-        scale("sweep", str(path), *overrides, *fixed, *method.tried, *begun, "--paired")
-        trials = read_json(Path(fixed[-1].partition("=")[2]) / "report" / "report.json")["trials"]
+        # What the phase begins with stands in the words too, so that they make a config; each try has its own.
+        scale("sweep", str(path), *overrides, *words, *method.tried, *begun, "--paired")
+        trials = read_json(Path(words[-1].partition("=")[2]) / "report" / "report.json")["trials"]
         folders = {
             tuple(value for value in one["values"] if not value.startswith(BEGUN)): one["folder"] for one in trials
         }

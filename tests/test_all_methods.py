@@ -67,13 +67,14 @@ def test_every_run_and_every_tuning_has_the_steps_that_are_reported(configs: dic
 
 
 def test_a_later_phase_is_tuned_upon_its_own_try_of_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
     asked: list[list[str]] = []
 
     def scale(*words: str) -> None:
         asked.append([*words])
         grid = parse_grid(words[2:-1], paired=True)
+        load_config(PETITIONS, [*given, *grid.shared])  # as the verb does
         (place,) = [word.partition("=")[2] for word in grid.shared if word.startswith("output_dir=")]
         trials = [{"values": [*point], "folder": f"{place}/{number}"} for number, point in enumerate(grid.points)]
         (tmp_path / place / "report").mkdir(parents=True)
@@ -81,12 +82,11 @@ def test_a_later_phase_is_tuned_upon_its_own_try_of_the_one_before(
 
     monkeypatch.setattr(all_methods, "scale", scale)
     monkeypatch.chdir(tmp_path)
-    best = tune(METHODS["elo"], PETITIONS, [], Path("elo"), 125)
+    best = tune(METHODS["elo"], PETITIONS, [*METHODS["elo"].overrides], Path("elo"), 125)
     points = parse_grid(METHODS["elo"].tried, paired=True).points
     assert tuple(best) == points[-1], "what the last phase ranked first, and nothing of where it began"
-    assert [word for word in asked[1] if word.startswith("train.init_from=")] == [
-        "train.init_from=" + ",".join(json.dumps(f"elo/tuning-phase1/{number}/final") for number in range(len(points)))
-    ]
+    of_each = ",".join(json.dumps(f"elo/tuning-phase1/{number}/final") for number in range(len(points)))
+    assert asked[1][-2] == f"train.init_from={of_each}"
 
 
 def test_nothing_is_tuned_on_what_is_trained_on_or_reported(configs: dict[str, RunConfig], given: list[str]) -> None:
