@@ -76,6 +76,12 @@ def test_a_budget_draws_the_same_runs_every_time(config: Path, monkeypatch: pyte
     assert swept(config, "train.lr=1,2,3,4,5", "seed=1,2,3", max_runs=4) == drawn
 
 
+def test_runs_of_different_tokens_rank_by_what_a_byte_costs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {("train.lr=1",): (1.0, 3.0), ("train.lr=2",): (9.0, 2.0)}  # nats a token, bits a byte
+    monkeypatch.setattr(sweeping, "_trial", lambda values, *_: sweeping.Trial(values, "", *costs[values]))
+    assert [trial.bits_per_byte for trial in swept(config, "train.lr=1,2")] == [2.0, 3.0]
+
+
 def test_without_a_text_to_rank_by_nothing_is_run(config: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no corpus of role acquisition to rank runs by"):
         swept(config, "train.lr=1,2", "evaluation.perplexity.0.role=retention")
