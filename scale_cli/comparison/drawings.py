@@ -11,7 +11,6 @@ from typing import Any
 from scale_cli.comparison.options import Option, corpora_in_words, corpus_of, front, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.names import language_name
-from scale_cli.evaluation.results import BenchmarkHead
 from scale_cli.report.figures import (
     LIGHT,
     MARKS,
@@ -235,11 +234,12 @@ def draw_tasks(figure: Any, width: float, runs: Sequence[ComparedRun]) -> None:
     """Draw one panel for every benchmark (there is one), all on one scale, with a bar for every run."""
     results = benchmarks_of(runs)
     height = 90 + 22.0 * len(runs)
-    reach = [end for run in runs for result in results for end in _difference_in_points(_served(run, result.name))]
+    reach = [end for run in runs for result in results for end in _ends(_served(run, result.name))]
     for result, (left, top, right) in zip(results, _grid(figure, width, len(results), height), strict=True):
         labels = min(0.3 * (right - left), max(text_width(run.name, _SIZE) for run in runs) + 4)
         axes = panel(figure, left + labels + 10, top + 44, right - 48, top + height - 46)
-        base = f"base {number(in_points(result.heads['base'].metrics['acc']).value, 1)} % of {result.num_items:,} items"
+        of_base = in_points(result.heads["base"].metrics[result.judged_by])
+        base = f"base {number(of_base.value, 1)} % of {result.num_items:,} items"
         _set_title(axes, f"{result.name}, {language_name(result.language)}", base, right - left, labels + 10)
         _set_rows(axes, [(run.name, run.method.variant) for run in runs], labels)
         axes.set_xlim(min([0.0, *reach]) - 0.3, max([0.0, *reach]) + 0.3)
@@ -251,25 +251,28 @@ def draw_tasks(figure: Any, width: float, runs: Sequence[ComparedRun]) -> None:
             _draw_task_bar(axes, row, run, _served(run, result.name))
 
 
-def _served(run: ComparedRun, name: str) -> BenchmarkHead | None:
+def _served(run: ComparedRun, name: str) -> tuple[Interval, float | None] | None:
+    """Return the difference of what is served from the base in points, and its p-value; None where there is none."""
     result = run.report.benchmark(name)
-    return None if result is None else result.heads[run.report.served]
+    if result is None:
+        return None
+    head = result.heads[run.report.served]
+    points = in_points(head.differences[result.judged_by])
+    return None if points.value is None else (points, head.p_holm)
 
 
-def _difference_in_points(head: BenchmarkHead | None) -> list[float]:
-    if head is None:
-        return []
-    points = in_points(head.differences["acc"])
+def _ends(served: tuple[Interval, float | None] | None) -> list[float]:
+    points = Interval(None, None, None) if served is None else served[0]
     return [end for end in (points.value, points.low, points.high) if end is not None]
 
 
-def _draw_task_bar(axes: Any, row: int, run: ComparedRun, head: BenchmarkHead | None) -> None:
-    if head is None or head.differences["acc"].value is None:
+def _draw_task_bar(axes: Any, row: int, run: ComparedRun, served: tuple[Interval, float | None] | None) -> None:
+    if served is None:
         _beside_row(axes, row, "none", LIGHT["muted"])
         return
-    points, colour = in_points(head.differences["acc"]), LIGHT[run.method.variant]
-    text = f"{run.name}: {number(points.value, 1, '+')} {bounds(points, 1)}, {difference_in_words(points, head.p_holm)}"
-    filled = shows_difference(head.p_holm)
+    (points, p_holm), colour = served, LIGHT[run.method.variant]
+    text = f"{run.name}: {number(points.value, 1, '+')} {bounds(points, 1)}, {difference_in_words(points, p_holm)}"
+    filled = shows_difference(p_holm)
     _draw_bar(axes, row, points.value or 0.0, colour, colour if filled else LIGHT["paper"], text)
     if points.low is not None and points.high is not None:
         axes.plot((points.low, points.high), (row, row), color=LIGHT["ink"], linewidth=1.2)

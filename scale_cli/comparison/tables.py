@@ -164,7 +164,7 @@ def _benchmark_table(options: Sequence[Option], result: BenchmarkResult) -> Tabl
     metrics = result.heads["base"].metrics
     titles = [
         *(Cell(metric.replace("_", " "), "%, 95 %") for metric in metrics),
-        Cell("acc − base", "points, 95 %"),
+        Cell(f"{result.judged_by.replace('_', ' ')} − base", "points, 95 %"),
         Cell("items", "gained / lost"),
         Cell("difference", "Holm-corrected"),
     ]
@@ -179,7 +179,7 @@ def _benchmark_cells(option: Option, name: str, metrics: Sequence[str]) -> Row:
     if result is None:
         return ["not measured", *[DASH] * (len(metrics) + 2)]
     head = result.heads[option.head]
-    difference = head.differences["acc"]
+    difference = head.differences[result.judged_by]
     return [
         *(_points(head.metrics[metric], bounds_sign="") for metric in metrics),
         _points(difference, "+", "+"),

@@ -5,29 +5,37 @@ both routing rules follow from what the heads said of them. The router has seen 
 continuation, as it has when the model is served.
 
 Tokens are those of lm-eval's own `hf` model: the same encoding, the same token before an empty context, the same
-truncation from the left. So its score of an exported model is the adaptation head's here.
+truncation from the left. So its score of an exported model is the adaptation head's here. What is generated is what
+that model itself generates from every head: stop strings, lengths and sampling are lm-eval's.
 
 Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, R of many, T positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import has_bos_prefix
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RouterConfig
 from scale_cli.errors import RunError
+from scale_cli.evaluation.generating import GeneratingHead
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import score_tokens
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.processes import ALONE, Share, gathered
 
+# lm-eval's own, where a task samples its answers.
+_SEED = 1234
 # A context and a continuation, as text and as token ids: what lm-eval hands on.
 Encoded = tuple[tuple[str, str], list[int], list[int]]
 
@@ -64,6 +72,9 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
         self._share = share
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
+        self._texts: dict[
+            str, dict[tuple[str, str], list[str]]
+        ] = {}  # of every head, by request; in turn, if asked often
 
     @property
     def eot_token_id(self) -> int:
@@ -100,6 +111,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     def forget(self) -> None:
         """Drop what has been observed."""
         self._scores.clear()
+        self._texts.clear()
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of both; white space that ends a context goes to the continuation, and may be all of it."""
@@ -155,6 +167,85 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         """Refuse: perplexity is measured without lm-eval."""
         raise NotImplementedError
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Refuse: only multiple choice is measured."""
-        raise NotImplementedError
+    def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+        """Return what the chosen head answers to each request; all of them have been given to `generate`."""
+        texts, asked = self._texts[self.head], Counter[tuple[str, str]]()
+        answers = []
+        for request in requests:
+            key = _key(request)
+            answers.append(texts[key][asked[key]])
+            asked[key] += 1
+        return answers
+
+    def generate(self, requests: list[Any]) -> None:
+        """Let every head answer, by lm-eval's own `hf` model.
+
+        Args:
+            requests: lm-eval's instances, each as often as it is asked.
+
+        Raises:
+            RunError: the model cannot read as much as a task lets it write.
+        """
+        answering = GeneratingHead(self._model, self._router)
+        lm_eval_model = HFLM(
+            answering,
+            backend="causal",
+            tokenizer=self.tokenizer,
+            max_length=self._max_length,
+            batch_size=self._batch_size,
+            mixed_precision_dtype=torch.bfloat16 if self._mixed_precision == "bf16" else None,
+        )
+        batches = self._generation_batches(requests, lm_eval_model.max_gen_toks)
+        share = self._share
+        shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
+        lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
+        shown = self.progress is not None
+        with tqdm(
+            total=len(requests) * len(HEADS), desc=self.progress, unit=" answers", disable=not shown, leave=False
+        ) as bar:
+            for head in HEADS:
+                answering.head, mine = head, []
+                for batch in shares[share.index]:
+                    torch.manual_seed(_SEED)
+                    mine += lm_eval_model.generate_until(batch, disable_tqdm=True)
+                    bar.update(share.num_processes * len(batch))
+                texts = self._texts.setdefault(head, defaultdict(list))
+                for of_one, said in zip(shares, _gathered_texts(mine, lengths), strict=True):
+                    for request, text in zip((one for batch in of_one for one in batch), said, strict=True):
+                        texts[_key(request)].append(text)
+
+    def _generation_batches(self, requests: list[Any], default_length: int) -> list[list[Any]]:
+        """Return requests in batches, cut before they are shared out: no answer hangs on how many share them."""
+        by_options = defaultdict(list)
+        for request in requests:
+            by_options[repr(request.args[1])].append(request)
+        batches = []
+        for alike in by_options.values():
+            length = normalize_gen_kwargs(alike[0].args[1], default_length)["max_gen_toks"]
+            if length >= self._max_length:
+                raise RunError(f"answers of {length:,} tokens are asked of a model that reads {self._max_length:,}")
+            alike.sort(key=lambda request: (-len(self.tok_encode(request.args[0])), request.args[0]))
+            batches += [alike[at : at + self._batch_size] for at in range(0, len(alike), self._batch_size)]
+        return batches
+
+
+def _key(request: Instance) -> tuple[str, str]:
+    context, options = request.args
+    return context, repr(options)
+
+
+def _gathered_texts(mine: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
+    """Return the texts of every process, in their order.
+
+    Args:
+        mine: of this process.
+        lengths: how many each has.
+    """
+    encoded = [text.encode("utf-8", "surrogatepass") + b"\0" for text in mine]
+    sizes = gathered(torch.tensor([len(text) for text in encoded], dtype=torch.long), lengths)
+    whole = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
+    everyone = gathered(whole, [int(of_one.sum()) for of_one in sizes])
+    return [
+        [bytes(part[:-1].tolist()).decode("utf-8", "surrogatepass") for part in of_one.split(of_each.tolist())]
+        for of_one, of_each in zip(everyone, sizes, strict=True)
+    ]

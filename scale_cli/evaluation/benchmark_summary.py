@@ -36,9 +36,10 @@ from scale_cli.report.numbers import Interval
 class ItemOutcome:
     """What one head made of one item."""
 
-    log_likelihoods: list[float]  # of every choice, nats
-    prediction: int  # the most likely choice
-    metrics: dict[str, float]  # lm-eval's own, of this item: `acc`, and `acc_norm` where the task reports it
+    log_likelihoods: list[float]  # of every choice, nats; none where the answer is generated
+    prediction: int | str  # the most likely choice, or what was generated
+    # lm-eval's own, of this item: `acc`, and `acc_norm` where the task reports it; of a generative task its own
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Item:
 
     subtask: str
     doc_id: int
-    gold: int | list[int]
+    gold: int | list[int] | str
     heads: dict[str, ItemOutcome]
 
     def to_json_line(self) -> str:
@@ -68,9 +69,39 @@ class BenchmarkItems:
     items: list[Item]  # under every head
     reports_macro_f1: bool  # whether lm-eval reports macro-F1 of it
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that every item has."""
+        return metrics_of(self.items)
+
+    @property
+    def judged_by(self) -> str:
+        """The metric that is tested and averaged."""
+        metric = judging_metric(self.items)
+        assert metric is not None, "a benchmark without one is not measured"
+        return metric
+
     def scores(self, metric: str) -> Values:
         """Return (N, H) per-item scores."""
         return np.array([[item.heads[head].metrics[metric] for head in HEADS] for item in self.items])
+
+
+def metrics_of(items: list[Item]) -> list[str]:
+    """Return the metrics that all of some items have."""
+    names = items[0].heads["base"].metrics
+    return [name for name in names if all(name in item.heads["base"].metrics for item in items)]
+
+
+def judging_metric(items: list[Item]) -> str | None:
+    """Return the first metric by which every item is right, wrong or in between: `acc` of multiple choice."""
+    return next(
+        (
+            name
+            for name in metrics_of(items)
+            if all(0.0 <= outcome.metrics[name] <= 1.0 for item in items for outcome in item.heads.values())
+        ),
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +146,7 @@ def summarise_benchmarks(
         rng = np.random.default_rng([seed, index])
         by_metric = _figures(benchmark, num_resamples, rng)
         results.append(_result(benchmark, by_metric, rng))
-        figures.append(by_metric["acc"])
+        figures.append(by_metric[benchmark.judged_by])
     averages = [
         _average(
             language, [figure for figure, result in zip(figures, results, strict=True) if result.language == language]
@@ -127,11 +158,10 @@ def summarise_benchmarks(
 
 def _figures(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Figure]:
     num_items, figures = len(benchmark.items), {}
-    for metric in ("acc", "acc_norm"):
-        if all(metric in item.heads["base"].metrics for item in benchmark.items):
-            scores_NH = benchmark.scores(metric)
-            resampled_RH = resampled_means(scores_NH, num_resamples, rng)
-            figures[metric] = _Figure(scores_NH.mean(axis=0), resampled_RH, num_items)
+    for metric in benchmark.metrics:
+        scores_NH = benchmark.scores(metric)
+        resampled_RH = resampled_means(scores_NH, num_resamples, rng)
+        figures[metric] = _Figure(scores_NH.mean(axis=0), resampled_RH, num_items)
     if benchmark.reports_macro_f1:
         gold_N = np.array([item.gold for item in benchmark.items])
         predicted_NH = np.array([[item.heads[head].prediction for head in HEADS] for item in benchmark.items])
@@ -143,7 +173,7 @@ def _figures(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Gener
 
 
 def _result(benchmark: BenchmarkItems, figures: dict[str, _Figure], rng: np.random.Generator) -> BenchmarkResult:
-    acc_NH = benchmark.scores("acc")
+    acc_NH = benchmark.scores(benchmark.judged_by)
     right_or_wrong = bool(np.isin(acc_NH, (0.0, 1.0)).all())
     heads = {}
     for column, head in enumerate(HEADS):
@@ -161,12 +191,18 @@ def _result(benchmark: BenchmarkItems, figures: dict[str, _Figure], rng: np.rand
         )
     source = benchmark.source
     return BenchmarkResult(
-        benchmark.name, source.language, source.role, len(benchmark.items), heads, _subtasks(benchmark)
+        benchmark.name,
+        source.language,
+        source.role,
+        len(benchmark.items),
+        heads,
+        _subtasks(benchmark),
+        benchmark.judged_by,
     )
 
 
 def _subtasks(benchmark: BenchmarkItems) -> list[SubtaskResult]:
-    acc_NH, of_item = benchmark.scores("acc"), np.array([item.subtask for item in benchmark.items])
+    acc_NH, of_item = benchmark.scores(benchmark.judged_by), np.array([item.subtask for item in benchmark.items])
     names = list(dict.fromkeys(of_item.tolist()))
     if len(names) == 1:
         return []

@@ -51,9 +51,14 @@ class Benchmark:
         return self.source.limit if self.files is None else None
 
     @property
+    def generates(self) -> bool:
+        """Whether its answers are generated; else they are chosen."""
+        return next(iter(self.tasks.values())).OUTPUT_TYPE == "generate_until"
+
+    @property
     def reports_macro_f1(self) -> bool:
         """Whether lm-eval reports macro-F1 of its tasks, as it does of KoBEST's."""
-        return any(_reports_macro_f1(task) for task in self.tasks.values())
+        return not self.generates and any(_reports_macro_f1(task) for task in self.tasks.values())
 
     def seed_examples(self) -> None:
         """Make lm-eval draw, for the requests that it builds next, the few-shot examples that it drew before."""
@@ -65,7 +70,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], li
     """Open every benchmark.
 
     Returns:
-        Those that can be measured, and those that cannot: no data here and no hub, or not multiple choice.
+        Those that can be measured, and those that cannot: no data here and no hub, or neither chosen nor generated.
 
     Raises:
         ConfigError: lm-eval has no task of that name, or a prompt does not fit.
@@ -132,15 +137,30 @@ def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:
     except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and the rest still run
         offline = "" if is_online else "its data is not here, and the hub cannot be reached "
         return SkippedBenchmark(source.name, f"{offline}({one_line(error)})")
-    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()} - {"multiple_choice"})
-    if kinds:
-        return SkippedBenchmark(source.name, f"only multiple choice is measured, and this is {', '.join(kinds)}")
+    if (reason := _not_measured(tasks)) is not None:
+        return SkippedBenchmark(source.name, reason)
     for task in tasks.values():
         _set_fewshot(task, source)
     # Items of a group's tasks are pooled, as lm-eval weighs them by size; the F1 of different classes cannot be.
     if any(_reports_macro_f1(task) for task in tasks.values()):
         return [Benchmark(name, source, {name: task}, None) for name, task in tasks.items()]
     return [Benchmark(source.name, source, tasks, None)]
+
+
+def _not_measured(tasks: dict[str, Any]) -> str | None:
+    """Return why tasks cannot be measured; None where they can."""
+    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
+    if kinds not in (["multiple_choice"], ["generate_until"]):
+        return f"only multiple choice and generate_until are measured, one at a time, and this is {', '.join(kinds)}"
+    if any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values()):
+        return "it runs code that the model has written"
+    if kinds == ["generate_until"]:
+        metrics = {
+            name: metric for task in tasks.values() for name, metric in getattr(task, "_metric_fn_list", {}).items()
+        }
+        if lacking := sorted(name for name, metric in metrics.items() if metric is None):
+            return f"{lacking[0]} is no metric of lm-eval's own, and no code is fetched from the hub"
+    return None
 
 
 def _set_fewshot(task: Any, source: BenchmarkSource) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from scale_cli.evaluation.benchmark_summary import (
     Item,
     ItemOutcome,
     MeasuredBenchmarks,
+    judging_metric,
     summarise_benchmarks,
 )
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, quiet_lm_eval
@@ -68,13 +69,13 @@ class OpenedBenchmarks:
         return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
 
     def accuracies(self, model: HeadedModel, config: RunConfig, max_items: int, share: Share) -> Losses:
-        """Return `acc` of every head on the first items of every task, by benchmark; arguments as of `measure`."""
+        """Return what each is judged by of every head, on the first items of every task; arguments as of `measure`."""
         return {
             benchmark.name: {
-                head: finite(float(np.mean([item.heads[head].metrics["acc"] for item in items]))) for head in HEADS
+                head: finite(float(np.mean([item.heads[head].metrics[judged_by] for item in items]))) for head in HEADS
             }
             for benchmark, items in self._items(model, config, share, max_items)
-            if not isinstance(items, RunError)
+            if not isinstance(items, RunError) and (judged_by := judging_metric(items)) is not None
         }
 
     def _items(
@@ -109,14 +110,18 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
         max_items: of every task, where that is less than the benchmark's own limit.
 
     Raises:
-        RunError: lm-eval cannot score a request, or reports no accuracy.
+        RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
     """
     tasks, limit = benchmark.tasks, min(benchmark.limit or sys.maxsize, max_items or sys.maxsize)
     benchmark.seed_examples()
     with quiet_lm_eval():
         for task in tasks.values():
             task.build_all_requests(limit=limit)
-    answers.loglikelihood([request for task in tasks.values() for request in task.instances])
+    requests = [request for task in tasks.values() for request in task.instances]
+    if benchmark.generates:
+        answers.generate([request for request in requests for _ in range(request.repeats)])
+    else:
+        answers.loglikelihood(requests)
     samples: dict[str, Any] = {}
     for head in HEADS:
         answers.head = head
@@ -125,12 +130,46 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
             samples[head] = evaluate(answers, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]
     items = []
     for name in tasks:
-        by_head = [samples[head][name] for head in HEADS]
-        first_filter = by_head[0][0]["filter"]
-        for logged in zip(*by_head, strict=True):
-            if logged[0]["filter"] == first_filter:
+        filters = list(dict.fromkeys(sample["filter"] for sample in samples["base"][name]))
+        by_filter = [
+            [[sample for sample in samples[head][name] if sample["filter"] == kept] for head in HEADS]
+            for kept in filters
+        ]
+        if benchmark.generates:
+            for of_item in zip(*(zip(*by_head, strict=True) for by_head in by_filter), strict=True):
+                items.append(_generated_item(tasks[name], name, dict(zip(filters, of_item, strict=True))))
+        else:
+            for logged in zip(*by_filter[0], strict=True):
                 items.append(_item(benchmark, name, dict(zip(HEADS, logged, strict=True))))
+    if judging_metric(items) is None:
+        raise RunError("lm-eval reports nothing by which an item is right or wrong")
     return items
+
+
+def _generated_item(task: Any, task_name: str, logged: dict[str, Sequence[dict[str, Any]]]) -> Item:
+    """Return an item whose answers are generated, with those metrics that are means over items, larger being better.
+
+    Args:
+        task: lm-eval's.
+        task_name: of it.
+        logged: by filter, what lm-eval logged under every head.
+    """
+    means = [
+        metric
+        for metric, aggregated in task.aggregation().items()
+        if getattr(aggregated, "__name__", "") == "mean" and task.higher_is_better().get(metric, True)
+    ]
+    samples = next(iter(logged.values()))
+    outcomes = {}
+    for place, head in enumerate(HEADS):
+        metrics = {
+            metric if len(logged) == 1 else f"{metric}, {name}": float(of_filter[place][metric])
+            for name, of_filter in logged.items()
+            for metric in means
+            if isinstance(of_filter[place].get(metric), int | float | np.number)
+        }
+        outcomes[head] = ItemOutcome([], str(samples[place]["resps"][0][0]), metrics)
+    return Item(task_name, samples[0]["doc_id"], str(samples[0]["target"]), outcomes)
 
 
 def _item(benchmark: Benchmark, task_name: str, logged: dict[str, Any]) -> Item:

@@ -101,12 +101,12 @@ def _benchmark_rows(report: Report) -> list[list[str]]:
                 figures = [number(benchmark.heads[head].metrics[metric].value) for head in _heads_shown(report)]
                 served = benchmark.heads[report.served]
                 difference = with_interval(served.differences[metric], 4)
-                said = _verdict(served) if metric == "acc" else ""
-                rows.append([f"  {benchmark.name}", _METRICS[metric], *figures, difference, said])
+                said = _verdict(served) if metric == benchmark.judged_by else ""
+                rows.append([f"  {benchmark.name}", _METRICS.get(metric, metric), *figures, difference, said])
         if average.num_benchmarks > 1:
             figures = [number(average.acc[head].value) for head in _heads_shown(report)]
             difference = with_interval(average.acc_difference[report.served], 4)
-            rows.append(["  average", _METRICS["acc"], *figures, difference, ""])
+            rows.append(["  average", _average_of(report, average), *figures, difference, ""])
     return rows
 
 
@@ -115,7 +115,12 @@ def _of_language(report: Report, average: LanguageAverage) -> list[BenchmarkResu
 
 
 def _metrics(benchmark: BenchmarkResult) -> list[str]:
-    return [metric for metric in _METRICS if metric in benchmark.heads["base"].metrics]
+    return list(benchmark.heads["base"].metrics)
+
+
+def _average_of(report: Report, average: LanguageAverage) -> str:
+    judged_by = {benchmark.judged_by for benchmark in _of_language(report, average)}
+    return _METRICS["acc"] if judged_by == {"acc"} else "first metrics"
 
 
 def _verdict(head: BenchmarkHead) -> str:
@@ -204,14 +209,16 @@ def _benchmark_table(report: Report, average: LanguageAverage) -> Table:
         for metric in _metrics(benchmark):
             figures = [number(benchmark.heads[name].metrics[metric].value) for name in HEADS]
             first, last = ["", ""], ["", ""]
-            if metric == "acc":
+            if metric == benchmark.judged_by:
                 first = [benchmark.name, f"{benchmark.num_items:,}"]
                 last = ["" if head.gained is None else f"{head.gained:,}, {head.lost:,}", _verdict(head)]
-            rows.append([*first, _METRICS[metric], *figures, with_interval(head.differences[metric]), *last])
+            rows.append(
+                [*first, _METRICS.get(metric, metric), *figures, with_interval(head.differences[metric]), *last]
+            )
     if len(benchmarks) > 1:
         figures = [number(average.acc[head].value) for head in HEADS]
         difference = with_interval(average.acc_difference[report.served])
-        rows.append([Markup("**average**"), "", _METRICS["acc"], *figures, difference, "", ""])
+        rows.append([Markup("**average**"), "", _average_of(report, average), *figures, difference, "", ""])
     return Table(titles, rows, "lrlrrrrrrl")
 
 

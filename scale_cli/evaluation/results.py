@@ -66,20 +66,22 @@ class CorpusResult:
 class BenchmarkHead:
     """One head, or one routing rule, on one benchmark."""
 
-    # `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval
+    # `acc`, and `acc_norm` and `macro_f1` where lm-eval reports them, each with its interval; of a generative task what
+    # lm-eval reports, with the name of its filter where there are several: `exact_match, strict-match`
     metrics: dict[str, Interval]
     differences: dict[str, Interval]  # of the same metrics from the base head; empty for the base head itself
     # items that this head has right and the base head wrong; None where items are not right or wrong
     gained: int | None = None
     lost: int | None = None  # the other way round
-    # of the difference in `acc`: McNemar's exact test (random sign flips where items score in between)
+    # of the difference in what the benchmark is judged by: McNemar's exact test (random sign flips where items score
+    # in between)
     p_value: float | None = None
     p_holm: float | None = None  # the same, adjusted over all benchmarks of the report
 
 
 @dataclass(frozen=True)
 class SubtaskResult:
-    """One task of a group, or one file of several: `acc` per head, without intervals."""
+    """One task of a group, or one file of several: what the benchmark is judged by per head, without intervals."""
 
     name: str
     num_items: int
@@ -96,6 +98,7 @@ class BenchmarkResult:
     num_items: int
     heads: dict[str, BenchmarkHead]
     subtasks: list[SubtaskResult] = field(default_factory=list)
+    judged_by: str = "acc"  # the metric that is tested and averaged
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class SkippedBenchmark:
 
 @dataclass(frozen=True)
 class LanguageAverage:
-    """The mean of `acc` over a language's benchmarks, each weighing the same."""
+    """The mean of what a language's benchmarks are judged by, each weighing the same."""
 
     language: str
     num_benchmarks: int

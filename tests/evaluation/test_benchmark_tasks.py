@@ -128,12 +128,14 @@ def test_a_task_whose_data_is_not_there_is_one_line_at_once_and_the_rest_are_ope
     assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
 
-def test_a_task_that_is_not_multiple_choice_is_skipped(own_tasks: Path) -> None:
-    exact = [{"metric": "exact_match", **MEAN}]
-    add_task(own_tasks, "writes", output_type="generate_until", doc_to_target="{{answer}}", metric_list=exact)
-    benchmarks, (line,) = open_benchmarks([source("writes")])
+def test_a_task_that_neither_chooses_nor_generates_is_skipped(own_tasks: Path) -> None:
+    exact = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+    add_task(own_tasks, "reads", output_type="loglikelihood", doc_to_target="{{answer}}", metric_list=exact)
+    benchmarks, (line,) = open_benchmarks([source("reads")])
     assert benchmarks == []
-    assert line.reason == "only multiple choice is measured, and this is generate_until"
+    assert (
+        line.reason == "only multiple choice and generate_until are measured, one at a time, and this is loglikelihood"
+    )
 
 
 def test_the_tasks_of_a_group_are_one_benchmark_unless_they_have_a_macro_f1(own_tasks: Path) -> None:
