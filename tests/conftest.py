@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unwaited import let_nothing_wait_for_the_disk
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torture", action="store_true", help="tests/torture in full length (make torture)")
@@ -24,6 +26,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: a file that begins first, so that no core is idle at the end")
+    let_nothing_wait_for_the_disk()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

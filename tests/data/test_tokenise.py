@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
@@ -29,6 +30,7 @@ from scale_cli.data.encoding import Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.errors import RunError
 from scale_cli.storage.atomic import verify_folder
+from tests.torture.verbs import FORKS
 
 TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
 
@@ -272,27 +274,18 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path: Path, tokenizer: P
     assert len({corpus.ids.tobytes() for corpus in made}) == 1
 
 
-PEAKS = """
-import re
-import sys
-from pathlib import Path
-
-from tokenizers import Tokenizer, models, pre_tokenizers
-
-from scale_cli.config.sources import ReadingConfig
-from scale_cli.config.sources import TextSource
-from scale_cli.data import tokenise
-from scale_cli.data.encoding import TokenizerSpec
-
-tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-for path in sys.argv[1:]:
-    recipe = TokenizerSpec(tokenizer.to_str(), (), (0,), "uint16")
-    source = TextSource(name="source", path=path, language="en")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
-    tokenise.tokenise(source, recipe, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
-    print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-"""
+def peaks_kib(paths: list[str], told: Any) -> None:
+    """Tokenise files one after the other, and tell what memory each took at its most."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for path in paths:
+        spec = TokenizerSpec(words.to_str(), (), (0,), "uint16")
+        source = TextSource(name="source", path=path, language="en")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
+        tokenise.tokenise(source, spec, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert peak
+        told.put(int(peak[1]))
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl", "parquet", "parquet.gz"])
@@ -312,7 +305,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, form: str) -> None
             pa.parquet.write_table(table, sink, row_group_size=num_documents, use_dictionary=False, compression="none")
             path.write_bytes(gzip.compress(sink.getvalue(), 1) if form.endswith("gz") else sink.getvalue())
         paths.append(str(path))
-    (tmp_path / "script.py").write_text(PEAKS)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *paths], capture_output=True, check=True)
-    small_kib, large_kib = map(int, done.stdout.split())
+    told = FORKS.Queue()
+    alone = FORKS.Process(target=peaks_kib, args=(paths, told))
+    alone.start()
+    small_kib, large_kib = told.get(timeout=120), told.get(timeout=120)
+    alone.join()
     assert (large_kib - small_kib) * 1024 < 10e6  # of 27 MB more of text; allocators keep some

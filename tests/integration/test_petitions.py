@@ -26,7 +26,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 
 
 # In the suite a quarter of the training, and fewer documents; `make proofs` takes them all.
-NUM_STEPS, NUM_DOCUMENTS = 31, 20
+NUM_STEPS, NUM_DOCUMENTS, NUM_TRAINED_DOCUMENTS = 31, 20, 300
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, in_full:
     """configs/petitions.yaml as it is shipped, but for the folders."""
     sources = ("corpus.sources.0", "evaluation.perplexity.0", "evaluation.perplexity.1")
     files = ("ko-petitions/train.txt.xz", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
-    documents = [f"evaluation.perplexity.{index}.max_documents={NUM_DOCUMENTS}" for index in (0, 1)]
+    documents = [f"{source}.max_documents={NUM_DOCUMENTS}" for source in sources[1:]]
+    documents.append(f"{sources[0]}.max_documents={NUM_TRAINED_DOCUMENTS}")
     return load_config(
         CONFIG,
         [

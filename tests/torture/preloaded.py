@@ -7,6 +7,8 @@ from importlib import import_module
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from tests.unwaited import let_nothing_wait_for_the_disk
+
 # And what verbs import only when they use it.
 for module in ("matplotlib.pyplot", "peft", "scipy.stats"):
     import_module(module)
@@ -16,3 +18,4 @@ for module in ("faults", "signals", "tiny_run"):
     import_module(f"tests.torture.{module}")
 torch.set_num_threads(1)  # a fork of a process with a pool of threads would wait for threads that it does not have
 get_checkpoint_conversion_mapping("llama")  # a quarter of a second in every process that loads a model
+let_nothing_wait_for_the_disk()

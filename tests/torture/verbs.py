@@ -23,8 +23,8 @@ from pathlib import Path
 PATIENCE_S = 240
 
 Hook = Callable[[], object]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.torture.preloaded"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.torture.preloaded"])
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Verb:
         handle, name = tempfile.mkstemp(suffix=".log")
         os.close(handle)
         self._printed = Path(name)
-        self.process: BaseProcess = _CONTEXT.Process(target=_run, args=(arguments, hook, environment or {}, name))
+        self.process: BaseProcess = FORKS.Process(target=_run, args=(arguments, hook, environment or {}, name))
         self.process.start()
 
     def kill(self) -> None:
