@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig
 
 from scale_cli.cli import main
+from scale_cli.commands import plan as plan_module
 from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
 from scale_cli.data.tokens import tokenised
@@ -119,7 +120,8 @@ def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path
     assert tokenised_corpora(config) == [None]
 
 
-def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path) -> None:
+def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     base = shared_data / "ckpt-stories260K" / "hf"
     config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
     (tmp_path / "news.txt").write_text("Once upon a time there was a cat.\n", encoding="utf-8")

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scale_cli.commands import plan as plan_module
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
-from scale_cli.commands.plan import plan
+from scale_cli.commands.plan import methods_beside, plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -151,6 +152,8 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
 def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    of_lora = next(method for method in methods_beside(MethodConfig()) if method.variant == "lora")
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [of_lora])
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
     sketched = plan(config, 1e12, None, 1)
     assert sketched.growth is not None and not sketched.growth.is_learned
