@@ -33,6 +33,7 @@ from scale_cli.training.saving import Saver
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
 from scale_cli.training.unit_rates import UnitRates, set_unit_rates
+from scale_cli.training.updates import measured_update_norm
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
 
@@ -152,10 +153,12 @@ class _Loop:
             run.state = replace(run.state, unit_rates=run.unit_rates.measured(run.accelerator, run.optimiser))
             set_unit_rates(run.optimiser, run.state.unit_rates)
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
-        with self._measured_streams(step + 1) as ratios:
+        with self._measured_streams(step + 1) as ratios, self._measured_update(step + 1) as norms:
             taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)
         if ratios and isinstance(run.model, ScaleForCausalLM):
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
+        if norms:
+            taken = replace(taken, update_norm=norms[0])
         if not self.taken:
             self.taken_since_s = started_s
         self.taken.append(taken)
@@ -171,6 +174,9 @@ class _Loop:
         if not isinstance(model, ScaleForCausalLM) or self.run.config.train.compile or not self._is_logged(done):
             return nullcontext({})
         return measured_stream_ratios(model)
+
+    def _measured_update(self, done: int) -> AbstractContextManager[list[Tensor]]:
+        return measured_update_norm(self.run.optimiser) if self._is_logged(done) else nullcontext([])
 
     def _learn(self) -> None:
         """Wait for the steps taken, and go on to the position after them."""
@@ -189,7 +195,7 @@ class _Loop:
                 run.state = run.state.advanced(result.num_tokens, result.by_source)
                 self._warn_of_spike(result)
                 if self._is_logged(run.state.step):
-                    self._log(result, step.stream_ratios)
+                    self._log(result, step)
 
     def _warn_of_spike(self, result: StepResult) -> None:
         usual = self.spikes.usual_loss_of_spike(result.loss)
@@ -208,7 +214,7 @@ class _Loop:
         message = f"step {self.run.state.step}: rms(u)/rms(x) {ratios[layer]:.4g} {where}"
         _warn(self.run, f"{message}, where it was {largest:.4g} at most; if the loss leaps too, {_advice(self.run)}")
 
-    def _log(self, result: StepResult, stream_ratios: Tensor | None) -> None:
+    def _log(self, result: StepResult, taken: TakenStep) -> None:
         """Show the loss, and write a record of that step alone.
 
         The speed and the losses of the sources are of all steps since the last record: a source may have no sequence in
@@ -226,8 +232,10 @@ class _Loop:
             record["loss_by_source"] = {source.name: loss / num for source, (loss, num) in sources if num}
         if self.run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / self.run.peak_tokens_per_s, 4)
-        if stream_ratios is not None:
-            ratios = stream_ratios.tolist()
+        if taken.update_norm is not None:
+            record["update_norm"] = float(taken.update_norm)
+        if taken.stream_ratios is not None:
+            ratios = taken.stream_ratios.tolist()
             self._warn_of_stream(ratios)
             record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
         if self.run.metrics is not None:

@@ -48,6 +48,7 @@ class TakenStep:
     num_targets: tuple[int, ...]  # of the global batch, by source
     # (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured
     stream_ratios: Tensor | None = None
+    update_norm: Tensor | None = None  # of the optimiser's step, where it was measured
 
     def result(self) -> StepResult:
         """Wait for the step, and return what it did."""
