@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
+TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 
 .PHONY: install wheel reference demo bench test proofs torture runtimes serving check format lint types layers clean
@@ -42,13 +43,22 @@ proofs: $(STAMP)  ## the petitions run in full length, and generated code: about
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
 
-runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed  ## exports in llama.cpp, built the first time in about 10 minutes, and in transformers 4
-	LLAMA_CPP=$(abspath $(RUNTIMES)) TRANSFORMERS_4=$(abspath $(TRANSFORMERS_4))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/runtimes --runtimes
+# Exports in llama.cpp, built the first time in about 10 minutes, and in transformers 4; runs in trackers.
+runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed $(TRACKERS)/.installed
+	LLAMA_CPP=$(abspath $(RUNTIMES)) TRANSFORMERS_4=$(abspath $(TRANSFORMERS_4))/bin/python \
+		TRACKERS=$(abspath $(TRACKERS))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtimes --runtimes
 
 $(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_4)
 	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
+	touch $@
+
+# Beside the libraries of .venv, which it sees; where a tracker needs another version of one, it has its own.
+$(TRACKERS)/.installed: $(STAMP) tests/runtimes/trackers.txt
+	$(PYTHON) -m venv $(TRACKERS)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$($(TRACKERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	$(TRACKERS)/bin/python -m pip install --quiet --requirement tests/runtimes/trackers.txt
 	touch $@
 
 serving: $(STAMP) $(VLLM)/.installed  ## plain exports routed by vLLM, on a processor, beside transformers: about 15 minutes

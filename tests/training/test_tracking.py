@@ -87,6 +87,18 @@ class Remembered:
     def __init__(self, _project: str, *, id: str, **_: Any) -> None:
         self.id = id
 
+    @property
+    def tracker(self) -> Remembered:
+        return self
+
+    @property
+    def resumed(self) -> bool:
+        return bool(self.sent[self.id])
+
+    @property
+    def starting_step(self) -> int:
+        return max(self.sent[self.id], default=-1) + 1
+
     def start(self) -> None:
         """Nothing to connect to."""
 
@@ -122,6 +134,31 @@ def test_a_tracker_that_keeps_what_it_was_sent_gets_no_step_twice_and_none_too_f
     log_steps(config, 4, 5)  # killed again, before it came to where it had been
     log_steps(config, 4, 9)
     assert list(Remembered.sent.values()) == [list(range(1, 10))]
+
+
+def test_what_a_killed_run_had_sent_and_its_tracker_never_got_is_sent_again(config: RunConfig) -> None:
+    log_steps(config, 1, 5)
+    (of_run,) = Remembered.sent.values()
+    del of_run[3:]  # it was on its way
+    log_steps(config, 6, 9)
+    assert list(Remembered.sent.values()) == [list(range(1, 10))]
+
+
+@pytest.mark.parametrize("sent_to_a_server", [True, False])
+def test_offline_files_of_wandb_that_nobody_has_seen_are_written_anew(
+    config: RunConfig, sent_to_a_server: bool
+) -> None:
+    log_steps(config, 1, 5)
+    (run_id,) = Remembered.sent
+    offline = RunFolder(config.output_dir).root / "wandb" / f"offline-run-20260101_000000-{run_id}"
+    offline.mkdir(parents=True)
+    if sent_to_a_server:
+        (offline / f"run-{run_id}.wandb.synced").touch()
+    else:
+        Remembered.sent[run_id].clear()  # they go with their folder
+    log_steps(config, 6, 9)
+    assert offline.is_dir() == sent_to_a_server
+    assert Remembered.sent[run_id] == list(range(1, 10))
 
 
 def test_a_run_that_begins_anew_is_another_one_in_the_tracker(config: RunConfig) -> None:
