@@ -4,8 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.planning import counting as planning
+from scale_cli.upscale.base import base_without_weights
+from scale_cli.upscale.method import build_model
+from scripts.benchmark.algebra import ideal_flops_per_token
 from scripts.benchmark.bars import Bar
 from scripts.benchmark.cases import cases, ours
 from scripts.benchmark.counting import count_flops
@@ -73,6 +78,12 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: P
     case = ours("one", settings, TINY, TINY.batches(tmp_path, seed=0))
     counted = count_flops(lambda: case.step(0))
     assert counted == ideal_flops(TINY, settings)
+    # What a run's `mfu` is reckoned by is the same, but that a fused kernel computes its scores twice.
+    with torch.device("meta"):
+        model = build_model(base_without_weights(TINY.llama_config(), "float32"), settings, 0)
+    ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
+    per_token = planning.count_flops(model, TINY.sequence_length).total(TINY.sequence_length)
+    assert per_token == pytest.approx(ideal.total, rel=1e-9)
 
 
 def test_the_head_holds_a_tenth_of_what_whole_logits_do() -> None:
