@@ -26,6 +26,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION_OF_AVERAGE
+from scale_cli.storage.records import TrainState
 from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
@@ -116,7 +117,11 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         settings = [*OF_BASELINES[variant], "train.micro_batch_size=2", f"train.sharding={sharding}"]
         add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
     trunk = RunFolder(configs["all-two"].output_dir).checkpoint(_SAVED_STEP)
-    branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3")
+    tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 2"
+    held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
+    # What has lost least is kept, since all lose something: a step before the last.
+    chooses = ("train.eval_every_steps=1", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
+    branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3", *chooses)
     add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all")
     average = ("train.average={kind: ema, steps: 3}", evaluated)
     train(add("average-one", *average), None, print)
@@ -156,6 +161,23 @@ def test_several_processes_give_the_losses_of_one(runs: Runs, name: str) -> None
 def test_branches_and_muon_have_the_losses_of_one_process_on_two(runs: Runs, name: str) -> None:
     """The branches are off a sharded checkpoint."""
     assert runs.losses(f"{name}-two") == pytest.approx(runs.losses(f"{name}-one"), rel=1e-5)
+
+
+def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Runs) -> None:
+    one, two = (runs.folder(f"branch-{number}") for number in ("one", "two"))
+    chosen = [
+        [record["best_step"] for record in runs.records(run.root.name) if "best_step" in record] for run in (one, two)
+    ]
+    assert chosen[0] == chosen[1] and len(chosen[0]) == _LAST_STEP
+    (kept,) = {TrainState.load(run.final).step for run in (one, two)}
+    assert kept == chosen[0][-1] < _LAST_STEP
+    whole, sharded = (load_tensors(run.final / "trained.safetensors") for run in (one, two))
+    for key, tensor in whole.items():
+        torch.testing.assert_close(sharded[key], tensor, atol=1e-4, rtol=1e-3)
+    last = load_model(two.checkpoint(_LAST_STEP), runs.configs["branch-two"].model)
+    assert any(
+        not torch.allclose(p, sharded[name]) for name, p in trainable_parameters(last).items() if name in sharded
+    )
 
 
 def test_an_average_is_the_same_sharded_and_is_of_no_effect_on_what_is_trained(runs: Runs) -> None:
