@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scale_cli.config.compare import BASE_KEYS, differences
 from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.same_run import BASE_KEYS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, save_tensors, verify_folder, write_text

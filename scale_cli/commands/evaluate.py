@@ -12,11 +12,11 @@ from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
-from scale_cli.evaluation.continuing import continue_prompts
-from scale_cli.evaluation.generating import GeneratingHead
+from scale_cli.evaluation.language_confusion import continue_prompts
 from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.extras import how_to_install, is_installed
 from scale_cli.processes import is_main, main_first, on_main, share
 from scale_cli.report.figures import png
@@ -56,7 +56,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
-    answers = None if asked is None else GeneratingHead(model, config.method.router)
+    answers = None if asked is None else SelectableHeads(model, config.method.router)
     for source, corpus in zip(sources, corpora, strict=True):
         shown = f"evaluating {source.name}" if main else None
         passes = Passes.of(config)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from scale_cli.config.compare import EXPORT_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.same_run import EXPORT_SECTIONS, differences
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.corpora import open_held_out_corpora
 from scale_cli.errors import ConfigError, ExportParityError
@@ -32,7 +32,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
+from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, trained_sha256
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_trained
 from scale_cli.upscale.preservation import sample_ids
@@ -127,20 +127,29 @@ def export(config: RunConfig) -> ExportSummary:
             lower_weights(lowered, getattr(torch, settings.dtype))
             assert isinstance(lowered, ScaleForCausalLM), "check_format"
             write_self_contained(lowered, tokenizer, partial)
-        elif config.method.variant == "lora":
-            from scale_cli.upscale.folder import write_peft
-
-            describe_method(partial, model, config.method, session.record)
-            copy_tokenizer(tokenizer, tokenizer_place(config.model), partial)
-            write_peft(partial, model, config.model)
         else:
-            tokenizer.save_pretrained(partial)
-            write_trained(partial, model, config.method, session.record)
+            assert export_format == "adapter", export_format
+            _write_adapter(partial, model, tokenizer, config, session.record)
         parity = _check(partial, model, prompts, config)
         licence = base_licence(config.model)
         licence.copy_files(partial)
         write_card(partial, config, parity, licence)
     return ExportSummary(folder, export_format, config.method.variant, parity)
+
+
+def _write_adapter(
+    folder: Path, model: MethodModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, record: BaseRecord
+) -> None:
+    """Write what was trained, to be put onto the base: PEFT's own folder of a LoRA."""
+    if config.method.variant != "lora":
+        tokenizer.save_pretrained(folder)
+        write_trained(folder, model, config.method, record)
+        return
+    from scale_cli.upscale.folder import write_peft
+
+    describe_method(folder, model, config.method, record)
+    copy_tokenizer(tokenizer, tokenizer_place(config.model), folder)
+    write_peft(folder, model, config.model)
 
 
 def export_folder(config: RunConfig) -> Path:
@@ -199,6 +208,7 @@ def _check(folder: Path, model: MethodModel, prompts: list[Tensor], config: RunC
         return compared(load_written(ScaleForCausalLM, folder), served_logits)
     if config.export.format == "adapter":
         return compared(load_onto_base(folder, config.model), served_logits)
+    assert config.export.format == "llama", config.export.format
     parity, routed = compared(load_written(AutoModelForCausalLM, folder), trained_logits), routed_class(folder)
     if routed is None:
         return parity

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
-from scale_cli.config.compare import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.load import load_config
+from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
@@ -63,16 +63,16 @@ from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
+from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.training.unit_rates import UnitRates, set_unit_rates
 from scale_cli.upscale.base import load_base, load_base_config
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
-from scale_cli.upscale.judging import scores_of
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
 from scale_cli.upscale.sizes import context_warnings
 from scale_cli.upscale.vocabulary import beside_new_tokens
+from scale_cli.upscale.window_scores import scores_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -300,7 +300,7 @@ def _open_run(
     if start is not None:
         state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
         state = _with_best_at_hand(state, run_folder, log)
-        set_unit_rates(optimiser, state.unit_rates)
+        set_tensor_rates(optimiser, state.tensor_rates)
     if init_from is not None and sizes.init_moments == "kept":
         load_checkpoint(init_from, model, optimiser)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
@@ -321,7 +321,7 @@ def _open_run(
         batches=batches,
         observer=_observer(config, accelerator, model, wrapped, held_out, benchmarks),
         state=state,
-        unit_rates=UnitRates.of(config, accelerator.unwrap_model(wrapped), batches),
+        tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), batches),
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=_peak(config, accelerator) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,

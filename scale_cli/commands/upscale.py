@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.config.compare import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_replay_corpora, training_sources, windows_of
 from scale_cli.data.probe import known_windows

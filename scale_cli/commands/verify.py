@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ import torch
 from scale_cli.commands.export import check_written_export
 from scale_cli.commands.join import JoinReport, check_plain_join
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import ExportFormat, ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger, TokenLedger
 from scale_cli.data.tokenise import NUM_BYTES, OFFSETS
 from scale_cli.errors import (
@@ -106,7 +107,12 @@ _FILES = {
     r"checkpoints/step-\d+": _TRAINED_FOLDER,
     r".*/final": (*_TRAINED_FOLDER, TRAINED),
     r".*/evaluation": ("report.json", "report.md", "scale.yaml"),
-    r"export/(llama|transformers|adapter)(-\w+)?": ("README.md", "config.json", ExportRecord.FILE, "scale.yaml"),
+    rf"export/({'|'.join(get_args(ExportFormat))})(-\w+)?": (
+        "README.md",
+        "config.json",
+        ExportRecord.FILE,
+        "scale.yaml",
+    ),
     r"tokens/.+-[0-9a-f]{16}": (Ledger.FILE, OFFSETS, NUM_BYTES),
 }
 

@@ -11,7 +11,7 @@ from scale_cli.comparison.options import Option, front, options_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of, setup_differences
 from scale_cli.comparison.stages import Stages, stages_of
 from scale_cli.comparison.tables import benchmark_tables, corpus_tables, methods_table, side_titles
-from scale_cli.config.names import language_name, method_in_words
+from scale_cli.config.display_names import language_name, method_in_words
 from scale_cli.report.figures import COLOURS, FONT, MARKS, Draw, svg_for_page
 from scale_cli.report.numbers import number
 from scale_cli.report.pages import markdown, page

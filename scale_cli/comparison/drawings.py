@@ -10,7 +10,7 @@ from typing import Any
 
 from scale_cli.comparison.options import Option, corpora_in_words, corpus_of, front, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
-from scale_cli.config.names import language_name
+from scale_cli.config.display_names import language_name
 from scale_cli.report.figures import (
     LIGHT,
     MARKS,
@@ -24,7 +24,7 @@ from scale_cli.report.figures import (
     text_width,
     write_at,
 )
-from scale_cli.report.labels import Place, place_labels, spread
+from scale_cli.report.label_placement import Place, place_labels, spread
 from scale_cli.report.numbers import (
     NOT_RECORDED,
     Interval,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scale_cli.comparison.runs import ComparedRun
-from scale_cli.config.names import language_name
+from scale_cli.config.display_names import language_name
 from scale_cli.evaluation.results import CorpusResult, Report
 from scale_cli.report.numbers import Interval
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from scale_cli.config.compare import differences
 from scale_cli.config.load import load_config
+from scale_cli.config.same_run import differences
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.values import Section
 from scale_cli.errors import RunFolderError, StorageError

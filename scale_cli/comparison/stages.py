@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_cli.comparison.runs import ComparedRun
-from scale_cli.config.names import language_name
+from scale_cli.config.display_names import language_name
 from scale_cli.report.numbers import number
 from scale_cli.report.tables import Cell, Row, Table
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from scale_cli.comparison.options import Option, beside_base, corpus_of, languages_of
 from scale_cli.comparison.runs import benchmarks_of
-from scale_cli.config.names import language_name, method_in_words
+from scale_cli.config.display_names import language_name, method_in_words
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
 from scale_cli.report.numbers import (
     DASH,

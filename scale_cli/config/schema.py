@@ -46,6 +46,7 @@ _LEFT_OUT = {
 }
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
+Start = Literal["svd", "normal", "copy"]
 
 
 class ModelConfig(Section):
@@ -72,9 +73,7 @@ class ExpansionConfig(Section):
     mlp_ratio: float | None = Field(
         default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
     )
-    init: Literal["svd", "normal", "copy"] = Field(
-        default="svd", description="what the added blocks start as: docs/training.md"
-    )
+    init: Start = Field(default="svd", description="what the added blocks start as: docs/training.md")
     embedding_scale: float | None = Field(
         default=1.4,
         gt=0.0,
@@ -166,8 +165,7 @@ class MethodConfig(Section):
     @property
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
-        of_lora = self.variant == "lora" and self.lora.embeddings
-        return of_lora or self.variant in ("full", "osf", "freeze", "llama-pro", "adept", "elo")
+        return not self.widens and (self.variant != "lora" or self.lora.embeddings)
 
     @property
     def routes_plainly(self) -> bool:

@@ -148,6 +148,7 @@ def _earlier_name(
 def _folder_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig, version: int
 ) -> str:
+    # A new key of a source that decides its text has to be here, or a stale cache is read.
     described = {
         "format": version,
         "content": _file_content(source, hashes) if source.dataset is None else _dataset_content(source, hashes),

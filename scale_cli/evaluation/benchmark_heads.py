@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RouterConfig
 from scale_cli.errors import RunError
-from scale_cli.evaluation.generating import GeneratingHead
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import score_tokens
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.processes import ALONE, Share, gathered
 
@@ -186,7 +186,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         Raises:
             RunError: the model cannot read as much as a task lets it write.
         """
-        answering = GeneratingHead(self._model, self._router)
+        answering = SelectableHeads(self._model, self._router)
         lm_eval_model = HFLM(
             answering,
             backend="causal",

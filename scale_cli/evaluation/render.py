@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from scale_cli.config.names import language_name, method_name
+from scale_cli.config.display_names import language_name, method_name
 from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (

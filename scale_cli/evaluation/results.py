@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scale_cli.config.compare import EVALUATE_SECTIONS, differences
 from scale_cli.config.load import load_config
+from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import finite, paired_difference
@@ -20,7 +20,7 @@ from scale_cli.storage.records import RunRecord, trained_sha256
 
 if TYPE_CHECKING:
     # They import torch, which a finished report does without.
-    from scale_cli.evaluation.continuing import Letters
+    from scale_cli.evaluation.language_confusion import Letters
     from scale_cli.evaluation.scoring import DocumentLosses
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows

@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from markupsafe import Markup
 
+from scale_cli.config.display_names import language_name, method_in_words, method_name
 from scale_cli.config.load import load_config
-from scale_cli.config.names import language_name, method_in_words, method_name
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.evaluation.guarantee import guarantee

@@ -40,7 +40,6 @@ from scale_cli.upscale.session import open_folder
 from scale_cli.upscale.tokenizer import load_tokenizer
 
 
-# What of transformers' GenerationConfig may be set beside the options that have names of their own.
 @dataclass(frozen=True)
 class _Number:
     """What an option takes: a kind of number, from the least to the most."""
@@ -50,6 +49,7 @@ class _Number:
     most: float = math.inf
 
 
+# What of transformers' GenerationConfig may be set beside the options that have names of their own.
 _OPTIONS = {
     "top_k": _Number(int, 0),
     "min_p": _Number(float, 0.0, 1.0),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from scale_cli.config.display_names import language_name, method_in_words
 from scale_cli.config.load import load_config
-from scale_cli.config.names import language_name, method_in_words
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.guarantee import NOT_COVERED

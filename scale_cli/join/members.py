@@ -90,7 +90,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
     """
     widened, session, config = _open_run(runs[0])
     base, of_runs = widened.root, [tokens_of(runs[0], session, config)]
-    record = record_base(base, root_model(config.model), of_runs[0].base)
+    record = record_base(base, root_model(config.model), of_runs[0].base_tokenizer)
     members: list[Member] = []
     configs = []
     for run in runs:
@@ -98,12 +98,12 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
             widened, session, config = _open_run(run)
             of_runs.append(tokens_of(run, session, config))
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
-            check_tokenizer(of_runs[-1].base, record)
+            check_tokenizer(of_runs[-1].base_tokenizer, record)
         _add_stages(members, widened, session.folder, config, sample_ids(session.tokenizer))
         configs.append(_where_it_lies(config, session.folder))
     if rule == "mean" and len(members) == 1:
         raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
-    tokens, prompts = joined_tokens(of_runs, base.config.vocab_size), sample_ids(of_runs[0].base)
+    tokens, prompts = joined_tokens(of_runs, base.config.vocab_size), sample_ids(of_runs[0].base_tokenizer)
     base_logits = own_logits(base, prompts)
     model = stack_reads(base, members, prior, switch_rate, rule)
     return JoinedRuns(model, members, configs, record, tokens.tokenizer, tokens.folder, prompts, base_logits)

@@ -30,19 +30,19 @@ class RunTokens:
 
     run: Path  # as it was given
     config: RunConfig  # its own
-    base: PreTrainedTokenizerBase  # the tokenizer of its plain base
+    base_tokenizer: PreTrainedTokenizerBase  # of its plain base
     tokenizer: PreTrainedTokenizerBase  # the run's: the same where it has no new tokens
     script: Script | None = None  # of the new ones
     folder: Path | None = None  # of the run that brought them
 
-    def has_those_of(self, other: RunTokens) -> bool:
+    def has_same_tokens_as(self, other: RunTokens) -> bool:
         """Return whether two runs have the same tokens."""
         one, two = (tokens.tokenizer.backend_tokenizer.to_str() for tokens in (self, other))
         return one == two
 
 
 def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
-    """Return the tokens of a run, which one that it stands upon may have brought."""
+    """Return the tokens of a run; of runs upon one another only the lowest can have brought any."""
     folder, bottom = session.folder, config
     while (below := stage_folder(bottom.model)) is not None:
         folder, bottom = below, load_config(below / "scale.yaml")
@@ -65,21 +65,20 @@ def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
     """
     distinct: list[RunTokens] = []
     for tokens in runs:
-        if tokens.script is None or any(tokens.has_those_of(other) for other in distinct):
+        if tokens.script is None or any(tokens.has_same_tokens_as(other) for other in distinct):
             continue
         for other in distinct:
             if other.script is not None and tokens.script.meets(other.script):
                 raise RunFolderError(
-                    f"{tokens.run}: adds other tokens of a script than {other.run} does, so no text of it is read "
-                    "alike by both; train one of them with method.vocabulary.folder: the final/ of the other"
+                    f"{tokens.run} and {other.run} add different tokens for one script, and cut its text differently; "
+                    "train one of them with method.vocabulary.folder: the final/ of the other"
                 )
         distinct.append(tokens)
     if len(distinct) <= 1:
         return next(iter(distinct), runs[0])
-    first, *others = (tokens.tokenizer.backend_tokenizer for tokens in distinct)
-    united = first
-    for other in others:
-        united = extended(united, new_tokens(other, first_id), united.get_vocab_size())
+    united, *others = (tokens.tokenizer.backend_tokenizer for tokens in distinct)
+    for backend in others:
+        united = extended(united, new_tokens(backend, first_id), united.get_vocab_size())
     parts = [(one.tokenizer.backend_tokenizer, one.script) for one in distinct if one.script is not None]
     texts = [
         text
@@ -90,4 +89,4 @@ def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         write_grown(Path(folder), distinct[0].tokenizer)
         united.save(str(Path(folder) / TOKENIZER_FILES[0]))
-        return RunTokens(runs[0].run, runs[0].config, runs[0].base, load_grown(Path(folder)))
+        return RunTokens(runs[0].run, runs[0].config, runs[0].base_tokenizer, load_grown(Path(folder)))

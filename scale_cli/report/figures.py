@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from scale_cli.report.labels import Place
+from scale_cli.report.label_placement import Place
 from scale_cli.report.numbers import Interval, with_interval
 from scale_cli.report.tables import num_columns
 

@@ -1,4 +1,4 @@
-"""One table, written as lines for a terminal, as Markdown, or (by templates/page.html.j2) as HTML."""
+"""One table, written as lines for a terminal, as Markdown, or (by templates/table.html.j2) as HTML."""
 
 from __future__ import annotations
 

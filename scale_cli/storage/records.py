@@ -128,7 +128,7 @@ class TrainState(RunRecord):
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
     # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
-    unit_rates: tuple[float, ...] = ()  # of every group of the optimiser, where a method measures them
+    tensor_rates: tuple[float, ...] = ()  # of every group of the optimiser, where a method measures them
     best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
 
     @classmethod

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scale_cli.config.compare import BASE_KEYS, differences
 from scale_cli.config.load import load_config
+from scale_cli.config.same_run import BASE_KEYS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.model.modeling_scale import ScaleForCausalLM

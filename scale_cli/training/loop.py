@@ -32,7 +32,7 @@ from scale_cli.training.observing import Observer, better_of
 from scale_cli.training.saving import Saver
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
-from scale_cli.training.unit_rates import UnitRates, set_unit_rates
+from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
 from scale_cli.training.updates import measured_update_norm
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
@@ -57,7 +57,7 @@ class TrainingRun:
     metrics: MetricsLog | None  # the log; None except on the main process
     # of all devices, would they do nothing but the method's products; None where it is not known
     peak_tokens_per_s: float | None = None
-    unit_rates: UnitRates | None = None  # what measures every tensor's rate, where the method has such
+    tensor_rates: TensorRates | None = None  # what measures every tensor's rate, where the method has such
     saved_step: int | None = None  # of the checkpoint in this run's folder that it began with, if it did
 
     @property
@@ -149,9 +149,9 @@ class _Loop:
 
     def _take_step(self, step: int) -> None:
         run, started_s = self.run, time.monotonic()
-        if run.unit_rates is not None and run.unit_rates.are_due(step):
-            run.state = replace(run.state, unit_rates=run.unit_rates.measured(run.accelerator, run.optimiser))
-            set_unit_rates(run.optimiser, run.state.unit_rates)
+        if run.tensor_rates is not None and run.tensor_rates.are_due(step):
+            run.state = replace(run.state, tensor_rates=run.tensor_rates.measured(run.accelerator, run.optimiser))
+            set_tensor_rates(run.optimiser, run.state.tensor_rates)
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
         with self._measured_streams(step + 1) as ratios, self._measured_update(step + 1) as norms:
             taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)

@@ -22,11 +22,11 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 # Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions.
 START, PROJECTED = "start", "projected"
-# Of a group: its rate by what its one tensor matters, where a method measures that (`training/unit_rates.py`).
-UNIT_RATE = "unit_rate"
+# Of a group: its rate by what its one tensor matters, where a method measures that (`training/tensor_rates.py`).
+TENSOR_RATE = "tensor_rate"
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
-# of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/recipe.md).
+# of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/training.md).
 _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 
 
@@ -94,7 +94,7 @@ def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Adam
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its own rate, where the matrices have `lr`."""
     for group in optimiser.param_groups:
-        group["lr"] = lr * group.get("lr_multiplier", 1.0) * group.get(UNIT_RATE, 1.0)
+        group["lr"] = lr * group.get("lr_multiplier", 1.0) * group.get(TENSOR_RATE, 1.0)
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

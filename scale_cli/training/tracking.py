@@ -23,7 +23,7 @@ from typing import Any
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 from tqdm import tqdm
 
-from scale_cli.config.compare import leaves
+from scale_cli.config.same_run import leaves
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.extras import require

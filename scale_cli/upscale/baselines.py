@@ -8,7 +8,7 @@
 | osf       | every target matrix as its SVD, in two parts | that part which has the smaller singular values   |
 | llama-pro | copied layers, their o_proj and down_proj 0  | the copies                                        |
 | adept     | the same, of the layers whose bypass hurts   | the copies, each tensor at a rate of its own      |
-|           | least on what the base knows                 | (`training/unit_rates.py`)                        |
+|           | least on what the base knows                 | (`training/tensor_rates.py`)                        |
 | elo       | nothing                                      | first and last layer, over none between; then     |
 |           |                                              | everything                                        |
 
@@ -54,7 +54,10 @@ def prepare_baseline(base: PreTrainedModel, method: MethodConfig, seed: int) -> 
     if method.variant == "elo" and method.elo.phase == "layers":
         return _ends_alone(base)
     base.requires_grad_(True)
-    return _freeze(base, method) if method.variant == "freeze" else base
+    if method.variant == "freeze":
+        return _freeze(base, method)
+    assert method.variant in ("full", "elo"), method.variant
+    return base
 
 
 def _freeze(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scale_cli.config.schema import Start
 from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
-
-Start = Literal["svd", "normal", "copy"]
-
 
 # Tokens that the base reads for the sizes of its stream to be measured.
 _NUM_MEASURED = 256
@@ -134,6 +131,7 @@ def _start_from(base_weight: Tensor, shape: torch.Size, start: Start, std: float
     started = _normal(shape, std, generator)
     if start == "normal":
         return started
+    assert start in ("copy", "svd"), start
     base_weight = base_weight.detach().cpu().float()
     rows = base_weight[: shape[0]] if start == "copy" else leading_directions(base_weight, shape[0])
     started[: len(rows)] = rows

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.compare import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
+from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import check_source

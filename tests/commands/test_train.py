@@ -23,7 +23,7 @@ from scale_cli.training import checkpoint, loop, saving
 from scale_cli.training.observing import Observer
 from scale_cli.training.step import TakenStep, train_step
 from tests.torture.tiny_run import CLOCK
-from tests.training.test_unit_rates import ADEPT
+from tests.training.test_tensor_rates import ADEPT
 
 MakeConfig = Callable[..., RunConfig]
 

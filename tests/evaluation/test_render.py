@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from scale_cli.config.schema import MethodConfig, RouterConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.evaluation.continuing import Letters
+from scale_cli.evaluation.language_confusion import Letters
 from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses

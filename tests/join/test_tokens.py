@@ -105,7 +105,9 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 
 
 def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunConfig]) -> None:
-    with pytest.raises(RunFolderError, match=r"other-korean: adds other tokens of a script than .*korean") as refused:
+    with pytest.raises(
+        RunFolderError, match=r"other-korean and .*korean add different tokens for one script"
+    ) as refused:
         join_runs(folders(runs, "korean", "other-korean"), None, 0.0)
     assert "\n" not in str(refused.value)
 

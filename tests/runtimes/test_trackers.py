@@ -59,7 +59,12 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_in_its_tracker_without_gap
     (curves,) = json.loads(read.stdout).values()
     expected = in_log(run)
     assert [step for step, _ in expected["loss"]] == list(range(1, NUM_STEPS + 1))
-    assert {key: curves.get(key) for key in expected} == expected
+    assert curves.keys() >= expected.keys()
+    for key, points in expected.items():
+        if key.endswith("_s") or key == "peak_memory_bytes":  # a step that is taken again takes another time
+            assert [step for step, _ in curves[key]] == [step for step, _ in points], key
+        else:
+            assert curves[key] == points, key
 
 
 def _lines(path: Path) -> int:

@@ -12,8 +12,8 @@ import pytest
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale, upscale_is_finished
-from scale_cli.config.compare import ACCEPTABLE
 from scale_cli.config.load import load_config
+from scale_cli.config.same_run import ACCEPTABLE
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256, new_folder

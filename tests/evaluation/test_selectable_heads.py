@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig, RouterConfig
-from scale_cli.evaluation.generating import GeneratingHead
 from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
@@ -70,7 +70,7 @@ def likeliest(model: HeadedModel, ids_T: Tensor, head: str, heads: list[str]) ->
 def test_what_a_head_generates_is_what_it_says_is_likeliest_whatever_stands_beside_it_in_the_batch(name: str) -> None:
     model = MODELS[name]()
     heads = ["base", "one", "other"] if name == "joined" else list(TWO_HEADS)
-    answers = GeneratingHead(model, ROUTER, heads)
+    answers = SelectableHeads(model, ROUTER, heads)
     vocab_size = 61 + (NEW_TOKENS if name == "new tokens" else 0)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, vocab_size, (length,), generator=generator) for length in (9, 4, 1)]

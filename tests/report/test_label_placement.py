@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.report.labels import Box, place_labels, spread
+from scale_cli.report.label_placement import Box, place_labels, spread
 
 BOUNDS = (0.0, 0.0, 900.0, 600.0)
 POINTS = st.lists(st.tuples(st.floats(100, 800), st.floats(100, 500)), min_size=1, max_size=14)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.compare import EVALUATE_SECTIONS, EXPORT_SECTIONS, TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.same_run import EVALUATE_SECTIONS, EXPORT_SECTIONS, TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 
 

@@ -22,7 +22,7 @@ from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
-from scale_cli.training.unit_rates import UnitRates, rates_by, set_unit_rates
+from scale_cli.training.tensor_rates import TensorRates, rates_by, set_tensor_rates
 from scale_cli.upscale.folder import load_model, read_method
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
@@ -48,8 +48,8 @@ def test_every_tensor_has_the_rate_that_the_official_steps_give_it(optimiser: st
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
     config = TrainConfig.model_validate({"max_steps": 9, "optimiser": optimiser, "lr": 0.5})
     optim = build_optimiser(model, config, by_tensor=True)
-    measuring = UnitRates(for_training(model, config), probe, 4, "no")
-    set_unit_rates(optim, measuring.measured(Accelerator(cpu=True), optim))
+    measuring = TensorRates(for_training(model, config), probe, 4, "no")
+    set_tensor_rates(optim, measuring.measured(Accelerator(cpu=True), optim))
     set_learning_rate(optim, 0.5)
     assert all(parameter.grad is None for parameter in model.parameters())
     sums: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert "copies of layers" in "\n".join(summary.lines())
     train(config, None, lambda _: None)
     run = RunFolder(config.output_dir)
-    rates = {step: TrainState.load(run.checkpoint(step)).unit_rates for step in (6, 9)}
+    rates = {step: TrainState.load(run.checkpoint(step)).tensor_rates for step in (6, 9)}
     assert len(set(rates.values())) == 2 and all(min(r) == 0.0 and max(r) == 2.0 for r in rates.values())
     layers = read_method(run.upscaled).adept.layers
     assert layers is not None and read_method(run.final).adept.layers == layers

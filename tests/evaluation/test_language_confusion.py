@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scale_cli.config.schema import ContinuationsConfig, ModelConfig, RouterConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
-from scale_cli.evaluation.continuing import Letters, continue_prompts, scripts_of
-from scale_cli.evaluation.generating import GeneratingHead
+from scale_cli.evaluation.language_confusion import Letters, continue_prompts, scripts_of
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import Passes
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def tokenizer_of(shared_data: Path) -> Any:
 
 
 def counted(model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, share: Share = ALONE) -> Letters:
-    answers = GeneratingHead(model, RouterConfig())
+    answers = SelectableHeads(model, RouterConfig())
     passes = Passes(sequence_length=64, batch_size=2, mixed_precision="no")
     return continue_prompts(answers, HEADS, corpus, tokenizer_of(shared_data), ASKED, passes, share=share)
 

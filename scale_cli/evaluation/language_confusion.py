@@ -23,8 +23,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ContinuationsConfig
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.generating import GeneratingHead
 from scale_cli.evaluation.scoring import Passes
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.evaluation.statistics import Values
 from scale_cli.processes import ALONE, Share, gathered
 
@@ -47,7 +47,7 @@ class _Prompt:
 
 
 def continue_prompts(
-    answers: GeneratingHead,
+    answers: SelectableHeads,
     names: Sequence[str],
     corpus: TokenisedCorpus,
     tokenizer: PreTrainedTokenizerBase,
@@ -106,7 +106,7 @@ def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig
 
 @torch.no_grad()
 def _counted(
-    answers: GeneratingHead,
+    answers: SelectableHeads,
     names: Sequence[str],
     batch: Sequence[_Prompt],
     tokenizer: Any,

@@ -20,7 +20,7 @@ from scale_cli.model.heads import HeadedModel, HeadLogits, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 
 
-class GeneratingHead(PreTrainedModel, GenerationMixin):
+class SelectableHeads(PreTrainedModel, GenerationMixin):
     """A model whose answers are those of `head`, which may be changed between two generations.
 
     All heads are computed whichever answers, as they are when texts are scored: what one says does not depend on it.

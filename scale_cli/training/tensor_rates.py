@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import IGNORED, Batches, MicroBatch
 from scale_cli.data.probe import known_windows
-from scale_cli.training.optimiser import UNIT_RATE
+from scale_cli.training.optimiser import TENSOR_RATE
 from scale_cli.training.step import loss_share
 
 
 @dataclass(frozen=True)
-class UnitRates:
+class TensorRates:
     """What measures the rates: of every group of an optimiser, which has one tensor each."""
 
     model: nn.Module  # as it is trained, by one process
@@ -35,7 +35,7 @@ class UnitRates:
     mixed_precision: str
 
     @classmethod
-    def of(cls, config: RunConfig, model: nn.Module, batches: Batches) -> UnitRates | None:
+    def of(cls, config: RunConfig, model: nn.Module, batches: Batches) -> TensorRates | None:
         """Return what measures them; None where the method has none."""
         if config.method.variant != "adept":
             return None
@@ -71,8 +71,8 @@ def rates_by(importances: Sequence[float]) -> tuple[float, ...]:
     return tuple(2.0 * (highest - importance) / (highest - lowest) for importance in importances)
 
 
-def set_unit_rates(optimiser: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+def set_tensor_rates(optimiser: torch.optim.Optimizer, rates: Sequence[float]) -> None:
     """Give every group its rate; none has one before the first measurement."""
     groups: list[dict[str, Any]] = optimiser.param_groups
     for group, rate in zip(groups, rates, strict=False):
-        group[UNIT_RATE] = rate
+        group[TENSOR_RATE] = rate
