@@ -88,7 +88,7 @@ class StarterSummary:
         step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
         return [
             f"sizes          {sizes.max_steps:,} steps of {step}; speed {sizes.device.origin}",
-            f"written        {self.file}",
+            f"written        {self.file}, and {SCHEMA_FILE} beside it, by which an editor checks it",
             f"next           scale plan {self.file}; scale run {self.file}",
         ]
 

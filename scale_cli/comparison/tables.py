@@ -134,14 +134,18 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
 def _corpus_cells(
     corpus: CorpusResult, head: str, difference: str | Cell, base: CorpusResult, with_script: bool
 ) -> list[str | Cell]:
-    """Return a head's figures; perplexity is of a token, and compares with the base's where both have the same."""
-    result = corpus.heads[head]
+    """Return a head's figures.
+
+    Perplexity is of a token, and the worst document beside the base that reads the run's own: both compare with the
+    others' where the tokens are the same.
+    """
+    result, alike = corpus.heads[head], corpus.num_tokens == base.num_tokens
     return [
         number(result.bits_per_byte),
         difference,
-        perplexity(result.perplexity) if corpus.num_tokens == base.num_tokens else DASH,
+        perplexity(result.perplexity) if alike else DASH,
         number(corpus.bytes_per_token, 2),
-        worst_document(result.worst_document_nats),
+        worst_document(result.worst_document_nats) if alike else DASH,
         DASH if result.base_share is None else percent(result.base_share),
         *([_share(result.in_script)] if with_script else []),
     ]

@@ -108,6 +108,8 @@ def _describe(schema: type[Section], detail: ErrorDetails) -> str:
         return f"{place}: unknown key{_did_you_mean(schema, location)}"
     if detail["type"] == "missing":
         return f"{place}: required, but not given"
+    if detail["type"] == "model_type":
+        return f"{place}: a section with keys of its own, not a plain value"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] != "value_error":
         message = message[0].lower() + message[1:]

@@ -78,8 +78,8 @@ def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tens
 
 def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
     """Return the tokens that the base of some expansions has not, in the order of their ids; each is there once."""
-    found = (one.new_tokens for one in expansions if one.new_tokens is not None)
-    return [new for _, new in sorted({new.first_id: new for new in found}.items())]
+    found = {one.new_tokens.first_id: one.new_tokens for one in expansions if one.new_tokens is not None}
+    return [found[first_id] for first_id in sorted(found)]  # of numbers: a compiler follows that
 
 
 def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
