@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,8 @@ from scale_cli.upscale.vocabulary import NewPieces, load_run_tokenizer
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)
-# Two window lengths: what grows between them is of the tokens, what does not is of the model.
-_SHORT, _LONG = 16, 32
+# Lengths of a window to count in: one that no width of a model is a multiple of tells tokens from weights.
+_LENGTHS = (17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 
 # The attention of a real step. Under its own name transformers would look at numbers to see that no mask is needed;
 # under a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
@@ -104,12 +105,21 @@ def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensor
         model: on the meta device; it is left on fake tensors.
         mixed_precision: as `train.mixed_precision`.
     """
-    fake = FakeTensorMode()
-    with fake:
+    length = _no_width_of(model)
+    with FakeTensorMode():
         _put_on_fake_cpu(model)
-        short, long = (_saved_bytes(model, mixed_precision, length) for length in (_SHORT, _LONG))
-    per_token, head_per_token = ((more - less) // (_LONG - _SHORT) for less, more in zip(short, long, strict=True))
-    return SavedTensors(sum(short) - _SHORT * (per_token + head_per_token), per_token, head_per_token)
+        with kept_for_backward(model, "cpu", mixed_precision) as kept:
+            _loss(model, length)
+    of_tokens = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % length == 0]
+    wide = num_bytes(tensor for tensor in of_tokens if tensor.shape[-1:] == (model.config.vocab_size,))
+    all_of_tokens = num_bytes(of_tokens)
+    return SavedTensors(num_bytes(kept.values()) - all_of_tokens, (all_of_tokens - wide) // length, wide // length)
+
+
+def _no_width_of(model: MethodModel) -> int:
+    """Return a window's length that what is of the model, a weight in another precision, has no multiple of."""
+    widths = {width for tensor in chain(model.parameters(), model.buffers()) for width in tensor.shape}
+    return next(length for length in _LENGTHS if all(width % length for width in widths))
 
 
 def _loss(model: MethodModel, sequence_length: int) -> Tensor:
@@ -120,14 +130,6 @@ def _loss(model: MethodModel, sequence_length: int) -> Tensor:
     output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
     loss: Tensor = output.loss
     return loss
-
-
-def _saved_bytes(model: MethodModel, mixed_precision: str, sequence_length: int) -> tuple[int, int]:
-    """Return the bytes that a window's forward keeps: all that is not of the vocabulary's width, and what is."""
-    with kept_for_backward(model, "cpu", mixed_precision) as kept:
-        _loss(model, sequence_length)
-    wide = num_bytes(tensor for tensor in kept.values() if tensor.shape[-1:] == (model.config.vocab_size,))
-    return num_bytes(kept.values()) - wide, wide
 
 
 @contextmanager
