@@ -16,9 +16,11 @@ from scale_cli import processes
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
+from scale_cli.config.same_run import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.processes import on_main, refuse_several
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import read_records
 from scale_cli.storage.records import TrainState
 from tests.training.conftest import configs_in
 
@@ -30,9 +32,11 @@ def files(root: Path) -> set[str]:
 
 
 def losses(run: RunFolder) -> list[float]:
-    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    of_steps = [record for record in records if "loss" in record]
-    return [loss for record in of_steps for loss in (record["loss"], *record["loss_by_source"].values())]
+    """Return what was logged of losses and of evaluations."""
+    records = [dict(leaves(record)) for record in read_records(run.metrics)]
+    return [
+        value for record in records for key, value in record.items() if key.startswith(("loss", "evaluation_", "best"))
+    ]
 
 
 def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Path) -> None:

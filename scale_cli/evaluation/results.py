@@ -164,8 +164,7 @@ def summarise(
     bits, by_name = losses.num_bytes * math.log(2), losses.heads | losses.rules
 
     def head(name: str) -> HeadResult:
-        nats, served_KN = by_name[name], losses.served.get(name)
-        nats_per_token = float(nats.sum() / losses.num_tokens.sum())
+        nats, nats_per_token = by_name[name], losses.nats_per_token(name)
         per_token, per_byte = (
             paired_difference(by_name["base"], nats, units, num_resamples=num_resamples, seed=seed)
             for units in (losses.num_tokens, bits)
@@ -173,11 +172,11 @@ def summarise(
         return HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
-            bits_per_byte=finite(nats.sum() / bits.sum()),
+            bits_per_byte=finite(losses.bits_per_byte(name)),
             nats_per_token_difference=per_token,
             bits_per_byte_difference=per_byte,
             worst_document_nats=finite(np.max(nats - by_name["base"])),
-            base_share=None if served_KN is None else float(served_KN[0].sum() / losses.num_tokens.sum()),
+            base_share=losses.base_share(name) if name in losses.served else None,
             in_script=None if letters is None else in_script(letters, name),
         )
 

@@ -10,6 +10,7 @@ Shapes: K heads, B batch, T tokens, N documents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,21 @@ class DocumentLosses:
     heads: dict[str, Values]  # (N,) nats of every head, by name
     rules: dict[str, Values]  # (N,) nats of every rule
     served: dict[str, Values]  # of every rule (K, N): tokens served by each head, its weights summed
+
+    def nats_per_token(self, name: str) -> float:
+        """Return what a head, or a rule, pays per token of the corpus."""
+        return float(self._nats(name).sum() / self.num_tokens.sum())
+
+    def bits_per_byte(self, name: str) -> float:
+        """Return what a head, or a rule, pays per UTF-8 byte of the corpus."""
+        return float(self._nats(name).sum() / (self.num_bytes * math.log(2)).sum())
+
+    def base_share(self, rule: str) -> float:
+        """Return the share of tokens that the base head served under a rule."""
+        return float(self.served[rule][0].sum() / self.num_tokens.sum())
+
+    def _nats(self, name: str) -> Values:
+        return self.heads[name] if name in self.heads else self.rules[name]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,13 @@ from scale_cli.storage.atomic import write_text, writing
 
 EVALUATION: Final = "evaluation_nats_per_token"
 EVALUATION_OF_AVERAGE: Final = "evaluation_of_average_nats_per_token"
+BITS: Final = "evaluation_bits_per_byte"
+BITS_OF_AVERAGE: Final = "evaluation_of_average_bits_per_byte"
+SHARES: Final = "evaluation_base_share"
+SHARES_OF_AVERAGE: Final = "evaluation_of_average_base_share"
 BENCHMARKS: Final = "benchmark_accuracies"
 Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
+Shares = dict[str, float | None]  # by corpus, the share of tokens that the base head served under the router's rule
 
 
 class MetricsRecord(TypedDict, total=False):
@@ -39,6 +44,10 @@ class MetricsRecord(TypedDict, total=False):
     skipped: str  # why the step was left out
     evaluation_nats_per_token: Losses
     evaluation_of_average_nats_per_token: Losses
+    evaluation_bits_per_byte: Losses
+    evaluation_of_average_bits_per_byte: Losses
+    evaluation_base_share: Shares
+    evaluation_of_average_base_share: Shares
     benchmark_accuracies: Losses
     best_step: int  # of the evaluation whose weights are kept, where one is chosen
 

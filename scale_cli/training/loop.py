@@ -23,12 +23,22 @@ from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.device import peak_memory_bytes
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import BENCHMARKS, EVALUATION, EVALUATION_OF_AVERAGE, MetricsLog, MetricsRecord
+from scale_cli.storage.metrics import (
+    BENCHMARKS,
+    BITS,
+    BITS_OF_AVERAGE,
+    EVALUATION,
+    EVALUATION_OF_AVERAGE,
+    SHARES,
+    SHARES_OF_AVERAGE,
+    MetricsLog,
+    MetricsRecord,
+)
 from scale_cli.storage.records import TrainState
 from scale_cli.training.averaging import averaged, has_average
 from scale_cli.training.checkpoint import RunMetadata
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
-from scale_cli.training.observing import Observer, better_of
+from scale_cli.training.observing import Observer, better_of, recorded
 from scale_cli.training.saving import Saver
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
@@ -271,11 +281,12 @@ class _Loop:
             if losses_due:
                 with self.stop.at_once():
                     losses = observer.losses()
-                record[EVALUATION] = {name: of_one.per_token() for name, of_one in losses.items()}
+                record[EVALUATION], record[BITS], record[SHARES] = recorded(losses)
                 if has_average(run.optimiser):
                     with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
                         losses = observer.losses()
-                    record[EVALUATION_OF_AVERAGE] = {name: of_one.per_token() for name, of_one in losses.items()}
+                    of_average = recorded(losses)
+                    record[EVALUATION_OF_AVERAGE], record[BITS_OF_AVERAGE], record[SHARES_OF_AVERAGE] = of_average
                 if train.max_forgetting is not None:  # of the weights that final/ would hold
                     best = better_of(best, observer.score(done, losses), train.max_forgetting)
             if benchmarks_due:

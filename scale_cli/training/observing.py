@@ -13,9 +13,10 @@ from torch import nn
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, Share, is_main, share
-from scale_cli.storage.metrics import Losses
+from scale_cli.storage.metrics import Losses, Shares
 from scale_cli.storage.records import Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.folder import MethodModel
@@ -26,20 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """What every head pays for the first documents of one corpus."""
+    """What every head pays for the first documents of one corpus, `routed` for the router's rule."""
 
-    heads: dict[str, float]  # nats by head, `routed` for the router's rule
-    num_tokens: float
-    num_bytes: float
-
-    def per_token(self) -> dict[str, float | None]:
-        """Return nats per token by head; None for an infinite loss."""
-        of_heads = {head: nats / self.num_tokens for head, nats in self.heads.items()}
-        return {head: loss if loss < math.inf else None for head, loss in of_heads.items()}
-
-    def bits_per_byte(self, head: str) -> float:
-        """Return what one head pays per byte."""
-        return self.heads[head] / (self.num_bytes * math.log(2))
+    nats_per_token: dict[str, float]
+    bits_per_byte: dict[str, float]
+    base_share: float  # of tokens, those that the base head served under that rule
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,12 @@ class Observer:
                     progress=f"evaluating {source.name}" if is_main() else None,
                     share=self._share,
                 )
-                heads = scored.heads | {"routed": scored.rules[self.config.method.router.rule]}
-                nats = {head: float(of_documents.sum()) for head, of_documents in heads.items()}
-                losses[source.name] = HeldOutLosses(nats, scored.num_tokens.sum(), scored.num_bytes.sum())
+                names = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
+                losses[source.name] = HeldOutLosses(
+                    {head: scored.nats_per_token(name) for head, name in names.items()},
+                    {head: scored.bits_per_byte(name) for head, name in names.items()},
+                    scored.base_share(names["routed"]),
+                )
         return losses
 
     def accuracies(self) -> Losses:
@@ -83,11 +78,11 @@ class Observer:
         served = "routed" if self.config.method.variant == "route" else "adapted"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
-            bits = losses[source.name].bits_per_byte(served)
+            bits = losses[source.name].bits_per_byte
             if source.role == "acquisition":
-                learned.append(bits)
+                learned.append(bits[served])
             else:
-                lost.append(bits - losses[source.name].bits_per_byte("base"))
+                lost.append(bits[served] - bits["base"])
         score = Score(step, sum(learned) / len(learned), max(lost))
         return score if math.isfinite(score.acquisition) and math.isfinite(score.forgetting) else None
 
@@ -102,6 +97,19 @@ class Observer:
         with gathered_roots(self.wrapped, self.observed):
             yield
         self.model.train()
+
+
+def recorded(losses: Mapping[str, HeldOutLosses]) -> tuple[Losses, Losses, Shares]:
+    """Return nats per token, bits per byte and the base head's shares, by corpus; None for what is not finite."""
+
+    def by_head(of_heads: dict[str, float]) -> dict[str, float | None]:
+        return {head: finite(figure) for head, figure in of_heads.items()}
+
+    return (
+        {name: by_head(of_one.nats_per_token) for name, of_one in losses.items()},
+        {name: by_head(of_one.bits_per_byte) for name, of_one in losses.items()},
+        {name: finite(of_one.base_share) for name, of_one in losses.items()},
+    )
 
 
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:

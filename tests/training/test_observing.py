@@ -17,15 +17,23 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.atomic import file_sha256, remove_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import BENCHMARKS, EVALUATION, MetricsLog, MetricsRecord, read_records
+from scale_cli.storage.metrics import (
+    BENCHMARKS,
+    BITS,
+    EVALUATION,
+    SHARES,
+    MetricsLog,
+    MetricsRecord,
+    read_records,
+)
 from scale_cli.storage.records import TRAINED, Score, TrainState
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import HeldOutLosses, Observer, better_of
 from tests.config.small_config import EVALUATED, error_of
 from tests.training.conftest import MakeConfig
 
-BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
-SCORES = st.lists(st.tuples(BITS, BITS), max_size=12).map(
+OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
+SCORES = st.lists(st.tuples(OF_BITS, OF_BITS), max_size=12).map(
     lambda pairs: [Score(step, *pair) for step, pair in enumerate(pairs, start=1)]
 )
 
@@ -47,14 +55,14 @@ def test_the_best_has_learned_most_within_the_bound_and_where_none_keeps_within_
 
 
 def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
-    def nats(base: float, adapted: float, routed: float) -> HeldOutLosses:
-        return HeldOutLosses({"base": base, "adapted": adapted, "routed": routed}, 1.0, 1.0)
+    def bits(base: float, adapted: float, routed: float) -> HeldOutLosses:
+        return HeldOutLosses({}, {"base": base, "adapted": adapted, "routed": routed}, 0.5)
 
     sources = [
         {"name": name, "path": "x.txt", "language": "en", "role": role}
         for name, role in (("a", "retention"), ("b", "retention"), ("c", "acquisition"), ("d", "acquisition"))
     ]
-    losses = {"a": nats(1, 9, 1.5), "b": nats(1, 9, 1.2), "c": nats(9, 2, 3), "d": nats(9, 4, 5)}
+    losses = {"a": bits(1, 9, 1.5), "b": bits(1, 9, 1.2), "c": bits(9, 2, 3), "d": bits(9, 4, 5)}
     for variant, acquisition, forgetting in (("route", 4.0, 0.5), ("preserve", 3.0, 8.0)):
         tree = {
             "output_dir": "x",
@@ -66,10 +74,9 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         }
         observer = Observer(RunConfig.model_validate(tree), *[None] * 5)  # type: ignore[arg-type]
         score = observer.score(7, losses)
-        bit = HeldOutLosses({"a": 1.0}, 1.0, 1.0).bits_per_byte("a")
         assert score is not None and score.step == 7
-        assert (score.acquisition, score.forgetting) == pytest.approx((acquisition * bit, forgetting * bit))
-        assert observer.score(7, losses | {"c": nats(1, float("inf"), float("inf"))}) is None
+        assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
+        assert observer.score(7, losses | {"c": bits(1, float("inf"), float("inf"))}) is None
 
 
 @pytest.mark.parametrize(
@@ -136,6 +143,13 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     report = evaluate(whole).report
     (arc_result,) = report.benchmarks
     of_step_4 = records[1][BENCHMARKS]["arc"]
+    for corpus in report.corpora:
+        heads = {
+            head: corpus.heads["posterior" if head == "routed" else head] for head in ("base", "adapted", "routed")
+        }
+        assert records[1][EVALUATION][corpus.name] == {head: of_one.nats_per_token for head, of_one in heads.items()}
+        assert records[1][BITS][corpus.name] == {head: of_one.bits_per_byte for head, of_one in heads.items()}
+        assert records[1][SHARES][corpus.name] == heads["routed"].base_share
     assert of_step_4 == {head: of_one.metrics["acc"].value for head, of_one in arc_result.heads.items()}
 
     append = MetricsLog.append
