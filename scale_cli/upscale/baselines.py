@@ -8,7 +8,7 @@
 | osf       | every target matrix as its SVD, in two parts | that part which has the smaller singular values   |
 | llama-pro | copied layers, their o_proj and down_proj 0  | the copies                                        |
 | adept     | the same, of the layers whose bypass hurts   | the copies, each tensor at a rate of its own      |
-|           | least on what the base knows                 | (`training/tensor_rates.py`)                        |
+|           | least on what the base knows                 | (`training/tensor_rates.py`)                      |
 | elo       | nothing                                      | first and last layer, over none between; then     |
 |           |                                              | everything                                        |
 
