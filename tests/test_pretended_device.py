@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.biography.accuracy import first_token_accuracy
 from scale_cli.biography.tasks import Question
+from scale_cli.commands.average import average
 from scale_cli.commands.calibrate import calibrate
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
@@ -55,14 +56,17 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.vocabulary import proofs
 from tests.pretended_device import pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
+from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 CPU = torch.device("cpu")
 VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
 SMALL = {"vocab_size": 280, "num_hidden_layers": 2}
 PROMPTS = ["12 7", "30 31 32 33"]
+TWO_STEPS = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 2, "eval_every_steps": 1}
 
 
 @contextmanager
@@ -89,6 +93,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
     config = load_config(Runs(root, root).config("run"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
+        patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))
+        patch.setattr(proofs, "_NUM_RANDOM", 20)
         upscale(config)
         yield config
 
@@ -196,11 +202,14 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
     def scores(model: HeadedModel) -> list[Tensor]:
         losses = score_corpus(model, corpus, router, Passes(16, 4, "no"))
         answers = ObservedHeads(model, tokenizer, router, max_length=64, **settings)
+        until = [Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 2}), 0) for text in PROMPTS]
+        answers.generate(until)
         asked = [Instance("loglikelihood", {}, text, 0) for text in (("1 2", " 3"), ("30 31 32", " 4 5"))]
         told: list[float] = []
         for head in ("base", "adapted", "posterior", "cosine"):
             answers.head = head
             told.extend(score for score, _ in answers.loglikelihood(asked))
+            told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)
         shares = first_token_accuracy(model, [Question([1, 2, 3], [4]), Question([5, 6], [7])], router, "no")
         told.extend(shares.values())
         of_documents = [losses.num_tokens, *losses.heads.values(), *losses.rules.values(), *losses.served.values()]
@@ -291,21 +300,44 @@ def in_turn(verbs: dict[str, Callable[[], Any]]) -> dict[str, set[str]]:
 
 def shortened(config: RunConfig, output_dir: Path, base: Path | None = None, **method: Any) -> RunConfig:
     """Return a run of two steps, with evaluations and a checkpoint."""
-    every = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 2, "eval_every_steps": 1}
-    train = config.train.model_dump() | every
-    model = config.model.model_dump() | ({} if base is None else {"base": str(base)})
-    changed = {"output_dir": output_dir, "model": model, "method": method, "train": train}
-    return RunConfig.model_validate(config.model_dump() | changed)
+    model = {} if base is None else {"base": str(base)}
+    return changed(config, output_dir=output_dir, model=model, method=method, train=TWO_STEPS)
+
+
+def changed(config: RunConfig, **sections: Any) -> RunConfig:
+    """Return a config with other keys in some sections, and another method or folder where one is named."""
+    before = config.model_dump()
+    kept = {name: before[name] | keys for name, keys in sections.items() if name not in ("method", "output_dir")}
+    return RunConfig.model_validate(before | sections | kept)
+
+
+def korean(folder: Path) -> dict[str, Any]:
+    """Return a source whose text is of letters, which no other here is."""
+    (folder / "ko.txt").write_text("\n\n".join([KOREAN] * 3), encoding="utf-8")
+    return {"name": "ko", "path": str(folder / "ko.txt"), "language": "ko"}
+
+
+def asking_the_base(config: RunConfig, folder: Path) -> RunConfig:
+    """Return a run whose text is chosen and ordered by the base, held to what it knows, and continued."""
+    chosen = {**korean(folder), "select": {"by": "base_loss", "keep": 0.5}, "order": "easy_first"}
+    known = {**config.corpus.sources[0].model_dump(), "role": "replay", "weight": 0}
+    continued = {"prompts": 2, "prompt_tokens": 8, "new_tokens": 2}
+    kept = config.evaluation.perplexity[1].model_dump()
+    held_out = [{**of, "max_documents": 2} for of in (kept, korean(folder) | {"role": "acquisition"})]
+    return changed(
+        config, corpus={"sources": [chosen, known]}, evaluation={"continuations": continued, "perplexity": held_out}
+    )
 
 
 @pytest.mark.parametrize(
     ("variant", "formats"),
-    [("route", ("llama", "transformers", "adapter")), ("lora", ("llama", "adapter")), ("llama-pro", ("llama",))],
+    [("route", ("llama", "transformers", "adapter")), ("lora", ("llama", "adapter")), ("adept", ("llama",))],
 )
 def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
 ) -> None:
-    config = shortened(config, tmp_path / "run", variant=variant, freeze={"num_layers": 1})
+    config = asking_the_base(config, tmp_path) if variant == "adept" else config
+    config = shortened(config, tmp_path / "run", variant=variant, adept={"probe_windows": 2, "every_steps": 1})
 
     def exported(name: str) -> Callable[[], Any]:
         settings = config.export.model_copy(update={"format": name})
@@ -326,10 +358,41 @@ def test_every_verb_of_a_run_computes_on_the_device(
     assert in_turn(verbs) == {name: {device.type} for name in verbs}
 
 
+def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_device(
+    device: torch.device, config: RunConfig, tmp_path: Path
+) -> None:
+    layers = shortened(config, tmp_path / "layers", variant="elo", elo={"phase": "layers"})
+    anchored = {
+        "init_from": str(RunFolder(layers.output_dir).final),
+        "lookahead": {"every_steps": 1, "share": 0.5},
+        "average": {"kind": "tail", "steps": 2},
+        "decay_to_base": True,
+        "save_every_steps": 1,
+    }
+    alignment = {"variant": "elo", "elo": {"phase": "alignment"}}
+    whole = changed(config, output_dir=tmp_path / "whole", method=alignment, train=TWO_STEPS | anchored)
+    trained = RunFolder(whole.output_dir)
+
+    def average_and_evaluate() -> None:
+        mean = average([trained.checkpoint(1), trained.root], tmp_path / "mean", None)
+        evaluate(load_config(mean.folder / "scale.yaml"))
+
+    verbs: dict[str, Callable[[], Any]] = {
+        "upscale": lambda: upscale(layers),
+        "train": lambda: train(layers, None, print),
+        "upscale again": lambda: upscale(whole),
+        "train again": lambda: train(whole, None, print),
+        "average": average_and_evaluate,
+    }
+    assert in_turn(verbs) == {name: {device.type} for name in verbs}
+
+
 def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:
-    below = shortened(config, tmp_path / "below", variant="preserve")
+    new_tokens = {"new_tokens": 8, "min_count": 2}
+    below = shortened(config, tmp_path / "below", variant="preserve", vocabulary=new_tokens)
+    below = changed(below, corpus={"sources": [korean(tmp_path)]})
     above = shortened(config, tmp_path / "above", below.output_dir, variant="route")
     folder = tmp_path / "joined"
     verbs: dict[str, Callable[[], Any]] = {
