@@ -11,18 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scale_cli import processes
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
-from scale_cli.config.load import dump_config
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
+from scale_cli.evaluation.results import Report
 from scale_cli.processes import on_main, refuse_several
+from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import TRAINED, TrainState
+from tests.torture.tiny_run import Runs, write_base_and_texts
+from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import configs_in
+from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 pytestmark = pytest.mark.long
 
@@ -71,6 +77,42 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
         in_script = corpus.heads["base"].in_script
         assert in_script is not None and told["heads"]["base"]["in_script"] == asdict(in_script)
     verify(two.output_dir).require()
+
+
+ASKING_THE_BASE = (
+    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
+    "corpus.sources.0.select={by: base_loss, keep: 0.5}",
+    "corpus.sources.0.order=easy_first",
+    "corpus.sources.1.role=replay",
+    "corpus.sources.1.weight=0",
+    "train.max_steps=4",
+    "train.eval_every_steps=null",
+    "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}",
+)
+
+
+def test_two_processes_ask_the_base_of_text_as_one_does(tmp_path: Path) -> None:
+    """The windows that are trained on, and every tensor's rate, hang on what the base says of text."""
+    write_base_and_texts(tmp_path, num_hidden_layers=2)
+    (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
+    runs = Runs(tmp_path, tmp_path)
+    run_pipeline(load_config(runs.config("one"), list(ASKING_THE_BASE)), lambda _: None)
+    for ended in ended_group(start_group("run", str(runs.config("two")), *ASKING_THE_BASE, num_processes=2)):
+        assert ended.exit_code == 0, ended.printed
+    one, two = (runs.folder(name) for name in ("one", "two"))
+    assert files(one.root) == files(two.root)
+    trained = load_tensors(one.final / TRAINED)
+    for name, tensor in load_tensors(two.final / TRAINED).items():
+        torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
+    rates = [TrainState.load(run.final).tensor_rates for run in (one, two)]
+    assert rates[1] == pytest.approx(rates[0], rel=1e-5) and len(set(rates[0])) > 2
+    reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
+    for alone, told in zip(*(report.corpora for report in reports), strict=True):
+        assert told.num_prompts == alone.num_prompts
+        for head, figures in alone.heads.items():
+            assert told.heads[head].in_script == figures.in_script
+            assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
+    assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
 
 
 class _State:

@@ -48,19 +48,22 @@ class TensorRates:
         return step > 0 and step % self.every_steps == 0
 
     def measured(self, accelerator: Accelerator, optimiser: torch.optim.Optimizer) -> tuple[float, ...]:
-        """Return the rate of every group, relative to what it would have; on every process the same."""
+        """Return the rate of every group, relative to what it would have; the processes share the windows."""
         parameters = [group["params"][0] for group in optimiser.param_groups]
         sums = [torch.zeros_like(parameter) for parameter in parameters]
-        for window in self.probe:
+        for window in self.probe[accelerator.process_index :: accelerator.num_processes]:
             num_tokens = max(int((window.targets != IGNORED).sum()), 1)
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.mixed_precision == "bf16"):
                 loss = loss_share(self.model, window, accelerator.device, num_tokens)
             for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
                 total += gradient.abs()
         with torch.no_grad():
-            matters = [(parameter.abs() * total).mean() for parameter, total in zip(parameters, sums, strict=True)]
+            matters = [
+                (parameter.abs() * accelerator.reduce(total, reduction="sum")).mean()
+                for parameter, total in zip(parameters, sums, strict=True)
+            ]
         importances: Tensor = torch.stack(matters).double() / len(self.probe)
-        return rates_by(accelerator.reduce(importances, reduction="mean").tolist())
+        return rates_by(importances.tolist())
 
 
 def rates_by(importances: Sequence[float]) -> tuple[float, ...]:
