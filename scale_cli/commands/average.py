@@ -40,8 +40,8 @@ class AverageSummary:
     def lines(self) -> list[str]:
         """Return what went in and by how much, and how to go on."""
         named = [f"averaged       {m.folder}, step {m.step:,}, weight {m.weight:.4g}" for m in self.members]
-        config = f"scale evaluate {self.folder / _CONFIG}"
-        return [*named, *(f"warning: {line}" for line in self.warnings), f"written        {self.folder} ({config})"]
+        written = f"written        {self.folder} (scale evaluate {self.folder.parent})"
+        return [*named, *(f"warning: {line}" for line in self.warnings), written]
 
 
 def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None) -> AverageSummary:
@@ -58,8 +58,9 @@ def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None
     if run.final.is_dir():
         raise RunFolderError(f"--output {output}: holds a run already; choose another")
     configs = [_config_of(folder) for folder in folders]
-    for folder in folders[:-1]:
-        _check_alike(folder, folders[-1])
+    *others, last = zip(folders, configs, strict=True)
+    for other in others:
+        _check_alike(other, last)
     model = load_onto_base(folders[-1], configs[-1].model, configs[-1].seed)
     mean = _mean(model, folders, shares)
     members = tuple(
@@ -92,14 +93,15 @@ def _config_of(folder: Path) -> RunConfig:
     return load_config(folder / _CONFIG)
 
 
-def _check_alike(folder: Path, last: Path) -> None:
+def _check_alike(member: tuple[Path, RunConfig], last_member: tuple[Path, RunConfig]) -> None:
     """Refuse a member of another base or another method than the last one's."""
+    folder, last = member[0], last_member[0]
     ours, theirs = BaseRecord.load(folder), BaseRecord.load(last)
     for what in ("content", "config", "tokenizer"):
         if getattr(ours, f"{what}_sha256") != getattr(theirs, f"{what}_sha256"):
             raise RunFolderError(f"{folder}: was trained on another base than {last} (its {what} differs)")
     # What was found to upscale is in the folder alone.
-    one, other = (_config_of(place).model_copy(update={"method": read_method(place)}) for place in (folder, last))
+    one, other = (of.model_copy(update={"method": read_method(place)}) for place, of in (member, last_member))
     if changed := differences(one, other, ("model", "method"), BASE_KEYS):
         raise RunFolderError(f"{folder}: was trained by another method than {last} ({'; '.join(changed)})")
 

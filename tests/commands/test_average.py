@@ -16,6 +16,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.console import load
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
@@ -48,7 +49,8 @@ def test_it_is_the_weighted_mean_and_is_evaluated_exported_and_verified(
     assert [(member["step"], member["weight"]) for member in said] == [(1, 0.25), (2, 0.25), (3, 0.5)]
     config = load_config(summary.folder / "scale.yaml")
     assert config.output_dir == tmp_path / "mean" and not summary.warnings
-    assert evaluate(config).report.step == 3
+    assert summary.lines()[-1].endswith(f"(scale evaluate {tmp_path / 'mean'})")
+    assert evaluate(load(tmp_path / "mean", [])).report.step == 3
     export(load_config(summary.folder / "scale.yaml", ["export.format=llama"]))
     verify(config.output_dir).require()
     same = average([run.final, run.checkpoint(3)], tmp_path / "same", None)
