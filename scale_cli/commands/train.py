@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +14,11 @@ from scale_cli.config.load import load_config
 from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
-    build_batches,
-    check_same_choice,
     check_same_stages,
     check_same_text,
-    content_names,
-    held_out_in_cache,
-    open_held_out_corpora,
     open_training_corpora,
     training_sources,
 )
-from scale_cli.data.doubtful import corpus_warnings
-from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
@@ -33,7 +26,7 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.planning.device import device_name
-from scale_cli.processes import main_decides, main_first, on_main, process_state
+from scale_cli.processes import main_decides, on_main, process_state
 from scale_cli.storage.atomic import (
     changed_versions,
     new_folder,
@@ -47,7 +40,7 @@ from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
 from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.averaging import averaged, check_same_average
-from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start, repetition_warnings
+from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start
 from scale_cli.training.checkpoint import (
     RunMetadata,
     branch_point_at,
@@ -64,15 +57,14 @@ from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
+from scale_cli.training.text import hold_to_beginning, open_text
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.upscale.base import load_base, load_base_config
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
-from scale_cli.upscale.sizes import context_warnings
 from scale_cli.upscale.vocabulary import beside_new_tokens
-from scale_cli.upscale.window_scores import scores_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -265,29 +257,11 @@ def _open_run(
 ) -> TrainingRun:
     run_folder, sizes = RunFolder(config.output_dir), config.train
     session = open_start(config)
-    tokenizer = session.tokenizer
     main = accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
-    corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
-    held_out = []
-    if sizes.eval_every_steps:
-        held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
-    vocab_size = len(tokenizer)
-    scores = main_first(lambda: scores_of(config, corpora, session.record, vocab_size))
-    batches = build_batches(config, corpora, accelerator.num_processes, scores)
-    contents = content_names(corpora, batches)
-    if main:
-        _log_corpora(config, corpora, held_out or held_out_in_cache(config, tokenizer), log)
-        for source, windows in zip(config.corpus.sources, batches.sources, strict=True):
-            if isinstance(windows, ChosenWindows):
-                log(f"chosen         {source.name}: {windows.described} by {source.judge}")
+    text = open_text(config, session, accelerator, log)
     init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
-    if start is not None:
-        check_same_text(start, corpora, config)
-        check_same_choice(start, contents, config)
-    elif init_from is not None:
-        for warning in repetition_warnings(init_from, config, contents):
-            log(f"warning: {warning}")
+    hold_to_beginning(text, config, start, init_from, log)
     model = session.load_to_train(config.seed)
     base_weights = start_to_decay_to(model, sizes)
     if init_from is not None:
@@ -296,18 +270,17 @@ def _open_run(
         adopt_rates(model, begun)
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, sizes, base_weights, by_tensor=config.method.variant == "adept")
-    state = TrainState()
+    state, branch_point = TrainState(), None
     if start is not None:
         state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
         state = _with_best_at_hand(state, run_folder, log)
         set_tensor_rates(optimiser, state.tensor_rates)
-    if init_from is not None and sizes.init_moments == "kept":
-        load_checkpoint(init_from, model, optimiser)
-    base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
-    branch_point = None if start is None else BranchPoint.load_if_there(start)
-    if init_from is not None:
+        branch_point = BranchPoint.load_if_there(start)
+    elif init_from is not None:
+        if sizes.init_moments == "kept":
+            load_checkpoint(init_from, model, optimiser)
         branch_point = branch_point_at(init_from, sizes.init_moments)
-    ledgers = [corpus.ledger for corpus in corpora]
+    base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     # What was measured to upscale is there alone.
     method = config.method.model_copy(update={"adept": read_method(session.folder).adept})
     saved = run_folder.checkpoint(state.step)
@@ -316,12 +289,14 @@ def _open_run(
         accelerator=accelerator,
         model=model,
         wrapped=wrapped,
-        metadata=RunMetadata(config, method, session.record, contents, base_parts, ledgers, batches, branch_point),
+        metadata=RunMetadata(
+            config, method, session.record, text.contents, base_parts, text.ledgers, text.batches, branch_point
+        ),
         optimiser=optimiser,
-        batches=batches,
-        observer=_observer(config, accelerator, model, wrapped, held_out, benchmarks),
+        batches=text.batches,
+        observer=_observer(config, accelerator, model, wrapped, text.held_out, benchmarks),
         state=state,
-        tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), batches),
+        tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), text.batches),
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=_peak(config, accelerator) if main else None,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
@@ -359,23 +334,6 @@ def _observer(
 
 def _peak(config: RunConfig, accelerator: Accelerator) -> float | None:
     return peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes)
-
-
-def _log_corpora(
-    config: RunConfig,
-    corpora: list[TokenisedCorpus],
-    held_out: Sequence[TokenisedCorpus | None],
-    log: Callable[[str], None],
-) -> None:
-    """Say what is trained on, what was dropped of it, and what is doubtful about it."""
-    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
-        losses = corpus.ledger.described_losses()
-        dropped = f"; dropped {losses}" if losses else ""
-        read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
-        log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
-    stretched = context_warnings(config, load_base_config(config.model))
-    for warning in [*stretched, *corpus_warnings(config, corpora, held_out)]:
-        log(f"warning: {warning}")
 
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:
