@@ -11,7 +11,8 @@ from typing import Any, get_args
 import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig, Variant
-from scale_cli.data.corpora import cache_dir
+from scale_cli.data.corpora import cache_dir, every_source
+from scale_cli.data.documents import check_source
 from scale_cli.data.doubtful import num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
@@ -128,7 +129,7 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
         ) as error:  # the config does not ask for it: the others are planned all the same
             refused[method.variant] = str(error)
     corpora = tokenised_corpora(config)
-    warnings = context_warnings(config, base_config)
+    warnings = [*_absent(config), *context_warnings(config, base_config)]
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
     return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)
@@ -225,6 +226,18 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
         None if corpus is None else Corpus(source.name, len(corpus.ids), num_readings(config, source, len(corpus.ids)))
         for source, corpus in zip(sources, opened, strict=True)
     ]
+
+
+def _absent(config: RunConfig) -> list[str]:
+    """Return a line for every source whose files are not here; a plan needs none, but a run does."""
+    lines = []
+    for source in every_source(config):
+        if source.dataset is None and not any("://" in path for path in source.paths):  # nobody else is asked
+            try:
+                check_source(source)
+            except CorpusError as error:
+                lines.append(f"{error}; the plan needs no text, but `scale run` does")
+    return lines
 
 
 def _heading(plan: Plan) -> list[str]:

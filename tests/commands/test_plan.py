@@ -136,6 +136,13 @@ def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, mo
     assert max(len(line) for line in lines) <= 100
 
 
+def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(llama_1b: Plan) -> None:
+    (warning,) = llama_1b.warnings
+    assert warning.startswith("news: no file matches ") and "`scale run`" in warning
+    shown = " ".join(line.strip() for line in llama_1b.lines())
+    assert "news: no file matches" in shown and len(llama_1b.methods) == len(get_args(Variant))
+
+
 def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
     config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
