@@ -238,7 +238,7 @@ def test_a_corpus_of_which_too_much_is_bad_is_named_with_its_lines_and_nothing_i
     corpus.write_bytes(b"fine\n\nalso fine\ncaf\xe9\n")
     before = files_of(upscaled.parent / "run")
     done = scale_here("train", upscaled)
-    assert re.match(r"news \(.*/news\.txt\): 50\.000% of it is bad, more than", done.error())
+    assert re.match(r"news \(.*/news\.txt\): 50\.000 % of it is bad, more than", done.error())
     assert done.error().endswith(f"1 not UTF-8: {corpus}:4")
     assert done.exit_code == 2
     after = files_of(upscaled.parent / "run")

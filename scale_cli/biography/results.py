@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from scale_cli.report.numbers import percent
+
 # What is asked of the posterior rule: to keep so much of Task 0, and to learn so much of what full fine-tuning learns.
 KEPT_BAR, LEARNED_BAR = 0.95, 0.90
 
@@ -70,19 +72,20 @@ def verdicts(lines: list[Line]) -> list[str]:
     for line in (line for line in lines if line.served == "posterior"):
         kept = line.kept
         held = kept is not None and kept >= KEPT_BAR
-        words = [f"{line.label} never held less than {_percent(kept)} of Task 0 (bar {KEPT_BAR:.0%}: {_met(held)})"]
+        bar = f"(bar {percent(KEPT_BAR, 0)}: {_met(held)})"
+        words = [f"{line.label} never held less than {_percent(kept)} of Task 0 {bar}"]
         if full is not None and full.task_1[-1]:
             share = line.task_1[-1] / full.task_1[-1]
             words.append(
                 f"it learned {_percent(share)} of what {full.label} learned of Task 1 "
-                f"(bar {LEARNED_BAR:.0%}: {_met(share >= LEARNED_BAR)})"
+                f"(bar {percent(LEARNED_BAR, 0)}: {_met(share >= LEARNED_BAR)})"
             )
         sentences.append("; ".join(words) + ".")
     return sentences
 
 
 def _percent(share: float | None) -> str:
-    return "nothing" if share is None else f"{100 * share:.1f} %"
+    return "nothing" if share is None else percent(share)
 
 
 def _met(met: bool) -> str:

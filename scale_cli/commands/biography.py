@@ -74,8 +74,8 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> Biogra
             write_json(file, result.to_json())
         for line in served_lines([result]):
             log(
-                f"{line.label:<21}Task 0 {line.task_0[0]:7.1%} -> {line.task_0[-1]:7.1%}   "
-                f"Task 1 {line.task_1[-1]:7.1%}   {result.training_s:,.0f} s"
+                f"{line.label:<21}Task 0 {percent(line.task_0[0]):>7} -> {percent(line.task_0[-1]):>7}   "
+                f"Task 1 {percent(line.task_1[-1]):>7}   {result.training_s:,.0f} s"
             )
         results.append(result)
     with new_folder(folder / "report") as partial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 
 from scale_cli.comparison.content import (
     KIND,
@@ -25,6 +26,8 @@ from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.replaceable import check_replaceable
 
+_NOTES = TextWrapper(100, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+
 
 @dataclass(frozen=True)
 class ComparisonSummary:
@@ -42,7 +45,7 @@ class ComparisonSummary:
         return [
             *aligned([["", *side_titles(self.comparison.options)], *rows], "lll"),
             "bits/byte against the base [95 %]",
-            *(f"note: {line}" for line in notes(self.comparison)),
+            *(part for line in notes(self.comparison) for part in _NOTES.wrap(f"note: {line}")),
             f"report: {self.folder / 'report.html'}",
         ]
 

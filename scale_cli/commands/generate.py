@@ -10,7 +10,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import typer
-from tqdm import tqdm
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
@@ -18,6 +17,8 @@ from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Continuation, Generator, Sampling, parsed_options
 from scale_cli.generation.streaming import painted
 from scale_cli.printable import printable
+from scale_cli.progress import progress_bar
+from scale_cli.report.numbers import percent
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import check_folder
 
@@ -115,7 +116,7 @@ def write_samples(
     generator = Generator(base)
     rows = islice(cycle(prompts), num_samples)
     texts: list[str] = []
-    with tqdm(total=num_samples, desc="writing", unit=" texts") as bar:
+    with progress_bar(total=num_samples, desc="writing", unit=" texts") as bar:
         for number, batch in enumerate(iter(lambda: list(islice(rows, _AT_ONCE)), [])):
             seed = (sampling.seed * _SEEDS_APART + number) % 2**32  # a CPU's generator takes no more of it
             drawn = generator.continue_all(batch, replace(sampling, seed=seed))
@@ -140,9 +141,10 @@ def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]
         return []
     mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
     if len(mean) == 2:
-        return [f"base head spoke {mean['base']:.1%} of {len(shares):,} tokens"]
+        return [f"base head spoke {percent(mean['base'])} of {len(shares):,} tokens"]
     each = ", ".join(
-        f"{painted(name, head) if show_heads else name} {share:.1%}" for head, (name, share) in enumerate(mean.items())
+        f"{painted(name, head) if show_heads else name} {percent(share)}"
+        for head, (name, share) in enumerate(mean.items())
     )
     return [f"spoken by {each} of {len(shares):,} tokens"]
 

@@ -20,7 +20,7 @@ from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_ten
 from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.planning.vocabulary import Growth, growth_of
-from scale_cli.report.numbers import quantity
+from scale_cli.report.numbers import percent, quantity
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import write_json
 from scale_cli.upscale.base import base_without_weights, load_base_config, stage_folder
@@ -287,7 +287,7 @@ def _growth_lines(growth: Growth) -> list[tuple[str, str]]:
 
 def _device_line(device: Device) -> str:
     rate = f"{quantity(device.flops_per_s, 'FLOP/s')} {device.origin}"
-    return rate if device.utilisation == 1.0 else f"{rate}; {device.utilisation:.0%} of it assumed"
+    return rate if device.utilisation == 1.0 else f"{rate}; {percent(device.utilisation, 0)} of it assumed"
 
 
 def _work_table(plan: Plan) -> list[str]:

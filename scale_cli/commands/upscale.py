@@ -131,7 +131,7 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
             describe_method(partial, model, method, record)
         write_run_tokenizer(partial, config, tokenizer)
         write_text(partial / "scale.yaml", dump_config(config))
-    copied = f" (copies of layers {', '.join(map(str, method.adept.layers))})" if method.adept.layers else ""
+    copied = f" (layers copied: {', '.join(map(str, method.adept.layers))})" if method.adept.layers else ""
     return UpscaleSummary(
         run.upscaled,
         f"{method.variant}{copied}",

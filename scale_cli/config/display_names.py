@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.report.numbers import percent
 
 _NAMES = {
     "preserve": "SCALE-Preserve",
@@ -37,7 +38,7 @@ def method_in_words(method: MethodConfig) -> str:
     else:
         setting = {
             "lora": f", rank {method.lora.rank}{' stabilised' if method.lora.rank_stabilised else ''}",
-            "osf": f", {method.osf.kept:.0%} of directions kept",
+            "osf": f", {percent(method.osf.kept, 0)} of directions kept",
             "freeze": f", bottom {method.freeze.num_layers} layers frozen",
             "llama-pro": ", new blocks only",
             "adept": ", new blocks only, rates by importance",

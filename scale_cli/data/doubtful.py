@@ -13,6 +13,7 @@ import numpy.typing as npt
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.report.numbers import percent
 
 # Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
 # et al., arXiv 2305.16264).
@@ -71,7 +72,8 @@ def _warm_up(config: RunConfig) -> list[str]:
         return []
     return [
         f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the rate "
-        f"never gets to train.lr, only to {train.max_steps / train.warmup_steps:.0%} of it"
+        f"never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
+        "the one with the other"
     ]
 
 
@@ -79,7 +81,7 @@ def _unknown(name: str, corpus: TokenisedCorpus) -> list[str]:
     share = corpus.ledger.unknown_fraction
     if share <= _FEW_UNKNOWN:
         return []
-    return [f"corpus {name}: {share:.2%} of its tokens are <unk>, text that the tokenizer does not know"]
+    return [f"corpus {name}: {percent(share, 2)} of its tokens are <unk>, text that the tokenizer does not know"]
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
@@ -92,8 +94,8 @@ def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCo
             continue
         if number := int(documents[_is_among(hashes, corpus.hashes)].sum()):
             lines.append(
-                f"held-out {name}: {number:,} of its {len(held_out):,} documents ({number / len(held_out):.1%}) are in "
-                f"{source}, which is trained on: what is measured on them is memory"
+                f"held-out {name}: {number:,} of its {len(held_out):,} documents ({percent(number / len(held_out))}) "
+                f"are in {source}, which is trained on: what is measured on them is memory"
             )
     return lines
 

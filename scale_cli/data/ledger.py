@@ -10,6 +10,7 @@ from typing import Any, Self
 from scale_cli.data.documents import Document, Reason, Record, Rejected
 from scale_cli.data.files import SourceFile
 from scale_cli.errors import CorpusError
+from scale_cli.report.numbers import percent
 from scale_cli.storage.records import RunRecord
 
 _PLACES = 3
@@ -176,8 +177,8 @@ def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> No
         raise CorpusError(f"{name}: no document with text{f' ({losses})' if losses else ''}")
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(
-            f"{name}: {ledger.bad_fraction:.3%} of it is bad, more than corpus.max_bad_fraction {max_bad_fraction} "
-            f"allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
+            f"{name}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
+            f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
         )
 
 
@@ -185,7 +186,7 @@ def check_unknown_fraction(name: str, ledger: Ledger, max_unknown_fraction: floa
     """Hold a source to what its tokenizer knows."""
     if ledger.unknown_fraction > max_unknown_fraction:
         raise CorpusError(
-            f"{name}: {ledger.unknown_fraction:.1%} of its tokens are <unk>, more than corpus.max_unknown_fraction "
-            f"{max_unknown_fraction} allows: the base's tokenizer does not know this text, and its bits/byte would be "
-            "those of another"
+            f"{name}: {percent(ledger.unknown_fraction)} of its tokens are <unk>, more than "
+            f"corpus.max_unknown_fraction {max_unknown_fraction} allows: the base's tokenizer does not know this text, "
+            "and its bits/byte would be those of another"
         )

@@ -12,10 +12,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
@@ -24,6 +23,7 @@ from scale_cli.data.documents import CorpusReader, Record, described
 from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all, usable_cores
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
+from scale_cli.progress import progress_bar
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, write_json, writing
 from scale_cli.storage.lock import sole_user
 
@@ -181,7 +181,7 @@ def _with_progress(
     encoded: Iterator[Encoded], name: str, reader: CorpusReader, shards: _Shards, show: bool
 ) -> Iterator[Encoded]:
     """Pass the parts on, with a bar over the bytes of the source's files, which give throughput and time left."""
-    bar: Any = tqdm(
+    bar = progress_bar(
         total=reader.total_bytes or None,
         desc=f"tokenising {name}",
         unit="B",

@@ -23,7 +23,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RouterConfig
@@ -33,6 +32,7 @@ from scale_cli.evaluation.scoring import score_tokens
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.progress import progress_bar
 
 # lm-eval's own, where a task samples its answers.
 _SEED = 1234
@@ -130,7 +130,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         share = self._share
         shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
         said = []
-        with tqdm(
+        with progress_bar(
             total=len(requests), desc=self.progress, unit=" requests", disable=self.progress is None, leave=False
         ) as bar:
             for batch in shares[share.index]:
@@ -200,7 +200,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
         lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
         shown = self.progress is not None
-        with tqdm(
+        with progress_bar(
             total=len(requests) * len(HEADS), desc=self.progress, unit=" answers", disable=not shown, leave=False
         ) as bar:
             for head in HEADS:

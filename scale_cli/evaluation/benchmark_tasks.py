@@ -21,12 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import regex_replace
-from tqdm import tqdm
 
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmark_files import LocalItems, Row, read_items
 from scale_cli.evaluation.results import SkippedBenchmark
+from scale_cli.progress import progress_bar
 from scale_cli.upscale.base import one_line
 
 _PROBE_TIMEOUT_S = 5.0
@@ -80,7 +80,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], li
     skipped: list[SkippedBenchmark] = []
     local = {source.name: read_items(source) for source in sources if source.path is not None}
     # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
-    bar = tqdm(sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
+    bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
     with quiet_lm_eval(), _hub_code_refused():
         for source in bar:
             opened = _open_local(source, local[source.name]) if source.name in local else _open_named(source)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ContinuationsConfig
@@ -27,6 +26,7 @@ from scale_cli.evaluation.scoring import Passes
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.evaluation.statistics import Values
 from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.progress import progress_bar
 
 _HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
 
@@ -74,7 +74,7 @@ def continue_prompts(
     batches = [prompts[first : first + passes.batch_size] for first in range(0, len(prompts), passes.batch_size)]
     shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
     counted = []
-    with tqdm(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
+    with progress_bar(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
         for batch in shares[share.index]:
             counted += _counted(answers, names, batch, tokenizer, asked.new_tokens, passes.mixed_precision)
             bar.update(share.num_processes * len(batch))

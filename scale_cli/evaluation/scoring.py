@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
@@ -26,6 +25,7 @@ from scale_cli.errors import CorpusError
 from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.progress import progress_bar
 
 TWO_HEADS = ("base", "adapted")
 # Documents whose windows are sorted by length together, so that little of a batch is padding.
@@ -170,7 +170,7 @@ def score_documents(
 ) -> Iterator[ScoredDocument]:
     """Yield what the heads say of every token of a corpus's documents; arguments as of `score_corpus`."""
     num_documents = min(len(corpus), max_documents or len(corpus))
-    with tqdm(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
+    with progress_bar(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
             documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
             yield from _score_together(model, corpus, documents, passes, share)

@@ -59,9 +59,9 @@ def digits_for(differences: Iterable[Interval]) -> int:
     return 4 if least < 1.0 else 3 if least < 10.0 else 2
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 1) -> str:
     """Return a share in percent."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.{digits}f} %"
 
 
 def percent_with_bounds(share: Interval | None) -> str:

@@ -22,6 +22,7 @@ from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.device import peak_memory_bytes
+from scale_cli.progress import progress_bar
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import (
     BENCHMARKS,
@@ -366,7 +367,7 @@ def _warn(run: TrainingRun, line: str) -> None:
 
 
 def _progress_bar(run: TrainingRun) -> Any:
-    return tqdm(
+    return progress_bar(
         total=run.config.train.max_steps,
         initial=run.state.step,
         desc="training",

@@ -61,7 +61,7 @@ def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, mon
 
 def test_what_was_dropped_is_said(tmp_path: Path, base: Path) -> None:
     config = write_config(tmp_path, base, [*GOOD, "{"])
-    with pytest.raises(CorpusError, match=r"news \(.*\): 25\.000% .*1 not JSON: .*news\.jsonl:4"):
+    with pytest.raises(CorpusError, match=r"news \(.*\): 25\.000 % .*1 not JSON: .*news\.jsonl:4"):
         prepare(config)
     lenient = config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})})
     [dropped] = [line for line in prepare(lenient).lines() if line.startswith("dropped")]

@@ -88,7 +88,7 @@ def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     said: list[str] = []
     train(whole, None, said.append)
     (warning,) = [line for line in said if line.startswith("warning")]
-    assert "held-out tiny: 4 of its 4 documents (100.0%) are in tiny, which is trained on" in warning
+    assert "held-out tiny: 4 of its 4 documents (100.0 %) are in tiny, which is trained on" in warning
     upscale(cut)
     for step, number, resume in ((2, signal.SIGTERM, None), (5, signal.SIGINT, "auto")):
         raise_signal_after(monkeypatch, number, step)

@@ -88,7 +88,7 @@ def test_held_out_documents_that_are_trained_on_are_counted_whatever_their_white
 ) -> None:
     trained = ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], " ".join(WORDS), HELD_OUT[2]]
     (line,) = warned(configured(tmp_path, [trained], [*HELD_OUT, HELD_OUT[2]]), tokenizer)
-    assert line.startswith("held-out held: 3 of its 5 documents (60.0%) are in c0, which is trained on")
+    assert line.startswith("held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on")
 
 
 @settings(deadline=None)
@@ -117,7 +117,7 @@ def test_a_corpus_that_an_earlier_version_tokenised_is_not_compared(
 def test_unknown_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     text = " ".join(WORDS * 3)
     (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
-    assert line.startswith("corpus c0: 0.55% of its tokens are <unk>")
+    assert line.startswith("corpus c0: 0.55 % of its tokens are <unk>")
 
 
 @pytest.mark.parametrize(

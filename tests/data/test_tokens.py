@@ -281,7 +281,7 @@ def test_a_source_of_which_too_much_is_bad_is_refused_now_and_later_and_taken_wh
     with path.open("ab") as file:
         file.write(b"{\n")
     for _ in range(2):
-        with pytest.raises(CorpusError, match=rf"source \({path}\): 10\.000% .* 1 not JSON: {path}:10$"):
+        with pytest.raises(CorpusError, match=rf"source \({path}\): 10\.000 % .* 1 not JSON: {path}:10$"):
             open_corpus(path, english, tmp_path / "cache")
     with pytest.raises(CorpusError, match="max_bad_fraction"):
         open_corpus(path, english, tmp_path / "cache", reading=ReadingConfig(max_bad_fraction=0.0999))

@@ -54,7 +54,7 @@ def test_a_mark_at_a_border_is_not_unknown_text(tmp_path: Path) -> None:
 
 def test_a_corpus_that_the_tokenizer_does_not_know_is_refused_by_its_share(tmp_path: Path) -> None:
     texts = ["a cat sat"] * 32 + ["a 고양이"]  # one unknown token of 98
-    with pytest.raises(CorpusError, match=r"news \(.*\): 1\.0% of its tokens are <unk>.*max_unknown_fraction 0\.01"):
+    with pytest.raises(CorpusError, match=r"news \(.*\): 1\.0 % of its tokens are <unk>.*max_unknown_fraction 0\.01"):
         opened(tmp_path, texts, tokenizer_of("words"))
     assert opened(tmp_path, texts, tokenizer_of("words"), max_unknown_fraction=0.011).ledger.num_unknown_tokens == 1
     assert opened(tmp_path, ["a cat sat"] * 33 + texts, tokenizer_of("words")).ledger.num_unknown_tokens == 1

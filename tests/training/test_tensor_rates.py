@@ -84,7 +84,7 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
 ) -> None:
     config = make_config("run", *ADEPT)
     summary = upscale(config)
-    assert "copies of layers" in "\n".join(summary.lines())
+    assert "layers copied: " in "\n".join(summary.lines())
     train(config, None, lambda _: None)
     run = RunFolder(config.output_dir)
     rates = {step: TrainState.load(run.checkpoint(step)).tensor_rates for step in (6, 9)}
