@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,33 @@ from scale_cli.biography.accuracy import SERVED, first_token_accuracy
 from scale_cli.biography.report import write_report
 from scale_cli.biography.results import MethodResult, served_lines, verdicts
 from scale_cli.biography.tasks import Curriculum, write_curriculum
+from scale_cli.config.baselines import EloConfig
 from scale_cli.config.biography import BiographyConfig, ComparedMethod, StageConfig
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.biography import ATTRIBUTES
+from scale_cli.data.probe import known_windows
 from scale_cli.data.sequences import SequenceWindows
 from scale_cli.errors import RunFolderError
 from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
+from scale_cli.processes import placed
 from scale_cli.report.numbers import percent
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.from_scratch import training_steps, write_base
+from scale_cli.training.tensor_rates import TensorRates
 from scale_cli.upscale.base import load_base
+from scale_cli.upscale.bypass import with_found_layers
+from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model, two_headed
+from scale_cli.upscale.objective import for_training
+
+# Of the steps, the last, in which ELO trains everything.
+_ALIGNED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,8 @@ def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[
         ("learning Task 0", config.task_0, curriculum.sequences(curriculum.task_0)),
     )
     for description, stage, sequences in stages:
-        for _ in training_steps(model, *_work(config, stage, sequences), description):
+        train = stage.schedule(config.mixed_precision)
+        for _ in training_steps(model, _batches([sequences], [1.0], config.seed, train), train, description):
             pass
     write_base(Path(base.base), model, curriculum.tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -142,42 +154,37 @@ def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfi
     )
 
 
-def _work(
-    config: BiographyConfig, stage: StageConfig, sequences: list[list[int]], lr: float | None = None
-) -> tuple[Batches, TrainConfig]:
-    """Return the batches of a stage, and its training settings."""
-    train = stage.schedule(config.mixed_precision, lr)
-    batches = Batches(
-        [SequenceWindows(sequences)],
-        [1.0],
-        seed=config.seed,
-        num_steps=stage.max_steps,
-        global_batch_size=stage.batch_size,
-        micro_batch_size=stage.batch_size,
+def _batches(tasks: list[list[list[int]]], weights: list[float], seed: int, train: TrainConfig) -> Batches:
+    return Batches(
+        SequenceWindows.alike(tasks),
+        weights,
+        seed=seed,
+        num_steps=train.max_steps,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.global_batch_size,
     )
-    return batches, train
 
 
 def _learn_task_1(
     config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
 ) -> MethodResult:
-    model = start_model(load_base(base), compared.method, config.seed)
-    work = _work(config, config.task_1, curriculum.sequences(curriculum.task_1), compared.lr)
     num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
-    observed: HeadedModel | None = None
+    observed: tuple[MethodModel, HeadedModel] | None = None
     steps: list[int] = []
     accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in SERVED} for task in ("task_0", "task_1")}
-    training_s, resumed_s = 0.0, time.monotonic()
-    for step in training_steps(model, *work, f"learning Task 1: {compared.name}"):
+    training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
+    for model, step in _learning(config, curriculum, base, compared):
+        num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if step % config.measure_every_steps and step != config.task_1.max_steps:
             continue
         training_s += time.monotonic() - resumed_s
         model.eval()
-        observed = observed or two_headed(model, base)
+        if observed is None or observed[0] is not model:
+            observed = model, two_headed(model, base)
         steps.append(step)
         for task, measured in accuracy.items():
             asked = getattr(curriculum, task)[:num_measured]
-            shares = first_token_accuracy(observed, asked, compared.method.router, config.mixed_precision)
+            shares = first_token_accuracy(observed[1], asked, compared.method.router, config.mixed_precision)
             for name, share in shares.items():
                 measured[name].append(share)
         resumed_s = time.monotonic()
@@ -185,8 +192,47 @@ def _learn_task_1(
         name=compared.name,
         variant=compared.method.variant,
         settings=compared.model_dump(mode="json"),
-        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trainable_parameters=num_trainable,
         training_s=round(training_s, 1),
         steps=steps,
         **accuracy,
     )
+
+
+def _learning(
+    config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
+) -> Iterator[tuple[MethodModel, int]]:
+    """Yield what learns Task 1 and the number of steps that it has done, 0 and then after each."""
+    known, asked = (curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1))
+    tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
+    done, before = 0, None
+    for number, (method, stage) in enumerate(_phases(config.task_1, compared.method)):
+        train, plain, rates = compared.training(stage, config.mixed_precision), placed(load_base(base)), None
+        probe = known_windows([SequenceWindows(known)], config.seed, method.adept.probe_windows)
+        if method.variant == "adept" and method.adept.layers is None:
+            method = with_found_layers(method, plain, probe)
+        model = start_model(plain, method, config.seed)
+        start = start_to_decay_to(model, train)
+        if before is not None:
+            model.load_state_dict(before.state_dict())
+        if method.variant == "adept":
+            rates = TensorRates(for_training(model, train), probe, method.adept.every_steps, train.mixed_precision)
+        batches = _batches(tasks, weights, config.seed + number, train)
+        for step in training_steps(model, batches, train, f"learning Task 1: {compared.name}", start, rates):
+            if step or before is None:
+                yield model, done + step
+        done, before = done + stage.max_steps, model
+
+
+def _phases(stage: StageConfig, method: MethodConfig) -> list[tuple[MethodConfig, StageConfig]]:
+    """Return the methods that learn one after another, and how long each does: ELO's two, of any other itself."""
+    if method.variant != "elo":
+        return [(method, stage)]
+    aligned = max(round(stage.max_steps * _ALIGNED_SHARE), 1)
+    return [
+        (method, stage.model_copy(update={"max_steps": stage.max_steps - aligned})),
+        (
+            method.model_copy(update={"elo": EloConfig(phase="alignment")}),
+            stage.model_copy(update={"max_steps": aligned, "warmup_steps": 0}),
+        ),
+    ]

@@ -118,7 +118,8 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         base.float()  # the master copy it will be trained in: compared in the same precision
     if method.variant == "adept" and method.adept.layers is None:
         known = [windows_of(config, corpus) for corpus in open_replay_corpora(config, tokenizer, show_progress=True)]
-        method = with_found_layers(method, placed(base), known_windows(config, known))
+        probe = known_windows(known, config.seed, method.adept.probe_windows)
+        method = with_found_layers(method, placed(base), probe)
     base_logits = own_logits(placed(base), sample_ids(of_base))
     model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer)))
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.config.training import TrainConfig
+from scale_cli.config.training import LookaheadConfig, TrainConfig
 from scale_cli.config.values import BatchSize, Folder, LearningRate, MixedPrecision, Name, Section, Steps
 
 
@@ -54,24 +54,41 @@ class StageConfig(Section):
     lr: LearningRate = 2.0e-3
     warmup_steps: int = Field(default=10, ge=0, le=10_000_000)
 
-    def schedule(self, mixed_precision: MixedPrecision, lr: float | None = None) -> TrainConfig:
-        """Return the training settings of this stage, at another learning rate where one is given."""
-        return TrainConfig(
-            max_steps=self.max_steps,
-            global_batch_size=self.batch_size,
-            micro_batch_size=self.batch_size,
-            lr=lr or self.lr,
-            warmup_steps=min(self.warmup_steps, self.max_steps),
-            mixed_precision=mixed_precision,
-        )
+    def schedule(self, mixed_precision: MixedPrecision, **others: Any) -> TrainConfig:
+        """Return the training settings of this stage, some of them others where they are given."""
+        of_stage = {
+            "max_steps": self.max_steps,
+            "global_batch_size": self.batch_size,
+            "micro_batch_size": self.batch_size,
+            "lr": self.lr,
+            "warmup_steps": min(self.warmup_steps, self.max_steps),
+            "mixed_precision": mixed_precision,
+        }
+        return TrainConfig.model_validate(of_stage | others)
 
 
 class ComparedMethod(Section):
-    """A method that learns Task 1, and the learning rate at which it does."""
+    """A method that learns Task 1, the learning rate at which it does, and what it keeps of Task 0 by."""
 
     name: Name
     lr: LearningRate
     method: MethodConfig
+    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0, description="as train.weight_decay")
+    decay_to_base: bool = Field(default=False, description="as train.decay_to_base")
+    lookahead: LookaheadConfig | None = Field(default=None, description="as train.lookahead")
+    replay: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="share of the questions trained on that are Task 0's"
+    )
+
+    def training(self, stage: StageConfig, mixed_precision: MixedPrecision) -> TrainConfig:
+        """Return the training settings of a stage by this method."""
+        return stage.schedule(mixed_precision, **self.model_dump(exclude={"name", "method", "replay"}))
+
+    @model_validator(mode="after")
+    def _decays_to_what_it_trains(self) -> ComparedMethod:
+        if self.decay_to_base and not self.method.trains_base_weights:
+            raise ValueError(f"decay_to_base: {self.method.variant} trains none of the base's weights")
+        return self
 
     @field_validator("method")
     @classmethod

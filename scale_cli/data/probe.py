@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import MicroBatch, Windows
 
 
-def known_windows(config: RunConfig, sources: Sequence[Windows]) -> list[MicroBatch]:
-    """Return some windows of every source of the role replay, each by itself.
+def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
+    """Return some windows of every source of what the base knows, each by itself.
 
     Args:
-        config: `seed` and `method.adept.probe_windows`.
         sources: the windows of those sources, in order.
+        seed: decides which.
+        num_windows: of each.
     """
     probe = []
     for index, windows in enumerate(sources):
-        order = np.random.default_rng([config.seed, 2, index]).permutation(len(windows))
-        for window in order[: config.method.adept.probe_windows]:
+        order = np.random.default_rng([seed, 2, index]).permutation(len(windows))
+        for window in order[:num_windows]:
             positions = windows.positions(window)
             inputs, targets = (torch.from_numpy(row).unsqueeze(0) for row in windows.window(window))
             placed = None if positions is None else torch.from_numpy(positions).unsqueeze(0)

@@ -14,10 +14,16 @@ class SequenceWindows:
     in_order = False
     num_left_out = 0
 
-    def __init__(self, sequences: list[list[int]]) -> None:
+    def __init__(self, sequences: list[list[int]], longest: int = 0) -> None:
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
         self.sequences = sequences
-        self.sequence_length = max(map(len, sequences)) - 1
+        self.sequence_length = max(longest, max(map(len, sequences))) - 1
+
+    @classmethod
+    def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
+        """Return several sources' windows, as long as the longest of any."""
+        longest = max(len(sequence) for sequences in sources for sequence in sequences)
+        return [cls(sequences, longest) for sequences in sources]
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from tqdm import trange
 from transformers import (
     LlamaConfig,
@@ -22,6 +23,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import train_step
+from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.objective import for_training
 
@@ -60,18 +62,35 @@ def train_base(
     return model.eval()
 
 
-def training_steps(model: MethodModel, batches: Batches, train: TrainConfig, description: str) -> Iterator[int]:
+def training_steps(
+    model: MethodModel,
+    batches: Batches,
+    train: TrainConfig,
+    description: str,
+    start: Mapping[str, Tensor] | None = None,
+    tensor_rates: TensorRates | None = None,
+) -> Iterator[int]:
     """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
 
     Between two steps the model may be used in evaluation mode.
+
+    Args:
+        model: what is trained.
+        batches: what it is trained on.
+        train: its settings.
+        description: of the bar.
+        start: what weight decay draws to, by name; None: 0.
+        tensor_rates: what measures every tensor's rate; None: they have their kind's.
     """
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))
-    optimiser = build_optimiser(model, train)
+    optimiser = build_optimiser(model, train, start, by_tensor=tensor_rates is not None)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
         for step in steps:
             wrapped.train()
+            if tensor_rates is not None and tensor_rates.are_due(step):
+                set_tensor_rates(optimiser, tensor_rates.measured(accelerator, optimiser))
             result = train_step(accelerator, wrapped, optimiser, batches, step, train).result()
             steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
             yield step + 1

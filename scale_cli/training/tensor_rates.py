@@ -41,7 +41,9 @@ class TensorRates:
             return None
         roles = [source.role for source in config.corpus.sources]
         known = [windows for windows, role in zip(batches.sources, roles, strict=True) if role == "replay"]
-        return cls(model, known_windows(config, known), config.method.adept.every_steps, config.train.mixed_precision)
+        adept = config.method.adept
+        probe = known_windows(known, config.seed, adept.probe_windows)
+        return cls(model, probe, adept.every_steps, config.train.mixed_precision)
 
     def are_due(self, step: int) -> bool:
         """Return whether they are measured before a step (0 is the first)."""

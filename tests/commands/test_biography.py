@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scale_cli.biography.accuracy import SERVED
 from scale_cli.commands.biography import run_biography
-from scale_cli.config.biography import BiographyConfig
+from scale_cli.config.biography import BiographyConfig, ComparedMethod
 from scale_cli.errors import RunFolderError
 
 
@@ -46,3 +47,31 @@ def test_a_folder_that_holds_something_else_is_left_alone(small: BiographyConfig
     with pytest.raises(RunFolderError, match="holds something else"):
         run_biography(small, quietly)
     assert [file.name for file in small.output_dir.iterdir()] == ["thesis.tex"]
+
+
+RIVALS: list[dict[str, Any]] = [
+    {"name": "osf", "method": {"variant": "osf"}, "weight_decay": 0.0},
+    {"name": "adept", "method": {"variant": "adept", "adept": {"every_steps": 2, "num_blocks": 1}}},
+    {"name": "mer", "method": {"variant": "full"}, "replay": 0.5, "lookahead": {"every_steps": 2, "share": 0.5}},
+    {"name": "held", "method": {"variant": "full"}, "decay_to_base": True},
+    {"name": "elo", "method": {"variant": "elo"}},
+]
+
+
+def test_every_rival_starts_as_the_base_and_is_measured_at_the_same_steps(small: BiographyConfig) -> None:
+    rivals = [ComparedMethod.model_validate({"lr": 1.0e-2, **rival}) for rival in RIVALS]
+    model = small.model.model_copy(update={"num_hidden_layers": 3})
+    summary = run_biography(small.model_copy(update={"methods": rivals, "model": model}), quietly)
+    *_, elo = summary.results
+    assert elo.trainable_parameters > 3 * 4 * 32**2, "in the end everything trains"
+    for result in summary.results:
+        assert result.steps == [0, 2, 4, 5]
+        for accuracy in (result.task_0, result.task_1):
+            assert accuracy["adapted"][0] == accuracy["base"][0]
+
+
+def test_nothing_is_drawn_to_a_base_that_it_trains_none_of() -> None:
+    with pytest.raises(ValueError, match="decay_to_base: preserve trains none of the base's weights"):
+        ComparedMethod.model_validate(
+            {"name": "p", "lr": 1.0e-3, "method": {"variant": "preserve"}, "decay_to_base": True}
+        )
