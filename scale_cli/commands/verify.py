@@ -175,7 +175,8 @@ def _check_files(folder: Path) -> None:
 
 
 def _demanded(folder: Path) -> set[str]:
-    if _is_joined(folder):  # written wherever its user says, as `final` too
+    report = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}
+    if "kind" in report:  # of runs joined or compared: written wherever its user says, as `final` too
         return set()
     place = "/".join(folder.absolute().parts[-2:])
     return {name for pattern, names in _FILES.items() if re.fullmatch(pattern, place) for name in names}

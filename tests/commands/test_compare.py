@@ -16,9 +16,10 @@ from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
+from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import RunFolderError, StorageError, VerificationError
 from scale_cli.storage.atomic import verify_folder
 from tests.comparison.finished_run import Made, write_json, write_run
 
@@ -249,6 +250,15 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
         with pytest.raises(RunFolderError, match="--output"):
             compare(folders, held)
     assert sorted(folders[0].rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["evaluation", "final", "upscaled"])
+def test_a_comparison_is_good_whatever_its_folder_is_called(folders: list[Path], tmp_path: Path, name: str) -> None:
+    compare(folders[:1], tmp_path / name)
+    verify(tmp_path / name).require()
+    (tmp_path / name / "report.md").unlink()
+    with pytest.raises(VerificationError):
+        verify(tmp_path / name).require()
 
 
 def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
