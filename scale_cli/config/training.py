@@ -201,7 +201,8 @@ class TrainConfig(Section):
                 )
         if self.schedule in ("wsd", "infinite"):
             given["decay_steps"] = self.decay_steps or 0
-            if sum(given.values()) > self.max_steps:
+            # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
+            if sum(given.values()) > max(self.max_steps, self.warmup_steps):
                 given_steps = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
                 raise ValueError(f"{given_steps}: more than max_steps {self.max_steps:,} together")
             if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:

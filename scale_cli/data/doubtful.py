@@ -23,13 +23,13 @@ _HASHES_AT_ONCE = 1 << 20
 
 
 def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
-    """Return how often a run reads each token of a training source."""
+    """Return how often a run reads each window of a training source, the last of which may be mostly padding."""
     index, first, num_steps = config.corpus.sources.index(source), 0, 0.0
     for until, weights in config.corpus.mixture(config.train.max_steps):
         num_steps += (until - first) * weights[index] / sum(weights)
         first = until
-    num_read = num_tokens * source.share_read
-    return num_steps * config.train.global_batch_size * config.corpus.sequence_length / num_read
+    num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
+    return num_steps * config.train.global_batch_size / max(1, round(num_windows * source.share_read))
 
 
 def corpus_warnings(

@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def configured(folder: Path, training: list[list[str]], held_out: list[str], **train: int) -> RunConfig:
+def configured(folder: Path, training: list[list[str]], held_out: list[str], **train: Any) -> RunConfig:
     for number, texts in enumerate([*training, held_out]):
         (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     sources: list[dict[str, Any]] = [
@@ -60,10 +60,11 @@ def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTo
     assert warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT), tokenizer) == []
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "infinite"])
 def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, schedule: str
 ) -> None:
-    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, warmup_steps=40)
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, warmup_steps=40, schedule=schedule)
     (line,) = warned(config, tokenizer)
     assert "train.warmup_steps 40: more than train.max_steps 4" in line
     rates = [learning_rate(step, config.train) for step in range(4)]
@@ -74,13 +75,23 @@ def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenize
     config = configured(tmp_path, [[" ".join(WORDS)], [" ".join(WORDS)]], HELD_OUT, max_steps=150)
     (line,) = warned(config, tokenizer)
     assert "corpus c0" not in line  # 13 times
-    assert line.startswith("corpus c1: its 60 tokens are read 27 times over")
+    assert line.startswith("corpus c1: its 60 tokens are read 25 times over")
     corpora = open_training_corpora(config, tokenizer, show_progress=False)
     for source, corpus, trained in zip(
         config.corpus.sources, corpora, build_batches(config, corpora, 1).trained_tokens(150), strict=True
     ):
         told = num_readings(config, source, len(corpus.ids))
         assert trained.num_trained / (len(corpus.ids) - 1) == pytest.approx(told, rel=0.3)  # sources are drawn
+
+
+def test_a_text_that_is_shorter_than_a_window_is_read_once_in_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = configured(tmp_path, [["w1 w2 w3"]], HELD_OUT)
+    (corpus,) = open_training_corpora(config, tokenizer, show_progress=False)
+    (trained,) = build_batches(config, [corpus], 1).trained_tokens(4)
+    told = num_readings(config, config.corpus.sources[0], len(corpus.ids))
+    assert told == trained.num_trained / (len(corpus.ids) - 1) == 8
 
 
 def test_held_out_documents_that_are_trained_on_are_counted_whatever_their_white_space(
