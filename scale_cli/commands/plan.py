@@ -170,7 +170,9 @@ def _plan_method(
     num_processes: int,
     growth: Growth | None,
 ) -> MethodPlan:
-    length, num_tokens = config.corpus.sequence_length, _num_tokens(config)
+    length, num_tokens, train = config.corpus.sequence_length, _num_tokens(config), config.train
+    if not method.trains_base_weights:
+        train = train.model_copy(update={"decay_to_base": False})  # as it would be asked to be
     vocab_size, new = base_config.vocab_size, None
     if growth is not None and method.vocabulary is not None:
         vocab_size, new = growth.vocab_size, NewPieces.unknown(growth.num_new)
@@ -180,12 +182,12 @@ def _plan_method(
         model = build_model(
             base_without_weights(copy.deepcopy(base_config), config.model.dtype), method, config.seed, new
         )
-    parameters = Parameters.of(model, config.train)
+    parameters = Parameters.of(model, train)
     flops = count_flops(model, length)
     memory = training_memory(
         parameters,
-        count_saved_tensors(model, config.train.mixed_precision),
-        config.train,
+        count_saved_tensors(model, train.mixed_precision),
+        train,
         sequence_length=length,
         vocab_size=vocab_size,
         num_processes=num_processes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -55,7 +55,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process holds at its fullest: from the last forward to the first backward product of a step."""
+    """Bytes that one process holds from the last forward to the first backward product of a step."""
 
     frozen: (
         int  # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
@@ -68,8 +68,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them; allocators, libraries and data come on top."""
-        return sum(asdict(self).values())
+        """All of them at its fullest; allocators, libraries and data come on top.
+
+        Where the optimiser's move is measured, a copy of what trains stands where activations were.
+        """
+        held = self.frozen + self.trainable + self.gradients + self.moments
+        return held + max(self.saved + self.head, self.trainable)
 
 
 def training_memory(

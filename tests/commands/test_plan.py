@@ -115,7 +115,7 @@ def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path
     corpus = tokenised(config.corpus.sources[0], tokenizer, tmp_path / "run" / "tokens", show_progress=False)
     (told,) = tokenised_corpora(config)
     assert told is not None and told.num_tokens == len(corpus.ids)
-    assert told.num_epochs == 10 * 4 * 64 / len(corpus.ids)
+    assert told.num_epochs == 10 * 4  # each time in a window of its own
     (tmp_path / "news.txt").write_text("Another text.", encoding="utf-8")
     assert tokenised_corpora(config) == [None]
 
@@ -141,6 +141,17 @@ def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(llama_
     assert warning.startswith("news: no file matches ") and "`scale run`" in warning
     shown = " ".join(line.strip() for line in llama_1b.lines())
     assert "news: no file matches" in shown and len(llama_1b.methods) == len(get_args(Variant))
+
+
+def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="preserve")])
+    config = tree(tmp_path, shared_data / "ckpt-stories260K" / "hf", variant="full")
+    config["train"]["decay_to_base"] = True
+    full, preserve = plan(RunConfig.model_validate(config), 1e12, None, 1).methods
+    assert full.memory.frozen == full.memory.trainable
+    assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
 
 
 def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
