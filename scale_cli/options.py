@@ -85,7 +85,10 @@ Chat = Annotated[
     bool,
     typer.Option("--chat", help="Prompts are a user's, in the base's chat template; at a terminal, one after one."),
 ]
-ShowHeads = Annotated[bool, typer.Option("--show-heads", help="Blue: the base head spoke; orange: the trained one.")]
+ShowHeads = Annotated[
+    bool,
+    typer.Option("--show-heads", help="Show which head spoke: in colours, or by its name where nothing shows colours."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a prompt, every token with every head's share.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="A new folder, or an earlier comparison to replace.")]
 JoinedFormat = Annotated[

@@ -15,7 +15,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Continuation, Generator, Sampling, parsed_options
-from scale_cli.generation.streaming import painted
+from scale_cli.generation.streaming import Speakers
 from scale_cli.printable import printable
 from scale_cli.progress import progress_bar
 from scale_cli.report.numbers import percent
@@ -63,9 +63,11 @@ def continue_and_print(
         prompts: texts, or what a user says.
         sampling: how tokens are chosen.
         as_json: whether an object a prompt is printed.
-        show_heads: in colours.
+        show_heads: in the text, with a legend on standard error.
         chat: whether each prompt is the first turn of a conversation.
     """
+    if show_heads and not as_json:
+        typer.echo(Speakers(generator.head_names()).legend(), err=True)
     streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
     asked = [[_said_by("user", prompt)] for prompt in prompts] if chat else prompts
     streamer = generator.streamer("" if chat else prompts[0], show_heads=show_heads) if streams else None
@@ -74,19 +76,21 @@ def continue_and_print(
         for line in output_lines(continuations, as_json=as_json, show_heads=show_heads):
             typer.echo(line)  # coloured, where that was asked for
     if not as_json:
-        for line in summary(continuations, show_heads=show_heads):
+        for line in summary(continuations):
             typer.echo(line, err=True)
 
 
 def converse(generator: Generator, lines: Iterable[str], sampling: Sampling, *, show_heads: bool) -> None:
     """Answer line after line of one conversation, as the answers come."""
     messages: Messages = []
+    if show_heads:
+        typer.echo(Speakers(generator.head_names()).legend(), err=True)
     for line in lines:
         messages.append(_said_by("user", line))
         streamer = generator.streamer("", show_heads=show_heads)
         (answer,) = generator.continue_all([messages], sampling, streamer)
         if streamer is None:
-            typer.echo(_coloured(answer))
+            typer.echo(_with_heads(answer))
         messages.append(_said_by("assistant", answer.completion))
 
 
@@ -130,11 +134,11 @@ def output_lines(continuations: list[Continuation], *, as_json: bool, show_heads
     """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts."""
     if as_json:
         return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
-    texts = [f"{printable(c.prompt)}{_coloured(c) if show_heads else printable(c.completion)}" for c in continuations]
+    texts = [f"{printable(c.prompt)}{_with_heads(c) if show_heads else printable(c.completion)}" for c in continuations]
     return [line for text in texts for line in (_RULE, text)][1:]
 
 
-def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]:
+def summary(continuations: list[Continuation]) -> list[str]:
     """Return how many tokens each head gave."""
     shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
     if not shares:
@@ -142,20 +146,18 @@ def summary(continuations: list[Continuation], *, show_heads: bool) -> list[str]
     mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
     if len(mean) == 2:
         return [f"base head spoke {percent(mean['base'])} of {len(shares):,} tokens"]
-    each = ", ".join(
-        f"{painted(name, head) if show_heads else name} {percent(share)}"
-        for head, (name, share) in enumerate(mean.items())
-    )
+    each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
     return [f"spoken by {each} of {len(shares):,} tokens"]
 
 
-def _coloured(continuation: Continuation) -> str:
-    """Return a continuation with every token in the colour of the head that had the largest share in it."""
-    coloured = []
-    for token in continuation.tokens:
-        if token.shares is None:
-            coloured.append(printable(token.text))
-        else:
-            most = max(token.shares.values())
-            coloured.append(painted(token.text, list(token.shares.values()).index(most)))
-    return "".join(coloured)
+def _with_heads(continuation: Continuation) -> str:
+    """Return a continuation with every token shown to be of the head that had the largest share in it."""
+    first = continuation.tokens[0].shares if continuation.tokens else None
+    if first is None:
+        return printable(continuation.completion)
+    speakers, names = Speakers(list(first)), list(first)
+    return "".join(
+        speakers.shown(token.text, names.index(max(token.shares, key=token.shares.__getitem__)))
+        for token in continuation.tokens
+        if token.shares is not None
+    )

@@ -233,14 +233,14 @@ class Generator:
 
     def streamer(self, prompt: str, *, show_heads: bool) -> PrintableStreamer | HeadStreamer | None:
         """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
-        if not (show_heads and self._head_names()):
+        if not (show_heads and self.head_names()):
             return PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         if self._routes_by_cosine():
             return None
         cache: Any = DynamicCache() if isinstance(self.model, Routed) else ScaleCache()
-        return HeadStreamer(prompt, self.tokenizer, self._ends, cache, lambda: _log_weights(cache))
+        return HeadStreamer(prompt, self.tokenizer, self._ends, cache, lambda: _log_weights(cache), self.head_names())
 
-    def _head_names(self) -> list[str]:
+    def head_names(self) -> list[str]:
         """Return the names of the heads that are routed among; none where one head alone is served."""
         if isinstance(self.model, JoinedForCausalLM):
             return self.model.config.head_names
@@ -254,7 +254,7 @@ class Generator:
 
     def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
         """Return every head's share in the prediction of every token but the first."""
-        model, names = self.model, self._head_names()
+        model, names = self.model, self.head_names()
         if not names:
             return [None] * (len(ids_T) - 1)
         if isinstance(model, Routed):

@@ -1,8 +1,10 @@
-"""Text as it is generated: what each token adds, printed as it comes, in the colour of the head that spoke."""
+"""Text as it is generated: what each token adds, printed as it comes, and which head spoke."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 
 import typer
 from torch import Tensor
@@ -15,13 +17,37 @@ from scale_cli.printable import printable
 _COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
 
 
-def painted(text: str, head: int) -> str:
-    """Return a text in a head's colour, safe to print."""
-    return f"{_colour(head)}{printable(text)}{_PLAIN}" if text else ""
+def has_colours() -> bool:
+    """Return whether who reads the text sees colours: there is a terminal, and no NO_COLOR (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _colour(head: int) -> str:
-    return _COLOURS[head if head < len(_COLOURS) else 1 + (head - 1) % (len(_COLOURS) - 1)]
+class Speakers:
+    """Shows in a text which head spoke: by its colour, or where there is none by its name where it takes over.
+
+    Args:
+        names: of the heads.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._in_colours, self._last = list(map(printable, names)), has_colours(), -1
+
+    def legend(self) -> str:
+        """Return how to read the text."""
+        shown = [self.shown(name, head) if self._in_colours else f"[{name}]" for head, name in enumerate(self._names)]
+        if not shown:
+            return "one head speaks alone: there are no heads to show"
+        return f"heads: {', '.join(shown)}" + ("" if self._in_colours else ", each where it takes over")
+
+    def shown(self, text: str, head: int) -> str:
+        """Return what a head adds to the text before it, safe to print."""
+        if not text:
+            return ""
+        if self._in_colours:
+            colour = _COLOURS[head if head < len(_COLOURS) else 1 + (head - 1) % (len(_COLOURS) - 1)]
+            return f"{colour}{printable(text)}{_PLAIN}"
+        taken_over, self._last = head != self._last, head
+        return f"[{self._names[head]}]{printable(text)}" if taken_over else printable(text)
 
 
 class Decoder:
@@ -62,7 +88,7 @@ class PrintableStreamer(TextStreamer):
 
 
 class HeadStreamer(BaseStreamer):
-    """Prints a prompt, and every token as it comes in the colour of the head that had the largest share in it.
+    """Prints a prompt, and every token as it comes with the head that had the largest share in it.
 
     Args:
         prompt: as text.
@@ -70,6 +96,7 @@ class HeadStreamer(BaseStreamer):
         ends: tokens that are not printed.
         cache: of the generation, where the router leaves the weights that the next token is given.
         weights: returns those (K, B), as logarithms.
+        names: of the heads.
     """
 
     def __init__(
@@ -79,10 +106,12 @@ class HeadStreamer(BaseStreamer):
         ends: list[int],
         cache: DynamicCache,
         weights: Callable[[], Tensor],
+        names: Sequence[str],
     ) -> None:
         self.cache, self._weights = cache, weights
         self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends
         self._decoder: Decoder | None = None
+        self._speakers = Speakers(names)
         self._head = 0
 
     def put(self, value: Tensor) -> None:
@@ -101,4 +130,4 @@ class HeadStreamer(BaseStreamer):
         typer.echo()
 
     def _print(self, text: str) -> None:
-        typer.echo(painted(text, self._head), nl=False)  # without colours where nobody looks
+        typer.echo(self._speakers.shown(text, self._head), nl=False)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,10 +209,17 @@ def test_heads_are_shown_token_by_token_as_they_are_afterwards(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     continued = Generator(run.output_dir).continue_all(PROMPTS[:1], GREEDY)
-    plain, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
-    assert plain == f"{PROMPTS[0]}{continued[0].completion}\n", "no colours where nobody looks"
+    plain, told = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
+    assert [plain] == [f"{line}\n" for line in output_lines(continued, as_json=False, show_heads=True)]
+    assert "\x1b" not in plain, "no colours where nobody looks, but the names of the heads"
+    assert told.startswith("heads: [base], [trained], each where it takes over\n")
+    spoken = re.split(r"\[(base|trained)\]", plain.removesuffix("\n"))
+    assert "".join(spoken[::2]) == f"{PROMPTS[0]}{continued[0].completion}"
+    assert all(before != after for before, after in pairwise(spoken[1::2]))
+    monkeypatch.setattr("scale_cli.generation.streaming.has_colours", lambda: True)
     monkeypatch.setattr(f"{typer.echo.__module__}.should_strip_ansi", lambda *_: False)  # as on a terminal
-    streamed, _ = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
+    streamed, told = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
+    assert told.startswith("heads: \x1b[34mbase\x1b[0m, \x1b[33mtrained\x1b[0m\n")
     assert [streamed] == [f"{line}\n" for line in output_lines(continued, as_json=False, show_heads=True)]
     streamer = Generator(run.output_dir).streamer("", show_heads=True)
     assert isinstance(streamer, HeadStreamer)
