@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run
+from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run, scored_otherwise
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     check_same_stages,
@@ -273,7 +273,7 @@ def _open_run(
     state, branch_point = TrainState(), None
     if start is not None:
         state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
-        state = _with_best_at_hand(state, run_folder, log)
+        state = _with_best_to_compare(state, start, config, log)
         set_tensor_rates(optimiser, state.tensor_rates)
         branch_point = BranchPoint.load_if_there(start)
     elif init_from is not None:
@@ -311,10 +311,18 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     return wrapped
 
 
-def _with_best_at_hand(state: TrainState, run_folder: RunFolder, log: Callable[[str], None]) -> TrainState:
-    if state.best is None or (best := run_folder.checkpoint(state.best.step)).is_dir():
+def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log: Callable[[str], None]) -> TrainState:
+    """Return the state without the best so far, where that is not there or its score does not compare any more."""
+    if state.best is None:
         return state
-    log(f"warning: {best}: the best so far is not there; the rest is chosen from")
+    best = RunFolder(config.output_dir).checkpoint(state.best.step)
+    if not best.is_dir():
+        reason = "is not there"
+    elif changed := scored_otherwise(load_config(start / "scale.yaml"), config):
+        reason = f"was scored otherwise ({', '.join(changed)})"
+    else:
+        return state
+    log(f"warning: {best}: the best so far {reason}; the rest is chosen from")
     return replace(state, best=None)
 
 

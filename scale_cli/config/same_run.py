@@ -20,6 +20,11 @@ from scale_cli.errors import ConfigError, RunFolderError
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path|revision)"
 NO_KEYS = r"(?!)"
+# What the scores of a run's periodic evaluations hang on.
+_SCORED_BY = (
+    r"train\.eval_max_documents|method\.router\..+"
+    r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
+)
 _MAX_LISTED = 8
 
 
@@ -52,6 +57,11 @@ def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ig
         ignored_keys: a pattern of keys that do not count, since whoever asks compares what they stand for.
     """
     return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(ignored_keys, change.key)]
+
+
+def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
+    """Return one `key: before -> now` for every key that keeps scores of two periodic evaluations from comparing."""
+    return [str(change) for change in _all_changes(before, now) if re.fullmatch(_SCORED_BY, change.key)]
 
 
 def check_same_run(
@@ -95,9 +105,12 @@ class _Change:
 
 
 def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[_Change]:
+    return [c for c in _all_changes(before, now) if _section(c.key) in sections and c.key not in _FREE]
+
+
+def _all_changes(before: RunConfig, now: RunConfig) -> list[_Change]:
     old, new = (dict(leaves(config.model_dump(mode="json"))) for config in (before, now))
-    keys = [key for key in {**old, **new} if _section(key) in sections and key not in _FREE]
-    return [_Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return [_Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def _listed(changes: list[_Change]) -> str:

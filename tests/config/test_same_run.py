@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.same_run import EVALUATE_SECTIONS, EXPORT_SECTIONS, TRAIN_SECTIONS, UPSCALE_SECTIONS, differences
+from scale_cli.config.same_run import (
+    EVALUATE_SECTIONS,
+    EXPORT_SECTIONS,
+    TRAIN_SECTIONS,
+    UPSCALE_SECTIONS,
+    differences,
+    scored_otherwise,
+)
 from scale_cli.config.schema import RunConfig
 
 
@@ -130,3 +137,21 @@ def test_distillation_may_be_set_after_upscaling_and_makes_another_training() ->
     )
     assert differences(before, after, UPSCALE_SECTIONS) == []
     assert differences(before, after, TRAIN_SECTIONS) == ["method.distillation.weight: 0.0 -> 1.0"]
+
+
+HELD_OUT = {"name": "old", "path": "old.txt", "language": "en", "role": "retention"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"train": {"max_steps": 10, "eval_max_documents": 4}}, "train.eval_max_documents"),
+        ({"evaluation__perplexity": [HELD_OUT | {"max_documents": 4}]}, "evaluation.perplexity.0.max_documents"),
+        ({"evaluation__perplexity": [HELD_OUT | {"path": "moved.txt"}]}, None),
+        ({"train": {"max_steps": 10, "eval_every_steps": 4}}, None),
+    ],
+)
+def test_scores_compare_while_the_same_text_is_scored_in_the_same_way(changes: dict[str, Any], key: str | None) -> None:
+    before = config(evaluation__perplexity=[HELD_OUT])
+    changed = scored_otherwise(before, config(**({"evaluation__perplexity": [HELD_OUT]} | changes)))
+    assert [line.partition(": ")[0] for line in changed] == ([] if key is None else [key])

@@ -171,8 +171,14 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
         (record["step"], record["best_step"]) for record in records
     ]
     remove_folder(resumed.final)
-    remove_folder(resumed.checkpoint(4))
     said: list[str] = []
+    fewer = cut.model_copy(update={"train": cut.train.model_copy(update={"eval_max_documents": 1})})
+    train(fewer, "auto", said.append)
+    assert any("the best so far was scored otherwise (train.eval_max_documents: 32 -> 1)" in line for line in said)
+    assert TrainState.load(resumed.final).step == 9 and TrainState.load(resumed.final).best is None
+    remove_folder(resumed.final)
+    remove_folder(resumed.checkpoint(4))
+    said.clear()
     train(cut, "auto", said.append)
     assert any("the best so far is not there" in line for line in said)
     assert TrainState.load(resumed.final).step == 9
