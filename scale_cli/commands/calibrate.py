@@ -33,7 +33,7 @@ class Sample:
     """The tokens of one role's corpora, as both heads saw them."""
 
     base: Values  # (tokens,) nats of the base head
-    adapted: Values  # (tokens,) nats of the adaptation head; infinite where it has broken
+    adapted: Values  # (tokens,) nats of the trained head; infinite where it has broken
     cosine: Values  # (tokens,) of the two heads' logits; NaN where there is none
 
     def loss(self, threshold: float) -> float:

@@ -64,7 +64,7 @@ class ExportSummary:
         if self.parity.routed is not None:
             lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
         elif self.export_format == "llama" and self.variant == "route":
-            lines.append("note           it holds the adaptation head; this router needs export.format=transformers")
+            lines.append("note           it holds the trained head; this router needs export.format=transformers")
         return [
             *lines,
             *(f"{name:<15}{line}" for name, line in self._parities()),

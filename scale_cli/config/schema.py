@@ -113,7 +113,7 @@ class CollaborationConfig(Section):
 
 
 class RouterConfig(Section):
-    """How SCALE-Route chooses between the base head and the adaptation head."""
+    """How SCALE-Route chooses between the base head and the trained head."""
 
     rule: Literal["posterior", "cosine"] = Field(
         default="posterior", description="by how well each head has predicted so far, or the paper's, by layers' cosine"
@@ -130,7 +130,7 @@ class DistillationConfig(Section):
         default=0.0,
         ge=0.0,
         le=1e6,
-        description="of KL(base || adaptation head) beside the cross-entropy, on windows of replay alone; 0: off",
+        description="of KL(base || trained head) beside the cross-entropy, on windows of replay alone; 0: off",
     )
 
 

@@ -5,7 +5,7 @@ both routing rules follow from what the heads said of them. The router has seen 
 continuation, as it has when the model is served.
 
 Tokens are those of lm-eval's own `hf` model: the same encoding, the same token before an empty context, the same
-truncation from the left. So its score of an exported model is the adaptation head's here. What is generated is what
+truncation from the left. So its score of an exported model is the trained head's here. What is generated is what
 that model itself generates from every head: stop strings, lengths and sampling are lm-eval's.
 
 Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, R of many, T positions.

@@ -40,13 +40,13 @@ _PANEL_WIDTH = 390.0
 _ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
-_TITLES = {"base": "base", "adapted": "adapted", "posterior": "routed, posterior", "cosine": "routed, cosine"}
+_TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
 # Of each head in the picture: colour and mark.
 _MARKS = {"base": ("base", "o"), "adapted": ("full", "s"), "posterior": ("route", "D"), "cosine": ("adapt", "^")}
 
 
 def terminal_lines(report: Report) -> list[str]:
-    """Return what `scale evaluate` prints: the base, the adaptation head and what is served, on text and benchmarks."""
+    """Return what `scale evaluate` prints: the base, the trained head and what is served, on text and benchmarks."""
     rows = [*_corpus_rows(report), *_benchmark_rows(report)]
     heads = _heads_shown(report)
     aligned_rows = aligned(rows, "ll" + "r" * len(heads) + "ll") if rows else []
@@ -68,7 +68,7 @@ def _heads_shown(report: Report) -> list[str]:
 
 
 def _title_row(report: Report, title: str) -> list[str]:
-    names = ["base", "adapted", "routed"][: len(_heads_shown(report))]
+    names = ["base", "trained", "routed"][: len(_heads_shown(report))]
     return [title, "", *names, f"{names[-1]} - base [95 %]", ""]
 
 
@@ -138,7 +138,7 @@ def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
         method: that it was measured of.
         picture: name of a file beside it; None where there is none.
     """
-    served = "the adaptation head" if report.served == "adapted" else f"both heads, routed by the {report.served} rule"
+    served = "the trained head" if report.served == "adapted" else f"both heads, routed by the {report.served} rule"
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     router, has_own_tokens = method.router, method.vocabulary is not None
     return pages.markdown(
@@ -253,6 +253,6 @@ def _points(kept: CorpusResult, taught: CorpusResult) -> Sequence[TradeOffPoint]
     for head, (colour, marker) in _MARKS.items():
         lost, change = (corpus.heads[head].bits_per_byte_difference for corpus in (kept, taught))
         if lost.value is not None and change.value is not None:
-            label = "adaptation head" if head == "adapted" else _TITLES[head]
+            label = "trained head" if head == "adapted" else _TITLES[head]
             points.append(TradeOffPoint(label, colour, marker, lost, -change, filled=head != "base"))
     return points

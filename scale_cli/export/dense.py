@@ -58,7 +58,7 @@ _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
 def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return a plain model of the base's own class whose logits are the adaptation head's.
+    """Return a plain model of the base's own class whose logits are the trained head's.
 
     Of expansions beside one another there is no such head: its logits are the base's and what each of them adds.
 

@@ -1,7 +1,7 @@
 """The widened model: a frozen base, its expansion, and the two heads that are served.
 
 The base may be a widened model itself: its expansions are frozen too then, the new one reads their streams beside x,
-and the base head is the adaptation head of that model.
+and the base head is the trained head of that model.
 
 Shapes: B batch, T positions, V vocabulary.
 
@@ -29,7 +29,7 @@ from .vocabulary_scale import new_tokens_among
 class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
-    In training mode the logits are the adaptation head's, H x_a + H' u, and the router is off: at step 0 both heads
+    In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step 0 both heads
     agree everywhere, so a routed loss would never start. In evaluation mode they are what is served: the adaptation
     head's for `preserve` and `adapt`, the router's for `route`.
     """
@@ -118,11 +118,11 @@ class ScaleForCausalLM(WidenedModel):
         return loss / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     def base_logits(self, states: FinalStates) -> Tensor:
-        """Return the base head's logits, bit for bit: H x_p, or the adaptation head's of a base that is widened."""
+        """Return the base head's logits, bit for bit: H x_p, or the trained head's of a base that is widened."""
         return states.logits(self.root.lm_head, self.routed_heads[0])
 
     def both_logits(self, states: FinalStates) -> tuple[Tensor, Tensor]:
-        """Return the base head's and the adaptation head's logits; what they share is computed once."""
+        """Return the base head's and the trained head's logits; what they share is computed once."""
         base, adapted = self.routed_logits(states)
         return base, adapted
 

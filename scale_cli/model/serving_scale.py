@@ -156,7 +156,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             logits_to_keep: return logits of the last so many positions only, 0 for all; or of those in an index (N,).
             **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
                 `num_items_in_batch` (what the sum is divided by; the number of labels where not given); in training
-                mode also `distillation`, of every sequence the weight of KL(base head || adaptation head), and
+                mode also `distillation`, of every sequence the weight of KL(base head || trained head), and
                 `token_losses` (B, T), filled with what every token adds to the sum.
         """
         self._refuse_unknown(kwargs)

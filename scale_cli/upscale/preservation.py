@@ -31,7 +31,7 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 @torch.no_grad()
 def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return a model's logits on (1, T) prompts on its device, each at its own shape; a widened one's adapted head's.
+    """Return a model's logits on (1, T) prompts on its device, each at its own shape; a widened one's trained head's.
 
     They are what stays when the model becomes the base of another.
     """

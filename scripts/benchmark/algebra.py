@@ -28,7 +28,7 @@ sees (T + 1) / 2 keys on average.
 
 OSF's part of a map is two maps of its rank, beside W as LoRA's are. Its projections are a step's, not a token's.
 
-Distillation has no product of its own: the base's logits are those of the adaptation head before H' u is added.
+Distillation has no product of its own: the base's logits are those of the trained head before H' u is added.
 
 Not counted: look-ups, norms, rotations, activation functions, softmax, the optimiser. Nothing is computed twice.
 

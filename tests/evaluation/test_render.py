@@ -27,7 +27,7 @@ ROUTE = MethodConfig(variant="route")
 
 
 def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
-    """Documents on which the adaptation head is `gain` nats a token better than the base."""
+    """Documents on which the trained head is `gain` nats a token better than the base."""
     rng = np.random.default_rng(seed)
     num_tokens = rng.integers(50, 500, count).astype(np.float64)
     base = num_tokens * rng.normal(4.0, 0.3, count)
@@ -91,7 +91,7 @@ def test_the_terminal_table_lines_up(served: str, of_losses: dict[str, Any]) -> 
         "German, acquisition",
     ]
     assert len(rows) == 4
-    names = ["base", "adapted"] + ([] if served == "adapted" else ["routed"])
+    names = ["base", "trained"] + ([] if served == "adapted" else ["routed"])
     ends = {name: titles[0].index(name) + len(name) for name in names}
     for line in titles:
         assert {name: line.index(name, 20) + len(name) for name in names} == ends
@@ -221,7 +221,7 @@ def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark() -> None:
     bars = [container for container in figure.axes[0].containers if isinstance(container, ErrorbarContainer)]
     assert bars and all(not container.lines[1] for container in bars), "caps"
     marks = {line.get_label(): line.get_zorder() for line in figure.axes[0].lines}
-    assert all(marks["adaptation head"] > arm.get_zorder() for container in bars for arm in container.lines[2])
+    assert all(marks["trained head"] > arm.get_zorder() for container in bars for arm in container.lines[2])
 
 
 def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:

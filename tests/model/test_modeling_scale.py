@@ -259,7 +259,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_of_either_mode(variant: str
 @pytest.mark.parametrize("upon_another", [False, True])
 def test_distillation_adds_the_divergence_of_the_two_heads_that_are_served(upon_another: bool) -> None:
     base: PreTrainedModel = tiny_llama()
-    if upon_another:  # whose adaptation head, with an x of its own, is then what is distilled
+    if upon_another:  # whose trained head, with an x of its own, is then what is distilled
         base = as_if_trained(widen(base, "adapt", "top:1", seed=3)).requires_grad_(False)
     model, ids = as_if_trained(widen(base, "route")), some_ids(3, 9)
     of_base, adapted = (logits.log_softmax(-1) for logits in both_heads(model, ids))

@@ -73,7 +73,7 @@ def test_every_verb_takes_a_finished_run_for_its_base(
     of_parent = json.loads((below.output_dir / "evaluation" / "report.json").read_text())
     for mine, parents in zip(report["corpora"], of_parent["corpora"], strict=True):
         adapted = parents["heads"]["adapted"]["nats_per_token"]
-        assert mine["heads"]["base"]["nats_per_token"] == adapted, "its base head is the parent's adaptation head"
+        assert mine["heads"]["base"]["nats_per_token"] == adapted, "its base head is the parent's trained head"
 
 
 @pytest.mark.parametrize("parent", [("preserve", None), ("route", "top:1"), ("adapt", None)])
