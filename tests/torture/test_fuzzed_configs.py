@@ -23,6 +23,7 @@ from tests.torture.command_line import Outcome, Scale, command_line, model_loads
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))]
+OF_A_RUN = (REPOSITORY / "configs" / "petitions.yaml").read_text(encoding="utf-8")
 TREES: list[dict[str, Any]] = [yaml.safe_load(text) for text in SHIPPED]
 # What takes a config, and what of it is called first with the base: from there on it is a run.
 VERBS = {
@@ -169,7 +170,7 @@ CONTENTS = (
     mutated_trees().map(str.encode)
     | mutated_texts().map(lambda text: text.encode(errors="surrogatepass"))
     | st.binary(max_size=200)
-    | st.sampled_from([SHIPPED[0].encode()[: 50 * end] for end in range(20)])
+    | st.sampled_from([OF_A_RUN.encode()[: 50 * end] for end in range(20)])
 )
 OVERRIDES = st.lists(
     st.sampled_from(
@@ -216,21 +217,21 @@ def test_fuzzed_configs_run_or_end_in_one_clean_error(
         suppress_health_check=list(HealthCheck),
     )
     @given(CONTENTS, OVERRIDES, st.sampled_from(sorted(VERBS)))
-    @example(SHIPPED[0].encode(), [], "run")
-    @example((SHIPPED[0] + "\n" + laughs(9, 9)).encode(), [], "upscale")
-    @example((SHIPPED[0] + "\n" + merges(9, 9)).encode(), [], "upscale")
-    @example((SHIPPED[0] + "\nseed: 1\nseed: 2\n").encode(), [], "upscale")
+    @example(OF_A_RUN.encode(), [], "run")
+    @example((OF_A_RUN + "\n" + laughs(9, 9)).encode(), [], "upscale")
+    @example((OF_A_RUN + "\n" + merges(9, 9)).encode(), [], "upscale")
+    @example((OF_A_RUN + "\nseed: 1\nseed: 2\n").encode(), [], "upscale")
     @example(b"x: " + b"[" * 100_000, [], "plan")
     @example(b"a" * 1_000_000, [], "plan")
     @example(b"", [], "plan")
     @example(b"\xff\xfe" + "output_dir: x".encode("utf-16-le"), [], "plan")
-    @example(SHIPPED[0].encode(), ["output_dir=config.yaml"], "upscale")
-    @example(SHIPPED[0].encode(), ["output_dir=config.yaml/x"], "upscale")
-    @example(SHIPPED[0].encode(), ["output_dir=/dev/null"], "upscale")
-    @example(SHIPPED[0].encode(), ["train.max_steps=1000000000000"], "plan")
-    @example(SHIPPED[0].encode(), ["train.max_steps=10000000", "train.global_batch_size=1048576"], "plan")
-    @example(SHIPPED[0].encode(), ["corpus.sequence_length=1000000000"], "plan")
-    @example(SHIPPED[0].encode(), ['corpus.sources.0.path="a\\0b"'], "prepare")
+    @example(OF_A_RUN.encode(), ["output_dir=config.yaml"], "upscale")
+    @example(OF_A_RUN.encode(), ["output_dir=config.yaml/x"], "upscale")
+    @example(OF_A_RUN.encode(), ["output_dir=/dev/null"], "upscale")
+    @example(OF_A_RUN.encode(), ["train.max_steps=1000000000000"], "plan")
+    @example(OF_A_RUN.encode(), ["train.max_steps=10000000", "train.global_batch_size=1048576"], "plan")
+    @example(OF_A_RUN.encode(), ["corpus.sequence_length=1000000000"], "plan")
+    @example(OF_A_RUN.encode(), ['corpus.sources.0.path="a\\0b"'], "prepare")
     def fuzz(content: bytes, overrides: list[str], verb: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
