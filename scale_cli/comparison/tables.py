@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from scale_cli.comparison.options import Option, beside_base, corpus_of, languages_of
-from scale_cli.comparison.runs import benchmarks_of
+from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.display_names import language_name, method_in_words
-from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
+from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, HeadResult
 from scale_cli.report.numbers import (
     DASH,
     NOT_RECORDED,
@@ -23,7 +24,7 @@ from scale_cli.report.numbers import (
     quantity,
     worst_document,
 )
-from scale_cli.report.tables import Cell, Row, Table
+from scale_cli.report.tables import Cell, Column, Row, Table
 
 
 def side_titles(options: Sequence[Option]) -> tuple[str, str]:
@@ -35,33 +36,33 @@ def side_titles(options: Sequence[Option]) -> tuple[str, str]:
 def methods_table(options: Sequence[Option], best: Sequence[Option]) -> Table:
     """Return every option's figures in a row, those of `best` in bold; what is of the training, in its first row."""
     languages = list(dict.fromkeys(corpus.language for corpus in options[0].run.report.corpora))
-    digits = [digits_for(getattr(option, side) for option in options) for side in ("lost", "gained")]
-    titles = [
-        Cell("method"),
-        *(Cell(title, "bits/byte, 95 %") for title in side_titles(options)),
-        Cell("by base head", f"% of {' / '.join(languages)}"),
-        Cell("weights", "× base"),
-        Cell("passes", "a token"),
-        Cell("trainable", "parameters"),
-        Cell("training", "tokens/s"),
-        Cell("peak memory", "of training"),
-    ]
+    lost, gained = side_titles(options)
+    lost_digits, gained_digits = (
+        digits_for(getattr(option, side) for option in options) for side in ("lost", "gained")
+    )
     firsts = [index == 0 or option.run is not options[index - 1].run for index, option in enumerate(options)]
-    rows: list[Row] = [
-        [
-            Cell(option.label, _described(option)),
-            *(
-                _difference(side, count, option in best)
-                for side, count in zip((option.lost, option.gained), digits, strict=True)
-            ),
-            _shares(option, languages),
-            Cell(_times_base(option), "two models" if option.num_models == 2 else ""),
-            _unbroken(option.passes),
-            *(_training(option) if first else [""] * 3),
-        ]
-        for option, first in zip(options, firsts, strict=True)
+    of_run = {option.label for option, first in zip(options, firsts, strict=True) if first}
+
+    def of_training(figure: Callable[[ComparedRun], str]) -> Callable[[Option], str]:
+        return lambda option: figure(option.run) if option.label in of_run else ""
+
+    columns: list[Column[Option]] = [
+        Column(Cell("method"), lambda option: Cell(option.label, _described(option)), "l"),
+        Column(Cell(lost, "bits/byte, 95 %"), lambda option: _difference(option.lost, lost_digits, option in best)),
+        Column(
+            Cell(gained, "bits/byte, 95 %"), lambda option: _difference(option.gained, gained_digits, option in best)
+        ),
+        Column(Cell("by base head", f"% of {' / '.join(languages)}"), lambda option: _shares(option, languages)),
+        Column(
+            Cell("weights", "× base"),
+            lambda option: Cell(_times_base(option), "two models" if option.num_models == 2 else ""),
+        ),
+        Column(Cell("passes", "a token"), lambda option: _unbroken(option.passes)),
+        Column(Cell("trainable", "parameters"), of_training(lambda run: quantity(run.trainable_parameters))),
+        Column(Cell("training", "tokens/s"), of_training(lambda run: f"{run.tokens_per_s:,.0f}")),
+        Column(Cell("peak memory", "of training"), of_training(lambda run: quantity(run.peak_memory_bytes, "B"))),
     ]
-    return Table(titles, rows, "lrrrrrrrr", methods=[o.run.method.variant for o in options], groups=firsts)
+    return Table.of(columns, options, methods=[o.run.method.variant for o in options], groups=firsts)
 
 
 def _described(option: Option) -> str:
@@ -69,11 +70,6 @@ def _described(option: Option) -> str:
     if option.head == option.run.report.served:
         return f"{method_in_words(option.run.method)}; served {option.served}"
     return f"served {option.served}"
-
-
-def _training(option: Option) -> list[str]:
-    run = option.run
-    return [quantity(run.trainable_parameters), f"{run.tokens_per_s:,.0f}", quantity(run.peak_memory_bytes, "B")]
 
 
 def _shares(option: Option, languages: Sequence[str]) -> str:
@@ -100,55 +96,72 @@ def corpus_tables(options: Sequence[Option]) -> list[Table]:
     return [_corpus_table(options, corpus) for corpus in options[0].run.report.corpora]
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """What a head was measured to pay for a corpus."""
+
+    label: str
+    method: str  # whose mark stands before it
+    corpus: CorpusResult
+    head: str
+    difference: Interval | None  # from the base; None of the base itself
+
+    @property
+    def result(self) -> HeadResult:
+        """The head's figures."""
+        return self.corpus.heads[self.head]
+
+
 def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
-    results = [corpus_of(option.run.report, corpus.name) for option in options]
-    differences = [beside_base(o.untouched, result, o.head) for o, result in zip(options, results, strict=True)]
-    digits, base = digits_for(differences), corpus_of(options[0].untouched, corpus.name)
-    with_script = any(result.num_prompts for result in results)
-    rows: list[Row] = [
-        _corpus_cells(result, option.head, _difference(difference, digits), base, with_script)
-        for option, result, difference in zip(options, results, differences, strict=True)
-    ]
-    meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
-    titles = [
-        Cell("bits/byte"),
-        Cell("bits/byte − base", "95 % interval"),
-        Cell("perplexity", "of a token"),
-        Cell("bytes", "a token"),
-        Cell("worst document", "nats lost against the base"),
-        Cell("by base head", "of the tokens"),
-        *([Cell("in its script", "letters after prompts, 95 %")] if with_script else []),
-    ]
-    of_base = {base.num_tokens: ("base", base)}
-    for option, result in zip(options, results, strict=True):
-        of_base.setdefault(result.num_tokens, (f"base, tokens of {option.run.name}", result))
-    bases: dict[str, Row] = {}
-    for label, result in of_base.values():
-        difference = DASH if result is base else _difference(beside_base(options[0].untouched, result, "base"), digits)
-        cells = _corpus_cells(result, "base", difference, base, with_script)
-        bases[label] = [*cells[:4], DASH, DASH, *cells[6:]]
-    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
-    return _beside_base(title, titles, bases, options, rows)
-
-
-def _corpus_cells(
-    corpus: CorpusResult, head: str, difference: str | Cell, base: CorpusResult, with_script: bool
-) -> list[str | Cell]:
-    """Return a head's figures.
+    """Return every base's figures, in its own tokens, and every option's.
 
     Perplexity is of a token, and the worst document beside the base that reads the run's own: both compare with the
     others' where the tokens are the same.
     """
-    result, alike = corpus.heads[head], corpus.num_tokens == base.num_tokens
-    return [
-        number(result.bits_per_byte),
-        difference,
-        perplexity(result.perplexity) if alike else DASH,
-        number(corpus.bytes_per_token, 2),
-        worst_document(result.worst_document_nats) if alike else DASH,
-        DASH if result.base_share is None else percent(result.base_share),
-        *([_share(result.in_script)] if with_script else []),
+    rows = _scored(options, corpus.name)
+    digits, base = digits_for(row.difference for row in rows if row.difference and row.head != "base"), rows[0].corpus
+
+    def alike(row: _Scored) -> bool:
+        return row.corpus.num_tokens == base.num_tokens
+
+    columns: list[Column[_Scored]] = [
+        Column("method", lambda row: row.label, "l"),
+        Column("bits/byte", lambda row: number(row.result.bits_per_byte)),
+        Column(
+            Cell("bits/byte − base", "95 % interval"),
+            lambda row: DASH if row.difference is None else _difference(row.difference, digits),
+        ),
+        Column(Cell("perplexity", "of a token"), lambda row: perplexity(row.result.perplexity) if alike(row) else DASH),
+        Column(Cell("bytes", "a token"), lambda row: number(row.corpus.bytes_per_token, 2)),
+        Column(
+            Cell("worst document", "nats lost against the base"),
+            lambda row: worst_document(row.result.worst_document_nats) if alike(row) and row.head != "base" else DASH,
+        ),
+        Column(
+            Cell("by base head", "of the tokens"),
+            lambda row: DASH if row.result.base_share is None or row.head == "base" else percent(row.result.base_share),
+        ),
     ]
+    if any(row.corpus.num_prompts for row in rows):
+        in_script = Cell("in its script", "letters after prompts, 95 %")
+        columns.append(Column(in_script, lambda row: _share(row.result.in_script)))
+    meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
+    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
+    return Table.of(columns, rows, name=title, methods=[row.method for row in rows])
+
+
+def _scored(options: Sequence[Option], corpus: str) -> list[_Scored]:
+    """Return the base that the options are held against, those of other tokens, and the options."""
+    base = corpus_of(options[0].untouched, corpus)
+    bases = {base.num_tokens: _Scored("base", "base", base, "base", None)}
+    rows = []
+    for option in options:
+        result, variant = corpus_of(option.run.report, corpus), option.run.method.variant
+        difference = beside_base(option.untouched, result, option.head)
+        rows.append(_Scored(option.label, variant, result, option.head, difference))
+        label, of_tokens = f"base, tokens of {option.run.name}", beside_base(options[0].untouched, result, "base")
+        bases.setdefault(result.num_tokens, _Scored(label, "base", result, "base", of_tokens))
+    return [*bases.values(), *rows]
 
 
 def _share(share: Interval | None) -> Cell:

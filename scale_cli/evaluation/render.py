@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -34,7 +34,7 @@ from scale_cli.report.numbers import (
     with_interval,
     worst_document,
 )
-from scale_cli.report.tables import Table, aligned
+from scale_cli.report.tables import Column, Table, aligned
 
 _PANEL_WIDTH = 390.0
 _ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
@@ -175,30 +175,32 @@ def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
 
 def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:
     """Return every head's figures; of tokens that no other run has, those alone that compare."""
-    titles = [
-        "head", "nats/token", "perplexity", "bits/byte", "bits/byte - base [95 %]", "nats/token - base [95 %]",
-        "worst document, nats", *(["letters in the prompt's script [95 %]"] if corpus.num_prompts else []),
-    ]  # fmt: skip
-    rows = [
-        [
-            Markup(f"**{_TITLES[name]}** (served)") if name == served else _TITLES[name],
-            number(head.nats_per_token, 4),
-            perplexity(head.perplexity),
-            number(head.bits_per_byte),
-            *(_differences(head) if name != "base" else [""] * 3),
-            *([percent_with_bounds(head.in_script)] if corpus.num_prompts else []),
-        ]
-        for name, head in ((name, corpus.heads[name]) for name in HEADS)
+
+    def beside_base(figure: Callable[[HeadResult], str]) -> Callable[[str], str]:
+        return lambda head: "" if head == "base" else figure(corpus.heads[head])
+
+    per_token: list[Column[str]] = [
+        Column("nats/token", lambda head: number(corpus.heads[head].nats_per_token, 4)),
+        Column("perplexity", lambda head: perplexity(corpus.heads[head].perplexity)),
     ]
-    of_tokens = {"nats/token", "perplexity", "nats/token - base [95 %]"} if has_own_tokens else set()
-    kept = [index for index, title in enumerate(titles) if title not in of_tokens]
-    shown = [[row[index] for index in kept] for row in (titles, *rows)]
-    return Table(shown[0], shown[1:], "l" + "r" * (len(kept) - 1))
-
-
-def _differences(head: HeadResult) -> list[str]:
-    differences = (head.bits_per_byte_difference, head.nats_per_token_difference)
-    return [*(with_interval(difference, 4) for difference in differences), worst_document(head.worst_document_nats)]
+    difference_per_token = Column(
+        "nats/token - base [95 %]", beside_base(lambda result: with_interval(result.nats_per_token_difference, 4))
+    )
+    in_script: Column[str] = Column(
+        "letters in the prompt's script [95 %]", lambda head: percent_with_bounds(corpus.heads[head].in_script)
+    )
+    columns: list[Column[str]] = [
+        Column("head", lambda head: Markup(f"**{_TITLES[head]}** (served)") if head == served else _TITLES[head], "l"),
+        *([] if has_own_tokens else per_token),
+        Column("bits/byte", lambda head: number(corpus.heads[head].bits_per_byte)),
+        Column(
+            "bits/byte - base [95 %]", beside_base(lambda result: with_interval(result.bits_per_byte_difference, 4))
+        ),
+        *([] if has_own_tokens else [difference_per_token]),
+        Column("worst document, nats", beside_base(lambda result: worst_document(result.worst_document_nats))),
+        *([in_script] if corpus.num_prompts else []),
+    ]
+    return Table.of(columns, HEADS)
 
 
 def _benchmark_table(report: Report, average: LanguageAverage) -> Table:

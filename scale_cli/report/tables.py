@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 
@@ -29,6 +30,16 @@ class Cell:
 
 
 Row = Sequence[str | Cell]
+Of = TypeVar("Of")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Of]):
+    """What a table says of each of several things under one title."""
+
+    title: str | Cell
+    cell: Callable[[Of], str | Cell]
+    align: str = "r"  # l (words) or r (figures)
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,12 @@ class Table:
     # By row, on a page: the method whose mark stands before it, and whether a line stands above it.
     methods: Sequence[str] = ()
     groups: Sequence[bool] = ()
+
+    @classmethod
+    def of(cls, columns: Sequence[Column[Of]], things: Sequence[Of], **more: Any) -> Table:
+        """Return a table with a row for each of some things; `more` are the table's other fields."""
+        rows = [[column.cell(thing) for column in columns] for thing in things]
+        return cls([column.title for column in columns], rows, "".join(column.align for column in columns), **more)
 
     @property
     def cells(self) -> list[list[Cell]]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.report.pages import plain
-from scale_cli.report.tables import Cell, Table, aligned, num_columns
+from scale_cli.report.tables import Cell, Column, Table, aligned, num_columns
 
 TEXT = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=12)
 
@@ -32,3 +32,13 @@ def test_markup_in_a_name_is_text_and_an_interval_stays_readable() -> None:
     assert plain("kobest_copa +0.5 [+0.2, +0.8]") == "kobest_copa +0.5 [+0.2, +0.8]"
     assert plain("_a_ b__c __d__") == r"\_a\_ b\_\_c \_\_d\_\_"
     assert plain("[a](http://b) ![c](d) <e> *f* `g`") == r"[a\](http://b) \![c\](d) \<e\> \*f\* \`g\`"
+
+
+def test_a_column_has_its_title_side_and_cells_in_one_place() -> None:
+    columns: list[Column[int]] = [
+        Column("n", str),
+        Column(Cell("as words"), lambda n: "one" if n == 1 else "more", "l"),
+    ]
+    made = Table.of(columns, [1, 20], name="numbers")
+    assert made == Table(["n", Cell("as words")], [["1", "one"], ["20", "more"]], "rl", "numbers")
+    assert made.lines() == [" n  as words", " 1  one", "20  more"]
