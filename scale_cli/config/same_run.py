@@ -18,7 +18,7 @@ from scale_cli.errors import ConfigError, RunFolderError
 
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
-LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path|revision)"
+LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
 NO_KEYS = r"(?!)"
 # What the scores of a run's periodic evaluations hang on.
 _SCORED_BY = (
@@ -36,7 +36,7 @@ def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterato
             yield from _marked(field.annotation, mark, f"{prefix}{name}.")
 
 
-_FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE, Change.ACCEPTED))
+FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE, Change.ACCEPTED))
 # The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
 _ROUTER = "method.router."
 # Distillation acts in training only, so it may be set after upscaling.
@@ -105,7 +105,8 @@ class _Change:
 
 
 def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[_Change]:
-    return [c for c in _all_changes(before, now) if _section(c.key) in sections and c.key not in _FREE]
+    changes = _all_changes(before, now)
+    return [c for c in changes if _section(c.key) in sections and _without_index(c.key) not in FREE]
 
 
 def _all_changes(before: RunConfig, now: RunConfig) -> list[_Change]:
@@ -125,6 +126,11 @@ def _remedy(refused: list[_Change], *, trains: bool) -> str:
     if trains and all(change.key in ACCEPTABLE for change in refused):
         ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")
     return f"{', '.join(ways)}, or start anew in another output_dir"
+
+
+def _without_index(key: str) -> str:
+    """Return the key that a value, or an item of a list, stands under."""
+    return re.sub(r"\.\d+$", "", key)
 
 
 def _section(key: str) -> str:

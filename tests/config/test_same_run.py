@@ -1,21 +1,26 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.config.same_run import (
+    ACCEPTABLE,
     EVALUATE_SECTIONS,
     EXPORT_SECTIONS,
+    FREE,
+    LOCATION_KEYS,
     TRAIN_SECTIONS,
     UPSCALE_SECTIONS,
     differences,
     scored_otherwise,
 )
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.values import Change, Section
 
 
 def config(**changes: Any) -> RunConfig:
@@ -78,6 +83,7 @@ def test_two_configs_differ_unless_every_counted_key_is_equal(one: RunConfig, ot
         {"train__keep_checkpoints": 9},
         {"train__eval_every_steps": 5},
         {"train__eval_max_documents": 5},
+        {"train__trackers": ["tensorboard"]},
         {"evaluation": {"batch_size": 1}},
         {"export": {"format": "adapter"}},
     ],
@@ -85,6 +91,37 @@ def test_two_configs_differ_unless_every_counted_key_is_equal(one: RunConfig, ot
 )
 def test_what_changes_no_number_of_a_run_may_change(changes: dict[str, Any]) -> None:
     assert differences(config(), config(**changes), TRAIN_SECTIONS) == []
+
+
+def reachable(kind: Any) -> Iterator[type[Section]]:
+    """Yield every section in an annotation, those in lists and unions too, and in its own fields."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield kind
+    of_fields = [field.annotation for field in kind.model_fields.values()] if hasattr(kind, "model_fields") else []
+    for inner in (*get_args(kind), *of_fields):
+        yield from reachable(inner)
+
+
+@pytest.mark.parametrize(("mark", "acting"), [(Change.FREE, FREE), (Change.ACCEPTED, ACCEPTABLE)])
+def test_every_mark_that_a_key_may_change_acts(mark: Change, acting: frozenset[str]) -> None:
+    marked = {
+        (section, name)
+        for section in reachable(RunConfig)
+        for name, field in section.model_fields.items()
+        if mark in field.metadata
+    }
+    assert len(marked) == len(acting) > 0, "one stands where `_marked` does not look, in a list or an optional section"
+
+
+def test_text_may_lie_elsewhere_whether_it_is_given_by_one_pattern_or_several() -> None:
+    news = {"name": "news", "language": "ko"}
+    one, several, moved = (
+        config(corpus__sources=[news | {"path": path}]) for path in ("a/*.txt", ["a/1.txt", "a/2.txt"], ["b/1.txt"])
+    )
+    for now in (several, moved):
+        assert differences(one, now, TRAIN_SECTIONS) != []
+        assert differences(several, now, TRAIN_SECTIONS, LOCATION_KEYS) == []
+        assert differences(one, now, TRAIN_SECTIONS, LOCATION_KEYS) == []
 
 
 @pytest.mark.parametrize(
