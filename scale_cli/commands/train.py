@@ -157,7 +157,8 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
         return run.state
     checkpoint = run.folder.checkpoint(best.step)
     on_main(lambda: verify_folder(checkpoint))
-    return load_checkpoint(checkpoint, run.model, run.optimiser, kept_beside_moments(checkpoint))
+    of_best = load_config(checkpoint / "scale.yaml").train
+    return load_checkpoint(checkpoint, run.model, run.optimiser, kept_beside_moments(checkpoint, of_best))
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
@@ -272,7 +273,7 @@ def _open_run(
     optimiser = build_optimiser(model, sizes, base_weights, by_tensor=config.method.variant == "adept")
     state, branch_point = TrainState(), None
     if start is not None:
-        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start))
+        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start, sizes))
         state = _with_best_to_compare(state, start, config, log)
         set_tensor_rates(optimiser, state.tensor_rates)
         branch_point = BranchPoint.load_if_there(start)

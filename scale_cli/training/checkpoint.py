@@ -25,8 +25,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import Ledger, SourceTokens, TokenLedger
 from scale_cli.errors import PreservationError, StorageError
@@ -239,9 +240,14 @@ def has_moments(folder: Path) -> bool:
     return (folder / _OPTIMISER).is_file() or has_shards(folder)
 
 
-def kept_beside_moments(folder: Path) -> list[str]:
-    """Return what a checkpoint holds of every parameter beside its moments, and a run that goes on takes up."""
-    train, step = load_config(folder / "scale.yaml").train, TrainState.load(folder).step
+def kept_beside_moments(folder: Path, train: TrainConfig) -> list[str]:
+    """Return what is taken up of a checkpoint beside the moments of every parameter: an average only where it goes on.
+
+    Args:
+        folder: the checkpoint.
+        train: its own settings, or those of the run that goes on: a longer one may begin its average later.
+    """
+    step = TrainState.load(folder).step
     begins = first_averaged(train)
     averages = [AVERAGE] if begins is not None and step > begins else []
     return [*averages, SLOW] if keeps_slow_weights(train, step) else averages

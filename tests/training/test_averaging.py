@@ -106,8 +106,10 @@ def test_a_longer_run_has_an_average_of_its_own_last_steps_or_is_refused(make_co
     with pytest.raises(RunFolderError, match=r"its steps, from 4 on, were not averaged; give at least .*=7") as caught:
         train(make_config("run", "train.max_steps=6", average), "auto", lambda _: None, accepted)
     assert "\n" not in str(caught.value)
-    longer = make_config("run", "train.max_steps=7", "train.save_every_steps=1", "train.keep_checkpoints=9", average)
-    train(longer, "auto", lambda _: None, accepted)
-    steps = [load_tensors(run.checkpoint(step) / "trained.safetensors") for step in (5, 6, 7)]
+    kept = ("train.save_every_steps=1", "train.keep_checkpoints=9", "train.eval_every_steps=1")
+    train(make_config("run", "train.max_steps=8", *kept, average), "auto", lambda _: None, accepted)
+    measured = [record["step"] for record in read_records(run.metrics) if EVALUATION_OF_AVERAGE in record]
+    assert measured == [6, 7, 8], "the shorter run's average is of no step of this one"
+    steps = [load_tensors(run.checkpoint(step) / "trained.safetensors") for step in (6, 7, 8)]
     for name, tensor in load_tensors(run.final / "trained.safetensors").items():
         torch.testing.assert_close(tensor, sum(step[name] for step in steps) / 3)
