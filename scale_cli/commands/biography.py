@@ -15,16 +15,15 @@ from scale_cli.biography.accuracy import SERVED, first_token_accuracy
 from scale_cli.biography.report import write_report
 from scale_cli.biography.results import MethodResult, served_lines, verdicts
 from scale_cli.biography.tasks import Curriculum, write_curriculum
-from scale_cli.config.baselines import EloConfig
-from scale_cli.config.biography import BiographyConfig, ComparedMethod, StageConfig
+from scale_cli.config.biography import BiographyConfig, ComparedMethod
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches
 from scale_cli.data.biography import ATTRIBUTES
 from scale_cli.data.probe import known_windows
 from scale_cli.data.sequences import SequenceWindows
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import placed
@@ -34,14 +33,11 @@ from scale_cli.storage.atomic import new_folder, read_json, write_json, write_te
 from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.from_scratch import training_steps, write_base
 from scale_cli.training.tensor_rates import TensorRates
-from scale_cli.upscale.base import load_base
+from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import start_model, two_headed
+from scale_cli.upscale.method import build_model, start_model, two_headed
 from scale_cli.upscale.objective import for_training
-
-# Of the steps, the last, in which ELO trains everything.
-_ALIGNED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,7 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> Biogra
     require("matplotlib", "scale biography")
     if any(compared.method.variant in ("lora", "osf") for compared in config.methods):
         require("peft", "methods: variant lora, osf")
+    _check_methods(config)
     folder = config.output_dir
     _claim(folder, config)
     curriculum = write_curriculum(config)
@@ -92,6 +89,18 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> Biogra
     with new_folder(folder / "report") as partial:
         write_report(partial, config, results)
     return BiographySummary(folder / "report", results)
+
+
+def _check_methods(config: BiographyConfig) -> None:
+    """Refuse a method that cannot be made of the base, before that is learned."""
+    sizes = LlamaConfig(**config.model.model_dump(), tie_word_embeddings=True)
+    for compared in config.methods:
+        base = base_without_weights(sizes, "float32")
+        try:
+            with torch.device("meta"):
+                build_model(base, compared.method, config.seed)
+        except ConfigError as error:
+            raise ConfigError(f"methods: {compared.name}: {error}") from None
 
 
 def _claim(folder: Path, config: BiographyConfig) -> None:
@@ -206,7 +215,7 @@ def _learning(
     known, asked = (curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1))
     tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
     done, before = 0, None
-    for number, (method, stage) in enumerate(_phases(config.task_1, compared.method)):
+    for number, (method, stage) in enumerate(compared.phases(config.task_1)):
         train, plain, rates = compared.training(stage, config.mixed_precision), placed(load_base(base)), None
         probe = known_windows([SequenceWindows(known)], config.seed, method.adept.probe_windows)
         if method.variant == "adept" and method.adept.layers is None:
@@ -222,17 +231,3 @@ def _learning(
             if step or before is None:
                 yield model, done + step
         done, before = done + stage.max_steps, model
-
-
-def _phases(stage: StageConfig, method: MethodConfig) -> list[tuple[MethodConfig, StageConfig]]:
-    """Return the methods that learn one after another, and how long each does: ELO's two, of any other itself."""
-    if method.variant != "elo":
-        return [(method, stage)]
-    aligned = max(round(stage.max_steps * _ALIGNED_SHARE), 1)
-    return [
-        (method, stage.model_copy(update={"max_steps": stage.max_steps - aligned})),
-        (
-            method.model_copy(update={"elo": EloConfig(phase="alignment")}),
-            stage.model_copy(update={"max_steps": aligned, "warmup_steps": 0}),
-        ),
-    ]

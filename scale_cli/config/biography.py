@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from scale_cli.config.baselines import EloConfig
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import LookaheadConfig, TrainConfig
 from scale_cli.config.values import BatchSize, Folder, LearningRate, MixedPrecision, Name, Section, Steps
+
+# Of the steps, the last, in which ELO trains everything.
+_ALIGNED_SHARE = 0.1
 
 
 class PeopleConfig(Section):
@@ -80,6 +84,19 @@ class ComparedMethod(Section):
         default=0.0, ge=0.0, lt=1.0, description="share of the questions trained on that are Task 0's"
     )
 
+    def phases(self, stage: StageConfig) -> list[tuple[MethodConfig, StageConfig]]:
+        """Return the methods that learn one after another, and how long each does: ELO's two, of any other itself."""
+        if self.method.variant != "elo":
+            return [(self.method, stage)]
+        aligned = max(round(stage.max_steps * _ALIGNED_SHARE), 1)
+        return [
+            (self.method, stage.model_copy(update={"max_steps": stage.max_steps - aligned})),
+            (
+                self.method.model_copy(update={"elo": EloConfig(phase="alignment")}),
+                stage.model_copy(update={"max_steps": aligned, "warmup_steps": 0}),
+            ),
+        ]
+
     def training(self, stage: StageConfig, mixed_precision: MixedPrecision) -> TrainConfig:
         """Return the training settings of a stage by this method."""
         return stage.schedule(mixed_precision, **self.model_dump(exclude={"name", "method", "replay"}))
@@ -92,9 +109,11 @@ class ComparedMethod(Section):
 
     @field_validator("method")
     @classmethod
-    def _has_no_replay(cls, method: MethodConfig) -> MethodConfig:
+    def _learns_questions_alone(cls, method: MethodConfig) -> MethodConfig:
         if method.distils:
-            raise ValueError("distillation.weight: acts on replay, and there is none of a task that was learned before")
+            raise ValueError("distillation.weight: the benchmark learns its questions alone; leave it out")
+        if method.vocabulary is not None:
+            raise ValueError("vocabulary: the benchmark's tokenizer has all that is asked; leave it out")
         return method
 
 
@@ -138,3 +157,15 @@ class BiographyConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError("two methods share a name")
         return methods
+
+    @model_validator(mode="after")
+    def _steps_are_enough(self) -> BiographyConfig:
+        for compared in self.methods:
+            for _, stage in compared.phases(self.task_1):
+                try:
+                    compared.training(stage, self.mixed_precision)
+                except ValidationError as error:
+                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    steps = f"{stage.max_steps:,} of task_1.max_steps {self.task_1.max_steps:,}"
+                    raise ValueError(f"methods: {compared.name}, {steps}: {reason}") from None
+        return self

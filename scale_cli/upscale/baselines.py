@@ -156,6 +156,8 @@ def copied_layers(num_layers: int, method: MethodConfig) -> list[int]:
         if (highest := max(method.adept.layers)) >= num_layers:
             raise ConfigError(f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0")
         return sorted(method.adept.layers)
+    if method.variant == "adept" and num_layers < 2:
+        raise ConfigError("method.adept.layers: the base has a single layer, which cannot be done without; name it")
     num_blocks = max(1, num_layers // 4) if given.num_blocks is None else given.num_blocks
     if num_blocks > num_layers:
         raise ConfigError(f"method.{section}.num_blocks: {num_blocks}, but the base has {num_layers} layers")

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.data.batches import IGNORED, MicroBatch
-from scale_cli.errors import ConfigError
 from scale_cli.upscale.baselines import copied_layers
 from scale_cli.upscale.objective import ChunkedLossModel
 
@@ -22,12 +21,10 @@ def with_found_layers(method: MethodConfig, base: PreTrainedModel, probe: Sequen
     """Return an ADEPT's method with the layers that it copies, measured on windows of what the base knows.
 
     Raises:
-        ConfigError: more copies are asked for than the base has layers; or it has a single layer.
+        ConfigError: more copies are asked for than the base has layers; or it has a single one (`copied_layers`).
     """
     num_layers = base.config.num_hidden_layers
     num_copies = len(copied_layers(num_layers, method))
-    if num_layers < 2:
-        raise ConfigError("method.adept.layers: the base has a single layer, which cannot be done without; name it")
     losses = bypass_losses(base, probe)
     found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
     return method.model_copy(update={"adept": method.adept.model_copy(update={"layers": sorted(found)})})

@@ -9,7 +9,8 @@ import pytest
 from scale_cli.biography.accuracy import SERVED
 from scale_cli.commands.biography import run_biography
 from scale_cli.config.biography import BiographyConfig, ComparedMethod
-from scale_cli.errors import RunFolderError
+from scale_cli.config.load import checked
+from scale_cli.errors import ConfigError, RunFolderError
 
 
 def quietly(line: str) -> None:
@@ -75,3 +76,40 @@ def test_nothing_is_drawn_to_a_base_that_it_trains_none_of() -> None:
         ComparedMethod.model_validate(
             {"name": "p", "lr": 1.0e-3, "method": {"variant": "preserve"}, "decay_to_base": True}
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"variant": "freeze", "freeze": {"num_layers": 9}}, "method.freeze.num_layers: 9, but the base has 2"),
+        ({"variant": "adept", "adept": {"layers": [5]}}, "method.adept.layers: 5, but the base has 2"),
+        ({"variant": "route", "collaboration": {"layers": [7]}}, "method.collaboration.layers"),
+        ({"variant": "osf", "osf": {"targets": ["none"]}}, "method.osf"),
+    ],
+)
+def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learned(
+    small: BiographyConfig, method: dict[str, Any], told: str
+) -> None:
+    rival = ComparedMethod.model_validate({"name": "rival", "lr": 1.0e-2, "method": method})
+    with pytest.raises(ConfigError, match=f"^methods: rival: {told}") as caught:
+        run_biography(small.model_copy(update={"methods": [*small.methods, rival]}), quietly)
+    assert "\n" not in str(caught.value)
+    assert not small.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lookahead": {"every_steps": 6}}, r"mer, 5 of task_1.max_steps 5: lookahead.every_steps 6 is beyond"),
+        ({"method": {"variant": "elo"}, "lookahead": {"every_steps": 3}}, r"mer, 1 of task_1.max_steps 5: lookahead"),
+        ({"method": {"variant": "full", "vocabulary": {}}}, r"methods.0.method: vocabulary: the benchmark's tokenizer"),
+        ({"method": {"variant": "preserve", "distillation": {"weight": 1.0}}}, "distillation.weight: the benchmark"),
+    ],
+)
+def test_what_no_method_can_do_in_these_steps_is_one_line(
+    small: BiographyConfig, changes: dict[str, Any], told: str
+) -> None:
+    method = {"name": "mer", "lr": 1.0e-2, "method": {"variant": "full"}} | changes
+    with pytest.raises(ConfigError, match=told) as caught:
+        checked(BiographyConfig, {**small.model_dump(exclude={"methods"}), "methods": [method]}, "b.yaml")
+    assert "\n" not in str(caught.value)
