@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -76,9 +77,12 @@ def run_folder(path: Path) -> Path:
 def numbers(option: str, written: str) -> list[float]:
     """Return the numbers that an option names, with commas between them."""
     try:
-        return [float(number) for number in written.split(",")]
+        given = [float(number) for number in written.split(",")]
     except ValueError:
-        raise ConfigError(f"{option} {written}: give numbers with commas between them") from None
+        given = []
+    if not given or not all(map(math.isfinite, given)):
+        raise ConfigError(f"{option} {written}: give numbers with commas between them")
+    return given
 
 
 def check_output(output_dir: Path) -> None:

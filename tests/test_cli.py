@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from scale_cli.cli import main
+from scale_cli.console import numbers
+from scale_cli.errors import ConfigError
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
 
@@ -310,3 +312,10 @@ def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path, 
     assert process.returncode == 128 + number
     assert stderr.startswith(f"stopped by {number.name}; ")
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("written", ["", "1,", "1,two", "nan,1", "0.5,inf"])
+def test_numbers_of_an_option_are_numbers(written: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--weights .*: give numbers with commas between them$"):
+        numbers("--weights", written)
+    assert numbers("--weights", "1,2.5e-1") == [1.0, 0.25]

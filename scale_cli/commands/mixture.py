@@ -126,8 +126,10 @@ _FITTED = ("kept", "learned")
 def _check(config: RunConfig, ratios: Sequence[float]) -> None:
     if len(set(ratios)) < 3 or min(ratios) <= 0 or max(ratios) > 1:
         raise ConfigError("--ratios: give three shares of new text or more, above 0 and at most 1")
-    if all(source.role == "new" for source in config.corpus.sources):
-        raise ConfigError("corpus.sources: none has the role replay, so there is nothing to mix new text with")
+    if not any(source.role == "replay" and source.weight for source in config.corpus.sources):
+        raise ConfigError(
+            "corpus.sources: none of the role replay has a weight, so there is nothing to mix new text with"
+        )
     if config.corpus.stages:
         raise ConfigError("corpus.stages: they give the weights that are to be found; leave them out")
     roles = {source.role for source in config.evaluation.perplexity}

@@ -105,7 +105,8 @@ def test_real_runs_are_mixed_and_fitted(config: Path) -> None:
     [
         ((), [0.5, 1.0], "--ratios: give three"),
         ((), [0.0, 0.5, 1.0], "--ratios: give three"),
-        (("corpus.sources.2.role=new",), [0.2, 0.5, 1.0], "none has the role replay"),
+        (("corpus.sources.2.role=new",), [0.2, 0.5, 1.0], "none of the role replay has a weight"),
+        (("corpus.sources.2.weight=0",), [0.2, 0.5, 1.0], "none of the role replay has a weight"),
         (("evaluation.perplexity.1.role=acquisition",), [0.2, 0.5, 1.0], "no corpus of role retention"),
         (
             ("corpus.stages=[{until: 1, weights: {a: 1, b: 1, old: 1}}]", "corpus.sources.0.weight=1"),
