@@ -50,9 +50,13 @@ def corpus_warnings(
         for source in config.corpus.sources
         for line in reading_warnings(config, source, len(trained[source.name].ids))
     ]
-    warm_up = _warm_up(config)
     unknown = [line for corpora in (trained, held) for name in corpora for line in _unknown(name, corpora[name])]
-    return [*warm_up, *readings, *unknown, *(line for name in held for line in _shared(name, held[name], trained))]
+    return [
+        *step_warnings(config),
+        *readings,
+        *unknown,
+        *(line for name in held for line in _shared(name, held[name], trained)),
+    ]
 
 
 def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -> list[str]:
@@ -63,6 +67,21 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
     return [
         f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
         "teach little but themselves: give more text, a lower weight, or fewer train.max_steps"
+    ]
+
+
+def step_warnings(config: RunConfig) -> list[str]:
+    """Return a line where a run ends before it has warmed up, or before ADEPT has measured a rate."""
+    return [*_warm_up(config), *_no_rates(config)]
+
+
+def _no_rates(config: RunConfig) -> list[str]:
+    every_steps, max_steps = config.method.adept.every_steps, config.train.max_steps
+    if config.method.variant != "adept" or every_steps < max_steps:
+        return []
+    return [
+        f"method.adept.every_steps {every_steps:,}: not less than train.max_steps {max_steps:,}, so that no rate is "
+        "measured and every tensor has train.lr; lower it"
     ]
 
 

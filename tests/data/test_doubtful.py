@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data import doubtful
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.data.doubtful import corpus_warnings, num_readings
+from scale_cli.data.doubtful import corpus_warnings, num_readings, step_warnings
 from scale_cli.training.schedule import learning_rate
 from scale_cli.upscale.sizes import context_warnings
 
@@ -69,6 +69,14 @@ def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
     assert "train.warmup_steps 40: more than train.max_steps 4" in line
     rates = [learning_rate(step, config.train) for step in range(4)]
     assert rates == pytest.approx([config.train.lr * (step + 1) / 40 for step in range(4)])
+
+
+@pytest.mark.parametrize(("every_steps", "told"), [(5, True), (4, True), (3, False)])
+def test_rates_that_are_never_measured_are_warned_of(tmp_path: Path, every_steps: int, told: bool) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT)
+    method = MethodConfig.model_validate({"variant": "adept", "adept": {"every_steps": every_steps}})
+    lines = step_warnings(config.model_copy(update={"method": method}))
+    assert [line.partition(":")[0] for line in lines] == [f"method.adept.every_steps {every_steps}"] * told
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
