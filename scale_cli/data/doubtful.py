@@ -71,8 +71,21 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
 
 
 def step_warnings(config: RunConfig) -> list[str]:
-    """Return a line where a run ends before it has warmed up, or before ADEPT has measured a rate."""
-    return [*_warm_up(config), *_no_rates(config)]
+    """Return a line where a run is too short to warm up, for ADEPT to measure a rate, or for one of its stages."""
+    return [*_warm_up(config), *_no_rates(config), *_empty_stages(config)]
+
+
+def _empty_stages(config: RunConfig) -> list[str]:
+    begin, max_steps, lines = 0, config.train.max_steps, []
+    for stage in config.corpus.stages:
+        end, _ = stage.of_run(config.corpus.sources, max_steps)
+        if end == begin:
+            lines.append(
+                f"corpus.stages: the one until {stage.until:g} has none of train.max_steps {max_steps:,}: nothing is "
+                "trained by its weights"
+            )
+        begin = end
+    return lines
 
 
 def _no_rates(config: RunConfig) -> list[str]:

@@ -25,7 +25,7 @@ from scale_cli.report.numbers import number, percent, percent_with_bounds, with_
 from scale_cli.report.pages import code, markdown
 from scale_cli.report.tables import Row, Table
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, TrainState
+from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stage_folder
 
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
@@ -180,7 +180,10 @@ def _training(stage: _Stage) -> dict[str, str]:
             f"; begun with what another run had trained in {begun.step:,} steps, {begun.num_tokens:,} tokens "
             f"({begun.moments} moments, SHA-256 {begun.content_sha256[:12]})"
         )
-    if train.average is not None:
+    if (averaged := AverageRecord.load_if_there(stage.folder)) is not None:
+        members = (f"step {member.step:,} (weight {member.weight:.4g})" for member in averaged.members)
+        trained += f"; the mean of {len(averaged.members)} such: {', '.join(members)}"
+    elif train.average is not None:
         kinds = {
             "tail": "the mean of the last {:,} steps' weights",
             "ema": "a moving average of the weights, {:,} steps long",

@@ -20,7 +20,7 @@ from scale_cli.training.checkpoint import checkpoints, has_moments
 from scale_cli.upscale.folder import MethodModel
 
 _SECTIONS = ("model", "method")
-_PHASE = r"method\.elo\.phase"  # of which one begins with what the other has trained
+_PHASE = r"method\.elo\.phase"  # of which the alignment begins with what the layers' has trained
 
 
 def check_init_from(config: RunConfig) -> None:
@@ -36,7 +36,8 @@ def check_init_from(config: RunConfig) -> None:
         raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(folder)
     before = load_config(folder / "scale.yaml")
-    if changed := differences(before, config, _SECTIONS, rf"{BASE_KEYS}|{_PHASE}"):
+    ignored_keys = rf"{BASE_KEYS}|{_PHASE}" if before.method.elo.phase == "layers" else BASE_KEYS
+    if changed := differences(before, config, _SECTIONS, ignored_keys):
         raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
     if train.init_moments == "kept":
         if before.method.elo.phase != config.method.elo.phase:

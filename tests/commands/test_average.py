@@ -52,6 +52,8 @@ def test_it_is_the_weighted_mean_and_is_evaluated_exported_and_verified(
     assert summary.lines()[-1].endswith(f"(scale evaluate {tmp_path / 'mean'})")
     assert evaluate(load(tmp_path / "mean", [])).report.step == 3
     export(load_config(summary.folder / "scale.yaml", ["export.format=llama"]))
+    card = (tmp_path / "mean" / "export" / "llama" / "README.md").read_text(encoding="utf-8")
+    assert "; the mean of 3 such: step 1 (weight 0.25), step 2 (weight 0.25), step 3 (weight 0.5)" in card
     verify(config.output_dir).require()
     same = average([run.final, run.checkpoint(3)], tmp_path / "same", None)
     assert all(torch.equal(tensor, three[name]) for name, tensor in tensors(same.folder).items())

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import StageConfig
 from scale_cli.data import doubtful
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
 from scale_cli.data.doubtful import corpus_warnings, num_readings, step_warnings
@@ -77,6 +78,14 @@ def test_rates_that_are_never_measured_are_warned_of(tmp_path: Path, every_steps
     method = MethodConfig.model_validate({"variant": "adept", "adept": {"every_steps": every_steps}})
     lines = step_warnings(config.model_copy(update={"method": method}))
     assert [line.partition(":")[0] for line in lines] == [f"method.adept.every_steps {every_steps}"] * told
+
+
+def test_a_stage_that_no_step_falls_in_is_warned_of(tmp_path: Path) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT)
+    for untils, empty in (((0.1, 0.5, 0.55, 1.0), ["0.1", "0.55"]), ((0.25, 1.0), [])):
+        stages = [StageConfig(until=until, weights={"c0": 1.0}) for until in untils]
+        lines = step_warnings(config.model_copy(update={"corpus": config.corpus.model_copy(update={"stages": stages})}))
+        assert [line.split(" has ")[0] for line in lines] == [f"corpus.stages: the one until {end}" for end in empty]
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -17,6 +17,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
 from scale_cli.storage.layout import RunFolder
+from scale_cli.training.branching import check_init_from
 from scale_cli.upscale.folder import load_model
 from tests.training.conftest import configs_in
 
@@ -163,6 +164,8 @@ def test_elo_trains_its_ends_alone_over_no_layer_between_and_then_everything(mak
     assert {name for name in start if not torch.equal(start[name], whole[name])} <= set(names)
     aligned, _ = begun(make_config("aligned", *elo, phase, f"train.init_from={ends.checkpoint(2)}", "train.lr=1e-3"))
     assert all(not torch.equal(tensor, whole[name]) for name, tensor in trained(aligned.final).items())
+    with pytest.raises(RunFolderError, match=r"another model or method \(method.elo.phase: 'alignment' -> 'layers'\)"):
+        check_init_from(make_config("back", *elo, f"train.init_from={aligned.final}"))
 
 
 @pytest.mark.parametrize(
