@@ -13,7 +13,7 @@ import torch
 from scale_cli.config.schema import MethodConfig, RunConfig, Variant
 from scale_cli.data.corpora import cache_dir, every_source
 from scale_cli.data.documents import check_source
-from scale_cli.data.doubtful import num_readings, reading_warnings, step_warnings
+from scale_cli.data.doubtful import idle_settings, num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
 from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
@@ -129,7 +129,7 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
         ) as error:  # the config does not ask for it: the others are planned all the same
             refused[method.variant] = str(error)
     corpora = tokenised_corpora(config)
-    warnings = [*_absent(config), *context_warnings(config, base_config), *step_warnings(config)]
+    warnings = [*_absent(config), *context_warnings(config, base_config), *idle_settings(config)]
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
     return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)

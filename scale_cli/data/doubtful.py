@@ -1,6 +1,6 @@
 """What may be meant and rarely is: a run that ends while it warms up, a text read over and over, and the like.
 
-Held-out text that is trained on, too, and text that the tokenizer does not know.
+Held-out text that is trained on, too, text that the tokenizer does not know, and settings that come to nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def corpus_warnings(
     ]
     unknown = [line for corpora in (trained, held) for name in corpora for line in _unknown(name, corpora[name])]
     return [
-        *step_warnings(config),
+        *idle_settings(config),
         *readings,
         *unknown,
         *(line for name in held for line in _shared(name, held[name], trained)),
@@ -70,9 +70,24 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
     ]
 
 
-def step_warnings(config: RunConfig) -> list[str]:
-    """Return a line where a run is too short to warm up, for ADEPT to measure a rate, or for one of its stages."""
-    return [*_warm_up(config), *_no_rates(config), *_empty_stages(config)]
+def idle_settings(config: RunConfig) -> list[str]:
+    """Return a line for every setting that comes to nothing in this run, or never to what it says."""
+    train = config.train
+    of_schedules = {
+        "decay_steps": ("wsd", "infinite"),
+        "decay_shape": ("wsd", "infinite"),
+        "cooldown_steps": ("infinite",),
+    }
+    lines = [
+        f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
+        for key, schedules in of_schedules.items()
+        if getattr(train, key) is not None and train.schedule not in schedules
+    ]
+    if train.decay_to_base and not train.weight_decay:
+        lines.append("train.decay_to_base: train.weight_decay is 0, so that nothing is drawn to the base; give one")
+    if train.init_moments == "kept" and train.init_from is None:
+        lines.append("train.init_moments: kept of nothing; name a checkpoint, train.init_from")
+    return [*lines, *_warm_up(config), *_no_rates(config), *_empty_stages(config)]
 
 
 def _empty_stages(config: RunConfig) -> list[str]:

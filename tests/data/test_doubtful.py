@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import StageConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data import doubtful
 from scale_cli.data.corpora import build_batches, open_held_out_corpora, open_training_corpora
-from scale_cli.data.doubtful import corpus_warnings, num_readings, step_warnings
+from scale_cli.data.doubtful import corpus_warnings, idle_settings, num_readings
 from scale_cli.training.schedule import learning_rate
 from scale_cli.upscale.sizes import context_warnings
 
@@ -76,7 +77,7 @@ def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
 def test_rates_that_are_never_measured_are_warned_of(tmp_path: Path, every_steps: int, told: bool) -> None:
     config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT)
     method = MethodConfig.model_validate({"variant": "adept", "adept": {"every_steps": every_steps}})
-    lines = step_warnings(config.model_copy(update={"method": method}))
+    lines = idle_settings(config.model_copy(update={"method": method}))
     assert [line.partition(":")[0] for line in lines] == [f"method.adept.every_steps {every_steps}"] * told
 
 
@@ -84,8 +85,26 @@ def test_a_stage_that_no_step_falls_in_is_warned_of(tmp_path: Path) -> None:
     config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT)
     for untils, empty in (((0.1, 0.5, 0.55, 1.0), ["0.1", "0.55"]), ((0.25, 1.0), [])):
         stages = [StageConfig(until=until, weights={"c0": 1.0}) for until in untils]
-        lines = step_warnings(config.model_copy(update={"corpus": config.corpus.model_copy(update={"stages": stages})}))
+        lines = idle_settings(config.model_copy(update={"corpus": config.corpus.model_copy(update={"stages": stages})}))
         assert [line.split(" has ")[0] for line in lines] == [f"corpus.stages: the one until {end}" for end in empty]
+
+
+@pytest.mark.parametrize(
+    ("told", "idle", "acting"),
+    [
+        (["decay_steps", "decay_shape"], {"decay_steps": 1, "decay_shape": "linear"}, {"schedule": "wsd"}),
+        (["cooldown_steps"], {"cooldown_steps": 1, "schedule": "wsd"}, {"schedule": "infinite"}),
+        (["decay_to_base"], {"decay_to_base": True, "weight_decay": 0.0}, {"weight_decay": 0.1}),
+        (["init_moments"], {"init_moments": "kept"}, {"init_from": "trunk/checkpoints/step-4"}),
+    ],
+)
+def test_settings_that_come_to_nothing_are_named(
+    tmp_path: Path, told: list[str], idle: dict[str, Any], acting: dict[str, Any]
+) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT)
+    for train, named in ((idle, told), (idle | acting, [])):
+        changed = config.model_copy(update={"train": TrainConfig.model_validate({"max_steps": 4, **train})})
+        assert [line.partition(":")[0] for line in idle_settings(changed)] == [f"train.{key}" for key in named]
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
