@@ -8,7 +8,7 @@ TRANSFORMERS_4 := $(VENV)/transformers-4
 TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 
-.PHONY: install wheel reference demo bench test proofs torture runtimes serving check format lint types layers clean
+.PHONY: install wheel reference demo bench bench-serving test proofs torture runtimes serving check format lint types layers clean
 
 install: $(STAMP)
 
@@ -31,8 +31,13 @@ demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cor
 reference: $(STAMP)  ## the config's JSON Schemas and its page of keys in docs/, from the code
 	$(BIN)/python scripts/config_reference.py
 
-bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars: about 15 minutes on one core
+bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, and routed decoding: some 20 minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.benchmark
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/routed_decode.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/routed_decode.py --shape wide --batches 1
+
+bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor: about 10 minutes
+	$(VLLM)/bin/python scripts/serving_throughput.py
 
 test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
