@@ -79,6 +79,14 @@ class Method:
 
 # Of full fine-tuning's kin: at 125 steps the third is its best that is known (docs/comparing.md).
 OF_FULL = (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,1e-2,2e-3", "train.lr_multipliers.embedding=1,4,2,10")
+OF_PRESERVE = (
+    "train.optimiser=muon,muon,adamw,adamw",
+    "train.lr=2e-2,2e-2,5e-3,1e-2",
+    # Beside Muon, what AdamW has at 5e-3 and at 1e-2.
+    "train.lr_multipliers.embedding=200,400,null,null",
+    "train.lr_multipliers.head=0.5,1,null,null",
+    "train.lr_multipliers.gains=0.025,0.05,null,null",
+)
 METHODS = {
     "full": Method(("method.variant=full",), OF_FULL),
     "full-replay": Method(("method.variant=full",), OF_FULL, replay=1 / 3),
@@ -116,16 +124,12 @@ METHODS = {
     "llama-pro": Method(
         ("method.variant=llama-pro",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3")
     ),
-    "preserve": Method(
-        ("method.variant=preserve", "method.collaboration.layers=null"),
-        (
-            "train.optimiser=muon,muon,adamw,adamw",
-            "train.lr=2e-2,2e-2,5e-3,1e-2",
-            # Beside Muon, what AdamW has at 5e-3 and at 1e-2.
-            "train.lr_multipliers.embedding=200,400,null,null",
-            "train.lr_multipliers.head=0.5,1,null,null",
-            "train.lr_multipliers.gains=0.025,0.05,null,null",
-        ),
+    "preserve": Method(("method.variant=preserve", "method.collaboration.layers=null"), OF_PRESERVE),
+    # A tenth of the windows, on which the base is what is learned.
+    "preserve-replay": Method(
+        ("method.variant=preserve", "method.collaboration.layers=null", "method.distillation.weight=1"),
+        OF_PRESERVE,
+        replay=1 / 9,
     ),
 }
 
