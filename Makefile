@@ -39,11 +39,11 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, 
 bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor: about 10 minutes
 	$(VLLM)/bin/python scripts/serving_throughput.py
 
-test: $(STAMP)  ## the whole test suite: under 8 minutes on 2 cores
+test: $(STAMP)  ## the test suite: about 10 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-proofs: $(STAMP)  ## the petitions run in full length, and generated code: about 3 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/upscale/test_objective.py --proofs
+proofs: $(STAMP)  ## the petitions run from end to end, and generated code: about 4 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs --numprocesses 2 --dist loadfile
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2

@@ -15,12 +15,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/runtimes too (make runtimes)",
     )
-    parser.addoption("--proofs", action="store_true", help="what `make proofs` runs in full length")
+    parser.addoption("--proofs", action="store_true", help="tests/integration too (make proofs)")
     parser.addoption("--serving", action="store_true", help="tests/serving/engine too (make serving)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    option = {"runtimes": "--runtimes", "engine": "--serving"}.get(collection_path.name)
+    option = {"integration": "--proofs", "runtimes": "--runtimes", "engine": "--serving"}.get(collection_path.name)
     return True if option and not config.getoption(option) else None
 
 

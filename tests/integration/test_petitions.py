@@ -1,4 +1,4 @@
-"""The whole loop on real text: a model of English novels learns Korean, in full from 512,000 tokens of petitions."""
+"""The whole loop on real text: a model of English novels learns Korean from 512,000 tokens of petitions."""
 
 from __future__ import annotations
 
@@ -20,31 +20,17 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import changed_tensors, load_base
 
-pytestmark = pytest.mark.long
-
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 
 
-# In the suite a quarter of the training, and fewer documents; `make proofs` takes them all.
-NUM_STEPS, NUM_DOCUMENTS, NUM_TRAINED_DOCUMENTS = 31, 20, 300
-
-
 @pytest.fixture(scope="module")
-def in_full(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--proofs"))
-
-
-@pytest.fixture(scope="module")
-def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory, in_full: bool) -> RunConfig:
+def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """configs/petitions.yaml as it is shipped, but for the folders."""
     sources = ("corpus.sources.0", "evaluation.perplexity.0", "evaluation.perplexity.1")
     files = ("ko-petitions/train.txt.xz", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
-    documents = [f"{source}.max_documents={NUM_DOCUMENTS}" for source in sources[1:]]
-    documents.append(f"{sources[0]}.max_documents={NUM_TRAINED_DOCUMENTS}")
     return load_config(
         CONFIG,
         [
-            *([] if in_full else [f"train.max_steps={NUM_STEPS}", *documents]),
             f"output_dir={tmp_path_factory.mktemp('petitions')}",
             f"model.base={shared_data}/ckpt-eltec/hf",
             *(f"{source}.path={shared_data}/{file}" for source, file in zip(sources, files, strict=True)),
@@ -62,13 +48,13 @@ def report(config: RunConfig) -> Report:
     return report
 
 
-def test_it_trains_on_at_least_half_a_million_tokens_in_full(report: Report, in_full: bool) -> None:
-    assert report.num_tokens_trained >= (500_000 if in_full else 125_000)
+def test_it_trains_on_at_least_half_a_million_tokens(report: Report) -> None:
+    assert report.num_tokens_trained >= 500_000
 
 
-def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Report, in_full: bool) -> None:
+def test_no_english_document_loses_more_than_ln_2_nats_when_routed(report: Report) -> None:
     (english,) = report.with_role("retention")
-    assert english.num_documents == (114 if in_full else NUM_DOCUMENTS)
+    assert english.num_documents == 114
     worst = english.heads["posterior"].worst_document_nats
     assert worst is not None and worst <= math.log(2) + 1e-6
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -126,14 +125,13 @@ def trace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# Generating the code of a backward pass takes half a minute for a layer: `make proofs` and `make bench` do.
+# As generated code it is in tests/integration.
 @pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
-def test_compiled_training_has_the_losses_of_plain_training(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, name: str, num_layers: int
+def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int
 ) -> None:
+    trace_alone(monkeypatch)
     compiled_model, plain_model = start(name, num_hidden_layers=num_layers), start(name, num_hidden_layers=num_layers)
-    if not pytestconfig.getoption("proofs"):
-        trace_alone(monkeypatch)
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
 
 
@@ -159,23 +157,6 @@ def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile the decoder here: .+") as caught:
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
     assert "\n" not in str(caught.value)
-
-
-@torch.no_grad()
-def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(pytestconfig: pytest.Config) -> None:
-    base = tiny_llama(num_hidden_layers=2 if pytestconfig.getoption("proofs") else 1)
-    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
-    alone = copy.deepcopy(base)
-    model = as_if_trained(widen(base, "route", "top:1"))
-
-    def base_states(input_ids: Tensor) -> Tensor:
-        states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
-        return states
-
-    preserved = compiled(model.final_states)(ids, preserved=True).x_BTD[0]
-    expected = compiled(base_states)(ids)
-    assert torch.equal(preserved, expected)
-    assert torch.equal(model.base.lm_head(preserved), alone.lm_head(expected))
 
 
 def summed_loss(wrapped: torch.nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:

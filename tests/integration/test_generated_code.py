@@ -1,0 +1,36 @@
+"""What torch.compile makes of a model, in generated code, which takes it half a minute for a layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_cli.upscale.objective import compiled
+from tests.upscale.test_objective import losses, start
+from tests.widening import as_if_trained, tiny_llama, widen
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("route", 2), ("lora", 1)])
+def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layers: int) -> None:
+    compiled_model, plain_model = start(name, num_hidden_layers=num_layers), start(name, num_hidden_layers=num_layers)
+    assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit() -> None:
+    base = tiny_llama(num_hidden_layers=2)
+    ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    alone = copy.deepcopy(base)
+    model = as_if_trained(widen(base, "route", "top:1"))
+
+    def base_states(input_ids: Tensor) -> Tensor:
+        states: Tensor = alone.model(input_ids, use_cache=False).last_hidden_state
+        return states
+
+    preserved = compiled(model.final_states)(ids, preserved=True).x_BTD[0]
+    expected = compiled(base_states)(ids)
+    assert torch.equal(preserved, expected)
+    assert torch.equal(model.base.lm_head(preserved), alone.lm_head(expected))
