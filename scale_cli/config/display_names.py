@@ -37,7 +37,8 @@ def method_in_words(method: MethodConfig) -> str:
             setting += f", distilled on replay (weight {method.distillation.weight:g})"
     else:
         setting = {
-            "lora": f", rank {method.lora.rank}{' stabilised' if method.lora.rank_stabilised else ''}",
+            "lora": f", rank {method.lora.rank}{' stabilised' if method.lora.rank_stabilised else ''}"
+            f"{', embeddings and head whole' if method.lora.embeddings else ''}",
             "osf": f", {percent(method.osf.kept, 0)} of directions kept",
             "freeze": f", bottom {method.freeze.num_layers} layers frozen",
             "llama-pro": ", new blocks only",
