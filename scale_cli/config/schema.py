@@ -291,7 +291,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _distils_on_replay(self) -> RunConfig:
         if self.method.distils and not any(source.role == "replay" and source.weight for source in self.corpus.sources):
-            raise ValueError("method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay")
+            raise ValueError(
+                "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay, with a weight"
+            )
         return self
 
     @model_validator(mode="after")
