@@ -292,7 +292,7 @@ class RunConfig(Section):
     def _distils_on_replay(self) -> RunConfig:
         if self.method.distils and not any(source.role == "replay" and source.weight for source in self.corpus.sources):
             raise ValueError(
-                "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay, with a weight"
+                "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
             )
         return self
 

@@ -259,6 +259,15 @@ class CorpusConfig(ReadingConfig):
             return [(max_steps, [source.weight for source in self.sources])]
         return [stage.of_run(self.sources, max_steps) for stage in self.stages]
 
+    def shares(self, max_steps: int) -> list[float]:
+        """Return of every source its share of all the windows of a run."""
+        totals, first = [0.0] * len(self.sources), 0
+        for until, weights in self.mixture(max_steps):
+            for index, weight in enumerate(weights):
+                totals[index] += (until - first) * weight / sum(weights)
+            first = until
+        return [total / max_steps for total in totals]
+
     @model_validator(mode="after")
     def _stages_are_of_the_sources(self) -> CorpusConfig:
         check_stages(self.stages, self.sources)

@@ -24,12 +24,10 @@ _HASHES_AT_ONCE = 1 << 20
 
 def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
     """Return how often a run reads each window of a training source, the last of which may be mostly padding."""
-    index, first, num_steps = config.corpus.sources.index(source), 0, 0.0
-    for until, weights in config.corpus.mixture(config.train.max_steps):
-        num_steps += (until - first) * weights[index] / sum(weights)
-        first = until
+    train, share = config.train, config.corpus.shares(config.train.max_steps)[config.corpus.sources.index(source)]
     num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
-    return num_steps * config.train.global_batch_size / max(1, round(num_windows * source.share_read))
+    num_read = share * train.max_steps * train.global_batch_size
+    return num_read / max(1, round(num_windows * source.share_read))
 
 
 def corpus_warnings(

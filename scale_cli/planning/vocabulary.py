@@ -56,9 +56,9 @@ def growth_of(config: RunConfig) -> Growth:
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
         counts = [_num_tokens(tokenizer, texts) for tokenizer in (before.backend_tokenizer, after)]
         sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), *counts))
-    weights = [source.weight for source in config.corpus.sources]
+    shares = config.corpus.shares(config.train.max_steps)
     ratios = [source.num_tokens_before / max(source.num_tokens_after, 1) for source in sources]
-    tokens_without = sum(weight * ratio for weight, ratio in zip(weights, ratios, strict=True)) / sum(weights)
+    tokens_without = sum(share * ratio for share, ratio in zip(shares, ratios, strict=True))
     first_id = load_base_config(config.model).vocab_size
     num_new = num_added(first_id, vocabulary) if known is None else len(known) - first_id
     return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)

@@ -19,9 +19,11 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.planning import counting
+from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.session import open_final, open_start
 from scale_cli.upscale.tokenizer import load_tokenizer
@@ -188,3 +190,10 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
     assert counting.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
     assert methods["no new tokens"].flops == alone["route"].flops
+
+    english = {"name": "en", "path": str(tmp_path / "en.txt"), "language": "en"}
+    sources = [config.corpus.sources[0].model_dump(), english]
+    stages = [{"until": 0.5, "weights": {"ko": 1.0}}, {"until": 1.0, "weights": {"ko": 1.0, "en": 3.0}}]
+    corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources, "stages": stages})
+    staged = growth_of(config.model_copy(update={"corpus": corpus}))
+    assert staged.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "Korean of 1 and 1/4 steps"
