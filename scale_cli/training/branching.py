@@ -17,7 +17,7 @@ from scale_cli.storage.atomic import read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord, TrainState, read_corpora
 from scale_cli.training.checkpoint import checkpoints, has_moments
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.folder import MethodModel, read_method
 
 _SECTIONS = ("model", "method")
 _PHASE = r"method\.elo\.phase"  # of which the alignment begins with what the layers' has trained
@@ -36,6 +36,8 @@ def check_init_from(config: RunConfig) -> None:
         raise RunFolderError(f"{key}: is neither a checkpoint of a run (checkpoints/step-...) nor its final/")
     verify_folder(folder)
     before = load_config(folder / "scale.yaml")
+    if config.method.adept.layers is not None:  # those that a run has found are in the folder alone
+        before = before.model_copy(update={"method": read_method(folder)})
     ignored_keys = rf"{BASE_KEYS}|{_PHASE}" if before.method.elo.phase == "layers" else BASE_KEYS
     if changed := differences(before, config, _SECTIONS, ignored_keys):
         raise RunFolderError(f"{key}: was trained with another model or method ({'; '.join(changed)})")
@@ -49,7 +51,7 @@ def check_init_from(config: RunConfig) -> None:
 
 
 def check_same_start(folder: Path, upscaled: Path) -> None:
-    """Hold what a run begins with to the base and the tokenizer of its own `upscaled/`."""
+    """Hold what a run begins with to the base, the tokenizer and the copied layers of its own `upscaled/`."""
     theirs, ours = BaseRecord.load(folder), BaseRecord.load(upscaled)
     for what in ("content", "config", "tokenizer"):
         before, now = (getattr(record, f"{what}_sha256") for record in (theirs, ours))
@@ -58,6 +60,12 @@ def check_same_start(folder: Path, upscaled: Path) -> None:
             raise RunFolderError(
                 f"train.init_from: {folder}: its {subject} is not this run's (SHA-256 {before[:12]} -> {now[:12]})"
             )
+    copied, found = (read_method(place).adept.layers for place in (folder, upscaled))
+    if copied != found:
+        raise RunFolderError(
+            f"train.init_from: {folder}: copies the layers {copied}, and this run {found}, found on other text; name "
+            "those in method.adept.layers"
+        )
 
 
 def adopt_rates(model: MethodModel, folder: Path) -> None:

@@ -72,9 +72,11 @@ def check_context(config: RunConfig, model_config: Any) -> None:
 
 
 def _lengths(config: RunConfig) -> dict[str, int]:
+    asked = config.evaluation.continuations
     return {
         "corpus.sequence_length": config.corpus.sequence_length,
         "evaluation.sequence_length": config.evaluation.sequence_length or 0,
+        "evaluation.continuations": 0 if asked is None else asked.prompt_tokens + asked.new_tokens,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import Any
 
@@ -16,13 +17,15 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.ledger import TokenLedger
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
+from scale_cli.training.branching import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
 from scale_cli.training.tensor_rates import TensorRates, rates_by, set_tensor_rates
+from scale_cli.upscale import bypass
 from scale_cli.upscale.folder import load_model, read_method
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
@@ -80,7 +83,7 @@ def test_rates_are_from_0_of_the_most_important_to_2_of_the_least(importances: l
 
 
 def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper_model(
-    make_config: MakeConfig,
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config("run", *ADEPT)
     summary = upscale(config)
@@ -101,6 +104,14 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     train(config, "auto", lambda _: None)
     again = load_tensors(run.final / "trained.safetensors")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in again.items()), "with the rates measured at 4"
+
+    branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
+    monkeypatch.setattr(bypass, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
+    upscale(branch)
+    with pytest.raises(RunFolderError, match=rf"copies the layers {re.escape(str(layers))}, and this run \[") as caught:
+        train(branch, None, lambda _: None)
+    assert "\n" not in str(caught.value)
+    check_init_from(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}"))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,10 @@ def configured(inputs: Path, tmp_path: Path) -> Configured:
 OF_THE_BASE = [
     ("corpus.sequence_length=129", "corpus.sequence_length: 129, but the base has 128 positions"),
     ("evaluation.sequence_length=129", "evaluation.sequence_length: 129, but the base has 128 positions"),
+    (
+        "evaluation.continuations={{prompt_tokens: 100, new_tokens: 29}}",
+        "evaluation.continuations: 129, but the base has 128 positions",
+    ),
     ("method.collaboration.layers=[3]", "but the base has 3 layers"),
 ]
 OF_TRAINING = [
