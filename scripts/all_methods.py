@@ -256,7 +256,7 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
         row += [spread([head.nats_per_token for head in learned]), spread([head.bits_per_byte for head in learned])]
         for served in ("adapted", "posterior"):
             kept = [report.with_role("retention")[0].heads[served] for report in reports]
-            row += [spread([head.bits_per_byte_difference.value for head in kept])]
+            row += [spread([head.bits_per_byte_difference.value for head in kept], 4)]
             row += [spread([head.worst_document_nats for head in kept], 1)]
         rows.append(row)
     titles = ["method", "equal", "seeds", "steps", "work", "learned, nats/token", "bits/byte"]

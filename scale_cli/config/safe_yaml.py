@@ -17,11 +17,11 @@ _MAX_DEPTH = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-class _Yaml12FloatLoader(yaml.SafeLoader):
-    """Safe YAML in which `1e-4` is a number: PyYAML, faithful to YAML 1.1, reads it as a string."""
+class _Yaml12FloatLoader(yaml.CSafeLoader):
+    """Safe YAML, read by libyaml, in which `1e-4` is a number: PyYAML, faithful to YAML 1.1, reads it as a string."""
 
 
-class _Yaml12FloatDumper(yaml.SafeDumper):
+class _Yaml12FloatDumper(yaml.CSafeDumper):
     """Safe YAML that quotes a string which that loader would read as a number (a git revision such as 1e10)."""
 
 
@@ -49,6 +49,7 @@ def parse(text: str, where: str) -> Any:
     """Return what a YAML text says, as plain data."""
     loader = _Yaml12FloatLoader("")
     try:
+        _check_depth(text, where)
         loader = _Yaml12FloatLoader(text)
         node = loader.get_single_node()
         if node is None:
@@ -72,6 +73,15 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
     finally:
         loader.dispose()
+
+
+def _check_depth(text: str, where: str) -> None:
+    """Refuse what is nested too deep before it is composed, which libyaml does by recursion without a limit."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Yaml12FloatLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{where}:{event.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep")
 
 
 def _check(root: yaml.Node, where: str) -> None:

@@ -40,7 +40,7 @@ def test_where_nothing_is_refused_it_reads_as_pyyaml_does(tree: Any) -> None:
         ("a: &a [1, 2]\n" + "b: [" + "*a, " * 20_000 + "]", "x: more than 20,000 values"),
         ("[" * 50 + "]" * 50, "x:1: nested more than 40 deep"),
         ('a:\n  "\\0"', "x:2: a NUL"),
-        ('"\\ud800": 1', "x:1: a NUL or half a character"),
+        ('"\\ud800": 1', "x:1: not valid YAML (found invalid Unicode character escape code)"),
     ],
 )
 def test_what_is_refused_is_named_by_its_line(text: str, told: str) -> None:
