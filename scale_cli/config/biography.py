@@ -111,9 +111,7 @@ class ComparedMethod(Section):
     @classmethod
     def _learns_questions_alone(cls, method: MethodConfig) -> MethodConfig:
         if method.distils:
-            raise ValueError(
-                "distillation.weight: acts on replay as a run has it, and the benchmark has none; leave it out"
-            )
+            raise ValueError("distillation.weight: the benchmark learns its questions alone; leave it out")
         if method.vocabulary is not None:
             raise ValueError("vocabulary: the benchmark's tokenizer has all that is asked; leave it out")
         return method

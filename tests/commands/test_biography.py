@@ -103,7 +103,7 @@ def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learne
         ({"lookahead": {"every_steps": 6}}, r"mer, 5 of task_1.max_steps 5: lookahead.every_steps 6 is beyond"),
         ({"method": {"variant": "elo"}, "lookahead": {"every_steps": 3}}, r"mer, 1 of task_1.max_steps 5: lookahead"),
         ({"method": {"variant": "full", "vocabulary": {}}}, r"methods.0.method: vocabulary: the benchmark's tokenizer"),
-        ({"method": {"variant": "preserve", "distillation": {"weight": 1.0}}}, "distillation.weight: acts on replay"),
+        ({"method": {"variant": "preserve", "distillation": {"weight": 1.0}}}, "distillation.weight: the benchmark"),
     ],
 )
 def test_what_no_method_can_do_in_these_steps_is_one_line(
