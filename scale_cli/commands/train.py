@@ -61,6 +61,7 @@ from scale_cli.training.text import hold_to_beginning, open_text
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
+from scale_cli.upscale.found_on import other_text_warnings
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.session import check_before_writing, open_folder, open_start
@@ -175,7 +176,9 @@ def _write_final(run: TrainingRun, state: TrainState) -> None:
 
 
 def _check_beginning(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Refuse what a run cannot begin with, where that is not its own start."""
+    """Refuse what a run cannot begin with, where that is not its own start; warn of what it was found in."""
+    for warning in other_text_warnings(config):
+        log(f"warning: {warning}")
     check_init_from(config)
     if config.train.init_from is not None:
         folder = Path(config.train.init_from)

@@ -14,13 +14,14 @@ from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
-from scale_cli.storage.atomic import new_folder, write_text
+from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
 from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
+from scale_cli.upscale.found_on import text_to_find_in
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import check_before_writing
@@ -125,12 +126,15 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
     merged = plain_model(model, "float32") if method.variant == "osf" else model
     check_preservation(merged, of_base, base_logits)
+    found_in = text_to_find_in(config)
     with new_folder(run.upscaled) as partial:
         if method.widens or method.vocabulary is not None:
             write_trained(partial, model, method, record)
         else:
             describe_method(partial, model, method, record)
         write_run_tokenizer(partial, config, tokenizer)
+        if found_in:
+            write_json(partial / CORPORA, found_in)
         write_text(partial / "scale.yaml", dump_config(config))
     copied = f" (layers copied: {', '.join(map(str, method.adept.layers))})" if method.adept.layers else ""
     return UpscaleSummary(

@@ -100,7 +100,7 @@ def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _extension(config: RunConfig, vocabulary: VocabularyConfig) -> Extension:
     first_id = load_base_config(config.model).vocab_size
-    base, sources = load_tokenizer(config.model), _learned_on(config)
+    base, sources = load_tokenizer(config.model), learned_on(config)
     return Extension(base, first_id, vocabulary, sources, config.corpus, cache_dir(config))
 
 
@@ -121,7 +121,7 @@ def sketched_run_tokenizer(config: RunConfig, num_bytes: int) -> Tokenizer:
     return _extension(config, config.method.vocabulary).sketched(num_bytes)
 
 
-def _learned_on(config: RunConfig) -> list[CorpusSource]:
+def learned_on(config: RunConfig) -> list[CorpusSource]:
     """Return the sources that a run's new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
@@ -170,7 +170,7 @@ def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: Pr
         grown.backend_tokenizer,
         Script.named(vocabulary.script),
         read_texts(kept, config.corpus),
-        read_texts(_learned_on(config), config.corpus, _BYTES_RETURNED),
+        read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
         config.seed,
     )
 
