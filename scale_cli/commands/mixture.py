@@ -110,7 +110,8 @@ def mixture(
     kept, learned = (fit_power_law([p.ratio for p in points], [getattr(p, of) for p in points]) for of in _FITTED)
     largest = kept.largest_ratio(points[0].kept - points[0].lost + tolerance)
     ratio = unseen_ratio(ratios, largest)
-    (unseen,) = _measured(path, overrides, {ratio: weights_at(config, ratio)}, log)
+    # All of them again, so that the sweep's report holds all; those that are finished are not run again.
+    *_, unseen = _measured(path, overrides, {**weights, ratio: weights_at(config, ratio)}, log)
     made = Mixture(points, kept, learned, tolerance, largest, unseen)
     folder = config.output_dir / "mixture"
     with new_folder(folder) as partial:
@@ -129,6 +130,11 @@ def _check(config: RunConfig, ratios: Sequence[float]) -> None:
     if not any(source.role == "replay" and source.weight for source in config.corpus.sources):
         raise ConfigError(
             "corpus.sources: none of the role replay has a weight, so there is nothing to mix new text with"
+        )
+    if config.method.distils and max(ratios) == 1:
+        raise ConfigError(
+            "--ratios: 1 leaves no replay, on which alone method.distillation.weight acts; give shares below 1, as "
+            "0.33,0.5,0.75,0.9"
         )
     if config.corpus.stages:
         raise ConfigError("corpus.stages: they give the weights that are to be found; leave them out")

@@ -57,9 +57,10 @@ def follow_the_law(monkeypatch: pytest.MonkeyPatch, config: Path) -> list[float]
         for values in grid.points:
             weights = [source.weight for source in load_config(path, [*grid.shared, *values]).corpus.sources]
             assert weights[0] == pytest.approx(3 * weights[1]) and sum(weights) == pytest.approx(1.0)
-            run.append(round(weights[0] + weights[1], 4))
-            kept = KEPT.at(run[-1])
-            trials.append(Trial(values, "", 0.0, LEARNED.at(run[-1]), kept - BASE, kept))
+            ratio = round(weights[0] + weights[1], 4)
+            if ratio not in run:  # what is finished is not run again
+                run.append(ratio)
+            trials.append(Trial(values, "", 0.0, LEARNED.at(ratio), KEPT.at(ratio) - BASE, KEPT.at(ratio)))
         return SweepSummary(path.parent, trials[::-1])
 
     monkeypatch.setattr(mixing, "sweep", sweep)
@@ -94,6 +95,8 @@ def test_real_runs_are_mixed_and_fitted(config: Path) -> None:
     runs = sorted((config.parent / "mixed").glob("weight=*"))
     trained = [read_json(run / "final" / "token_ledger.json")["old"]["num_trained"] for run in runs]
     assert len(runs) == 4 and trained.count(0) == 1, "all of it is new text in one of them"
+    swept = read_json(config.parent / "mixed" / "report" / "report.json")
+    assert {Path(trial["folder"]) for trial in swept["trials"]} == {*runs} and swept["runs"] == 4
     measured = {point.ratio: point for point in [*summary.mixture.points, summary.mixture.unseen]}
     assert len(measured) == 4 and all(
         point.kept - point.lost == pytest.approx(summary.mixture.base, abs=1e-6) for point in measured.values()
@@ -112,6 +115,11 @@ def test_real_runs_are_mixed_and_fitted(config: Path) -> None:
             ("corpus.stages=[{until: 1, weights: {a: 1, b: 1, old: 1}}]", "corpus.sources.0.weight=1"),
             [0.2, 0.5, 1.0],
             "corpus.stages",
+        ),
+        (
+            ("method={variant: preserve, distillation: {weight: 1}}",),
+            [0.33, 0.5, 1.0],
+            "--ratios: 1 leaves no replay, on which alone method.distillation.weight",
         ),
     ],
 )
