@@ -91,7 +91,12 @@ def notes(comparison: Comparison) -> list[str]:
     if len(devices) > 1:
         found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
         lines.append(f"The runs were trained on different devices, so their speed and memory do not compare: {found}.")
-    if without := [run.name for run in runs if run.cost is None]:
+    if means := [f"{run.name} (of {run.num_averaged})" for run in runs if run.num_averaged]:
+        lines.append(
+            f"Means of weights, not trained themselves: {', '.join(means)}; what stands of their training (tokens, "
+            "tokens/s, parameters, memory) is that of the last one averaged, where it is recorded."
+        )
+    if without := [run.name for run in runs if run.cost is None and not run.num_averaged]:
         lines.append(
             f"No record of parameters and memory: {', '.join(without)} (trained before scale train wrote "
             "final/cost.json); their tokens/s includes periodic evaluations and checkpoints."

@@ -19,7 +19,7 @@ from scale_cli.evaluation.results import BenchmarkResult, Report
 from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
-from scale_cli.storage.records import BaseRecord, BranchPoint, Cost, TrainState, trained_sha256
+from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Cost, TrainState, trained_sha256
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
@@ -54,6 +54,7 @@ class ComparedRun:
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
     content_sha256: str  # of its final/, by its manifest
     begun_with_sha256: str | None  # of what it began with, where another run had trained that
+    num_averaged: int  # what others trained that it is the mean of (`scale average`); 0: it was trained itself
 
     @property
     def method(self) -> MethodConfig:
@@ -144,7 +145,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         model_config = read_json(run.final / "config.json")
         layers_run_twice, num_layers = _layers_of_routing(model_config)
         new_tokens = _new_tokens(model_config)
-        begun = BranchPoint.load_if_there(run.final)
+        begun, average = BranchPoint.load_if_there(run.final), AverageRecord.load_if_there(run.final)
         rate = state.num_tokens / max(state.elapsed_s, 1e-9)
         curves = _curves(read_records(run.metrics), state)
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
@@ -166,6 +167,7 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         curves=curves,
         content_sha256=file_sha256(run.final / MANIFEST),
         begun_with_sha256=None if begun is None else begun.content_sha256,
+        num_averaged=0 if average is None else len(average.members),
     )
 
 
@@ -178,7 +180,7 @@ def _check_finished(run: RunFolder) -> None:
         run.final / "config.json": "train",
         run.final / "scale.yaml": "train",
         run.final / MANIFEST: "train",
-        run.metrics: "train",
+        **({} if AverageRecord.is_in(run.final) else {run.metrics: "train"}),  # a mean has no training of its own
         run.evaluation / Report.FILE: "evaluate",
     }
     for path, verb in needed.items():

@@ -17,10 +17,12 @@ from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
+from scale_cli.comparison.content import notes
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError, VerificationError
 from scale_cli.storage.atomic import verify_folder
+from scale_cli.storage.records import AveragedMember, AverageRecord
 from tests.comparison.finished_run import Made, write_json, write_run
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
@@ -259,6 +261,19 @@ def test_a_comparison_is_good_whatever_its_folder_is_called(folders: list[Path],
     (tmp_path / name / "report.md").unlink()
     with pytest.raises(VerificationError):
         verify(tmp_path / name).require()
+
+
+def test_a_mean_of_runs_is_compared_without_a_training_of_its_own(folders: list[Path], tmp_path: Path) -> None:
+    mean = write_run(tmp_path / "runs" / "mean", Made("full", 0.3, 0.9, has_cost=False))
+    (mean / "metrics.jsonl").unlink()
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl is missing \(`scale train` writes it\)"):
+        compare([folders[0], mean], tmp_path / "out")
+    members = tuple(AveragedMember(str(folder), "c" * 64, 100, 0.5) for folder in folders[:2])
+    AverageRecord(members).save(mean / "final")
+    told = "\n".join(notes(compare([folders[0], mean], tmp_path / "out").comparison))
+    assert "Means of weights, not trained themselves: mean (of 2)" in told and "No record of parameters" not in told
+    runs = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["runs"]
+    assert [bool(run["curves"]) for run in runs] == [True, False]
 
 
 def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
