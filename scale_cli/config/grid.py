@@ -51,6 +51,15 @@ def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
 def name_of(values: Values) -> str:
     """Return a name for a run's folder: its values, and where they make no short and plain one, a hash of them."""
     parts = [value.partition("=") for value in values]
-    whole = "_".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in parts).replace('"', "")
+    whole = "_".join(f"{key.rpartition('.')[2]}={_bare(value)}" for key, _, value in parts)
     name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
     return name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+
+
+def _bare(value: str) -> str:
+    """Return a value without quotation marks, unless it would be another one so: the text "1" is no number."""
+    bare = value.replace('"', "")
+    try:
+        return value if json.loads(bare) != json.loads(value) else bare
+    except ValueError:
+        return bare

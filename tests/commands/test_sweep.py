@@ -99,6 +99,13 @@ def test_every_combination_is_a_run_of_a_name_of_its_own(axes: list[list[float]]
     assert len(grid.points) == len({name_of(values) for values in grid.points}) == expected
 
 
+@pytest.mark.parametrize("value", ["1", "-2.5", "1e-05", "true", "null"])
+def test_a_text_that_reads_as_another_value_has_a_name_of_its_own(value: str) -> None:
+    (bare,), (text,), (word,) = parse_grid([f'train.optimiser={value},"{value}",muon'], paired=False).points
+    names = [name_of((values,)) for values in (bare, text, word)]
+    assert len(set(names)) == 3 and names[0] == f"optimiser={value}" and names[2] == "optimiser=muon"
+
+
 def test_paired_values_are_taken_together() -> None:
     grid = parse_grid(["train.optimiser=muon,adamw", "train.lr=2e-2,1e-3"], paired=True)
     assert grid.points == [('train.optimiser="muon"', "train.lr=0.02"), ('train.optimiser="adamw"', "train.lr=0.001")]
