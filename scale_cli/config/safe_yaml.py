@@ -122,7 +122,7 @@ def dump_line(tree: dict[str, Any]) -> str:
         sort_keys=False,
         allow_unicode=True,
         default_flow_style=True,
-        width=float("inf"),
+        width=-1,  # without an end
     )
     return dumped.rstrip("\n")
 

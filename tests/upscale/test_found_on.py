@@ -51,7 +51,7 @@ def test_a_run_on_other_text_than_its_start_was_found_in_says_so(
     said: list[str] = []
     train(config, None, said.append)
     (told,) = [line for line in said if "found in other text" in line]
-    assert told.startswith("warning: ") and told.count(f"{of_source}-") == 2 and f" {other}-" not in told
+    assert told.startswith("warning: ") and told.count(f" {of_source}-") == 2 and f" {other}-" not in told
 
 
 def test_a_start_for_which_no_text_is_read_has_no_record_of_any(shared_data: Path, tmp_path: Path) -> None:
