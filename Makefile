@@ -39,10 +39,10 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, 
 bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor: about 10 minutes
 	$(VLLM)/bin/python scripts/serving_throughput.py
 
-test: $(STAMP)  ## the test suite: about 10 minutes on 2 cores
+test: $(STAMP)  ## the test suite: 8 to 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-proofs: $(STAMP)  ## the petitions run from end to end, and generated code: about 4 minutes
+proofs: $(STAMP)  ## the petitions run from end to end, the serving page as written, generated code: about 4 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs --numprocesses 2 --dist loadfile
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length

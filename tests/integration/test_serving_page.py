@@ -8,8 +8,6 @@ import yaml
 
 from tests.serving_page import commands, run, write_small_config
 
-pytestmark = pytest.mark.long
-
 # lm-eval's own task reads its data from the hub; this one reads the same kind of items from a file.
 LOCAL_TASK = {
     "task": "arc_easy",
