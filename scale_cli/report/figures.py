@@ -52,7 +52,7 @@ MARKS = {
     "freeze": ("^", "▲"),
     "llama-pro": ("D", "◆"),
     "adept": ("h", "⬢"),
-    "elo": ("d", "⬧"),
+    "elo": ("d", "♦"),
     "preserve": ("v", "▼"),
     "adapt": ("P", "✚"),
     "route": ("*", "★"),
