@@ -183,13 +183,13 @@ def _learn_task_1(
     accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in SERVED} for task in ("task_0", "task_1")}
     training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
     for model, step in _learning(config, curriculum, base, compared):
-        num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if step % config.measure_every_steps and step != config.task_1.max_steps:
             continue
         training_s += time.monotonic() - resumed_s
         model.eval()
         if observed is None or observed[0] is not model:
             observed = model, two_headed(model, base)
+            num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)
         for task, measured in accuracy.items():
             asked = getattr(curriculum, task)[:num_measured]
@@ -216,15 +216,16 @@ def _learning(
     tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
     done, before = 0, None
     for number, (method, stage) in enumerate(compared.phases(config.task_1)):
-        train, plain, rates = compared.training(stage, config.mixed_precision), placed(load_base(base)), None
-        probe = known_windows([SequenceWindows(known)], config.seed, method.adept.probe_windows)
-        if method.variant == "adept" and method.adept.layers is None:
-            method = with_found_layers(method, plain, probe)
+        train, plain, probe = compared.training(stage, config.mixed_precision), placed(load_base(base)), []
+        if method.variant == "adept":
+            probe = known_windows([SequenceWindows(known)], config.seed, method.adept.probe_windows)
+            method = with_found_layers(method, plain, probe) if method.adept.layers is None else method
         model = start_model(plain, method, config.seed)
         start = start_to_decay_to(model, train)
         if before is not None:
             model.load_state_dict(before.state_dict())
-        if method.variant == "adept":
+        rates = None
+        if probe:
             rates = TensorRates(for_training(model, train), probe, method.adept.every_steps, train.mixed_precision)
         batches = _batches(tasks, weights, config.seed + number, train)
         for step in training_steps(model, batches, train, f"learning Task 1: {compared.name}", start, rates):

@@ -80,7 +80,8 @@ def _check_depth(text: str, where: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Yaml12FloatLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH and event.start_mark is not None:
+        if depth > _MAX_DEPTH:
+            assert event.start_mark is not None, "libyaml marks every event"
             raise ConfigError(f"{where}:{event.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep")
 
 

@@ -30,7 +30,7 @@ class ScaleForCausalLM(WidenedModel):
     """A frozen causal language model and its expansion.
 
     In training mode the logits are the trained head's, H x_a + H' u, and the router is off: at step 0 both heads
-    agree everywhere, so a routed loss would never start. In evaluation mode they are what is served: the adaptation
+    agree everywhere, so a routed loss would never start. In evaluation mode they are what is served: the trained
     head's for `preserve` and `adapt`, the router's for `route`.
     """
 

@@ -20,6 +20,8 @@ def text_to_find_in(config: RunConfig) -> list[str]:
     read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
     if method.variant == "adept" and method.adept.layers is None:
         read += [source for source in config.corpus.sources if source.role == "replay" and source not in read]
+    if not read:
+        return []
     tokenizer = load_tokenizer(config.model)
     return [content_name(source, tokenizer, cache_dir(config), config.corpus) for source in read]
 
