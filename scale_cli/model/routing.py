@@ -120,14 +120,26 @@ def mix_logits(log_weights: Tensor, logits: Tensor | Sequence[Tensor], sizes: Te
     """
     logits = [of_head.float() for of_head in logits]
     sizes = torch.stack([of_head.logsumexp(dim=-1) for of_head in logits]) if sizes is None else sizes
+    return mix_shifted(logits, *score_shifts(log_weights, sizes))
+
+
+def score_shifts(log_weights: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `mix_logits` takes from each head's logits, and then adds: (K, ...) float32, -inf for a broken head.
+
+    They are apart since a head's size may be so large that float32 has no room for what is added beside it.
+    """
     sound = sizes.isfinite()
     log_weights = torch.where(sound, log_weights, -torch.inf)
     log_weights = torch.where(sound, log_weights - torch.logsumexp(log_weights, dim=0), -torch.inf)
     bounded = torch.where(sound, sizes.clamp(-_LARGEST_SIZE, _LARGEST_SIZE), 0.0)
-    added = (log_weights + (log_weights.exp() * bounded).sum(dim=0)).float()
+    return sizes.float(), (log_weights + (log_weights.exp() * bounded).sum(dim=0)).float()
+
+
+def mix_shifted(logits: Sequence[Tensor], taken: Tensor, added: Tensor) -> Tensor:
+    """Return the scores (..., V) of heads whose logits (..., V) are float32, shifted as `score_shifts` says."""
     weighted = [
-        torch.where(is_sound.unsqueeze(-1), of_head - size.unsqueeze(-1) + more.unsqueeze(-1), -torch.inf)
-        for of_head, is_sound, size, more in zip(logits, sound, sizes, added, strict=True)
+        torch.where(more == -torch.inf, -torch.inf, of_head - size + more)
+        for of_head, size, more in zip(logits, taken.unsqueeze(-1), added.unsqueeze(-1), strict=True)
     ]
     return functools.reduce(_log_of_sum if torch.compiler.is_compiling() else torch.logaddexp, weighted)
 

@@ -10,14 +10,14 @@ Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..model.routing import PieceShares, mix_logits
+from ..model.routing import PieceShares, mix_shifted, score_shifts
 
 _ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
 
@@ -75,14 +75,10 @@ def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | 
 
 
 def scores_of(
-    parts: Sequence[Tensor],
-    parents: Sequence[int],
-    of_base: Tensor | None,
-    log_weights_TK: Tensor,
-    sizes_TK: Tensor,
+    parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None, taken_KT: Tensor, added_KT: Tensor
 ) -> Tensor:
-    """Return (T, V): the scores of the heads' mixture."""
-    return mix_logits(log_weights_TK.T, _heads(parts, parents, of_base), sizes_TK.T)
+    """Return (T, V): the scores of the heads' mixture, from `model/routing.score_shifts`."""
+    return mix_shifted(_heads(parts, parents, of_base), taken_KT, added_KT)
 
 
 def _heads(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None) -> list[Tensor]:
@@ -102,7 +98,8 @@ class StreamHeads:
     """The heads of a plain export, which is what `block_router.Heads` asks for.
 
     Attributes:
-        products: of every stream, what multiplies its channels with its columns of the head: (T, D_k) to (T, V).
+        tiles: for every few thousand tokens, and every stream, what multiplies its channels with their columns of the
+            head: (T, D_k) to (T, tokens).
         stream_sizes: channels of every stream.
         parents: of every added stream the head to whose logits its own are added.
         shard: of the vocabulary.
@@ -113,7 +110,7 @@ class StreamHeads:
         scores_of: likewise.
     """
 
-    products: Sequence[Callable[[Tensor], Tensor]]
+    tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
     stream_sizes: Sequence[int]
     parents: Sequence[int]
     shard: Shard
@@ -127,23 +124,33 @@ class StreamHeads:
         parts = self._parts(rows_TD)
         of_base = None if self.base is None else self.base(parts[0])
         sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, of_base, self.shard.length))
-        return self.scores_of(parts, self.parents, of_base, log_weights_TK, sizes_TK), sizes_TK
+        # Apart from what is compiled: in it, what belongs to a row would be computed anew for every token of it.
+        shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
+        return self.scores_of(parts, self.parents, of_base, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; the logits of few rows are held at once."""
+        """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; of few rows and tokens at once."""
         chosen, sizes = [], []
         for rows, ids in zip(rows_TD.split(_ROWS_AT_ONCE), ids_T.split(_ROWS_AT_ONCE), strict=True):
-            parts = self._parts(rows)
-            of_base = None if self.base is None else self.base(parts[0])
-            chosen.append(self._chosen(partial(_columns, parts), ids))
-            sizes.append(self.sizes_of(parts, self.parents, of_base, self.shard.length))
+            of_tiles = [self._observe(parts, start, ids) for start, parts in self._parts_of_tiles(rows)]
+            chosen.append(torch.stack([chosen_TK for chosen_TK, _ in of_tiles]).sum(dim=0))
+            sizes.append(torch.logsumexp(torch.stack([sizes_TK for _, sizes_TK in of_tiles]), dim=0))
         return self.shard.sum(torch.cat(chosen)), self._over_all_devices(torch.cat(sizes))
+
+    def _observe(self, parts: Sequence[Tensor], start: int, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `observe` does, of one tile: 0 for the logits of tokens that are not in it."""
+        length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without the padding
+        of_base = None if self.base is None else self.base(parts[0])
+        chosen_TK = self._chosen(partial(_columns, parts), ids_T, start, length)
+        return chosen_TK, self.sizes_of(parts, self.parents, of_base, length)
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`."""
         if self.weight is None:
-            return self.shard.sum(self._chosen(partial(_columns, self._parts(rows_TD)), ids_T))
-        return self.shard.sum(self._chosen(partial(self._products, self.weight, rows_TD), ids_T))
+            parts_of = partial(_columns, self._parts(rows_TD))
+        else:
+            parts_of = partial(self._products, self.weight, rows_TD)
+        return self.shard.sum(self._chosen(parts_of, ids_T, 0, self.shard.length))
 
     def _products(self, weight_VD: Tensor, rows_TD: Tensor, local_T: Tensor) -> list[Tensor]:
         products_TD = rows_TD.float() * weight_VD[local_T].float()
@@ -151,28 +158,45 @@ class StreamHeads:
         return [part.sum(dim=-1).to(rows_TD.dtype) for part in products_TD.split(list(self.stream_sizes), dim=-1)]
 
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
-        streams = rows_TD.split(list(self.stream_sizes), dim=-1)
-        return [product(stream) for product, stream in zip(self.products, streams, strict=True)]
+        """Return of every stream (T, V), its part of the logits."""
+        return [torch.cat(parts, dim=-1) for parts in zip(*self._products_of_tiles(rows_TD), strict=True)]
 
-    def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor) -> Tensor:
-        """Return (T, K) logits of `ids_T`; 0 where another device has them.
+    def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield where a tile starts, and every stream's part of its logits; all of them where pieces are asked for."""
+        if self.base is not None:
+            yield 0, self._parts(rows_TD)
+            return
+        start = 0
+        for parts in self._products_of_tiles(rows_TD):
+            yield start, parts
+            start += parts[0].shape[-1]
+
+    def _products_of_tiles(self, rows_TD: Tensor) -> Iterator[list[Tensor]]:
+        streams = rows_TD.split(list(self.stream_sizes), dim=-1)
+        for products in self.tiles:
+            yield [product(stream) for product, stream in zip(products, streams, strict=True)]
+
+    def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int) -> Tensor:
+        """Return (T, K) logits of `ids_T`; 0 where they are not among these tokens.
 
         Args:
-            parts_of: gives every stream's part (T,) of the logits of tokens that this device has.
+            parts_of: gives every stream's part (T,) of the logits of tokens, by their places among these.
             ids_T: the tokens.
+            start: the first of these, in this device's share.
+            length: how many these are.
         """
-        local_T, ours_T = self._local(ids_T)
+        local_T, ours_T = self._local(ids_T, start, length)
         chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)
         chosen_TK = torch.where(ours_T[:, None], chosen_TK, 0.0)
         if self.base is None:
             return chosen_TK
-        local_T, ours_T = self._local(self.base.sources_V[ids_T])
+        local_T, ours_T = self._local(self.base.sources_V[ids_T], start, length)
         of_base_T = torch.where(ours_T, parts_of(local_T)[0].float() + self.base.added_V[ids_T], 0.0)
         return torch.cat([of_base_T[:, None], chosen_TK[:, 1:]], dim=-1)
 
-    def _local(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        local_T = ids_T.long() - self.shard.start
-        ours_T = (local_T >= 0) & (local_T < self.shard.length)
+    def _local(self, ids_T: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+        local_T = ids_T.long() - (self.shard.start + start)
+        ours_T = (local_T >= 0) & (local_T < length)
         return torch.where(ours_T, local_T, 0), ours_T
 
     def _over_all_devices(self, sizes_TK: Tensor) -> Tensor:

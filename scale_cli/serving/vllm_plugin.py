@@ -30,6 +30,8 @@ from .block_router import BlockRouter, Step, attach_state, detach_state
 from .heads import BasesShare, Shard, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
+# On a processor: its products with more are three times slower, and logits of so many stay in its cache.
+_TOKENS_OF_A_TILE = 4096
 # As vLLM does with functions like them: passes over all logits are made one.
 _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
 
@@ -51,13 +53,13 @@ class Routed:
         self._blocks_of_cache, self._block_size = 0, 0
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
         self.router = BlockRouter(prior_K, routing["switch_rate"]).to(self.lm_head.weight.device)
-        self.columns, products, weight = head_products(self.lm_head, routing["stream_sizes"])
+        self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
         shard, base = shard_of(self.lm_head), None
         if "new_tokens" in routing:
             shares = PieceShares(**routing["new_tokens"])
             base = BasesShare(shares, self.config.vocab_size, shard, self.lm_head.weight.device)
         self.heads = StreamHeads(
-            products,
+            tiles,
             routing["stream_sizes"],
             routing["parents"],
             shard,
@@ -203,8 +205,8 @@ def _gather_stacked(tensor: Tensor) -> Tensor:
 
 def head_products(
     lm_head: Any, stream_sizes: Sequence[int]
-) -> tuple[nn.ModuleList, list[Callable[[Tensor], Tensor]], Tensor | None]:
-    """Return modules that hold the head's columns of each stream, what multiplies with them, and the weight itself.
+) -> tuple[nn.ModuleList, Sequence[Sequence[Callable[[Tensor], Tensor]]], Tensor | None]:
+    """Return modules that hold the head's columns, what multiplies with them by tile and stream, and the weight itself.
 
     A quantised head has no columns to take apart. It is multiplied with rows in which the other streams are zero: right
     for any linear method, at the price of a product for each head.
@@ -213,9 +215,11 @@ def head_products(
     if not isinstance(method, UnquantizedEmbeddingMethod):
         ends = torch.tensor(stream_sizes).cumsum(0).tolist()
         margins = [(end - size, ends[-1] - end) for end, size in zip(ends, stream_sizes, strict=True)]
-        return nn.ModuleList(), [partial(_product_of_one_stream, lm_head, margin) for margin in margins], None
-    columns = nn.ModuleList(_Columns(part) for part in lm_head.weight.data.split(list(stream_sizes), dim=1))
-    return columns, list(columns), lm_head.weight.data
+        return nn.ModuleList(), [[partial(_product_of_one_stream, lm_head, margin) for margin in margins]], None
+    weight = lm_head.weight.data
+    tiles = weight.split(_TOKENS_OF_A_TILE) if current_platform.is_cpu() else [weight]
+    columns = [[_Columns(part) for part in tile.split(list(stream_sizes), dim=1)] for tile in tiles]
+    return nn.ModuleList(part for of_tile in columns for part in of_tile), columns, weight
 
 
 def _product_of_one_stream(lm_head: Any, margins: tuple[int, int], rows_TD: Tensor) -> Tensor:

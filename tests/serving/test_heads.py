@@ -17,7 +17,7 @@ from scale_cli.model.routing import PieceShares, mix_logits
 from scale_cli.serving.heads import BasesShare, Shard, StreamHeads
 
 STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
-VOCABULARY, PADDED = 11, 16
+VOCABULARY, PADDED, TILE = 11, 16, 2
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
 ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
@@ -49,10 +49,11 @@ class Devices:
 
 
 def heads(weight_VD: Tensor, shard: Shard, shares: PieceShares | None, *, readable: bool) -> StreamHeads:
-    columns = weight_VD.split(STREAMS, dim=1)
-    products: list[Callable[[Tensor], Tensor]] = [partial(F.linear, weight=part) for part in columns]
+    tiles: list[list[Callable[[Tensor], Tensor]]] = [
+        [partial(F.linear, weight=part) for part in tile.split(STREAMS, dim=1)] for tile in weight_VD.split(TILE)
+    ]
     base = None if shares is None else BasesShare(shares, VOCABULARY, shard, weight_VD.device)
-    return StreamHeads(products, STREAMS, PARENTS, shard, weight_VD if readable else None, base)
+    return StreamHeads(tiles, STREAMS, PARENTS, shard, weight_VD if readable else None, base)
 
 
 def alone(shares: PieceShares | None = None, *, readable: bool = True) -> StreamHeads:
