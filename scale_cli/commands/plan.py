@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, get_args
@@ -16,6 +18,7 @@ from scale_cli.data.documents import check_source
 from scale_cli.data.doubtful import idle_settings, num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
+from scale_cli.evaluation.benchmark_files import find_files
 from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
 from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.memory import Memory, Parameters, training_memory
@@ -231,14 +234,17 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
 
 
 def _absent(config: RunConfig) -> list[str]:
-    """Return a line for every source whose files are not here; a plan needs none, but a run does."""
-    lines = []
+    """Return a line for every source and benchmark whose files are not here; a plan needs none, but a run does."""
+    checks: list[Callable[[], object]] = [partial(find_files, benchmark) for benchmark in config.evaluation.benchmarks]
     for source in every_source(config):
         if source.dataset is None and not any("://" in path for path in source.paths):  # nobody else is asked
-            try:
-                check_source(source)
-            except CorpusError as error:
-                lines.append(f"{error}; the plan needs no text, but `scale run` does")
+            checks.append(partial(check_source, source))
+    lines = []
+    for check in checks:
+        try:
+            check()
+        except CorpusError as error:
+            lines.append(f"{error}; the plan needs no text, but `scale run` does")
     return lines
 
 

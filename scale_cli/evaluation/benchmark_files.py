@@ -51,6 +51,20 @@ class _Form:
     convert: Callable[[Row], Row]
 
 
+def find_files(source: BenchmarkSource) -> list[Path]:
+    """Return the files of a benchmark; those of a task of lm-eval's are not ours to look for.
+
+    Raises:
+        CorpusError: none matches.
+    """
+    if source.path is None:
+        return []
+    paths = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+    if not paths:
+        raise CorpusError(f"{source.name}: no file matches {source.path}")
+    return paths
+
+
 def read_items(source: BenchmarkSource) -> LocalItems:
     """Read a benchmark's files.
 
@@ -58,13 +72,10 @@ def read_items(source: BenchmarkSource) -> LocalItems:
         CorpusError: nothing matches, or a file or line cannot be read; the message names file:line.
     """
     assert source.path is not None
-    paths = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
-    if not paths:
-        raise CorpusError(f"{source.name}: no file matches {source.path}")
     form: _Form | None = None
     rows: list[Row] = []
     files: list[str] = []
-    for name, lines in (pair for path in paths for pair in _open(path)):
+    for name, lines in (pair for path in find_files(source) for pair in _open(path)):
         for place, row in islice(lines, source.limit):
             form = form or _recognise(row, place)
             try:

@@ -184,8 +184,10 @@ def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = small.parent / "plan.json"
-    assert scale_plan(monkeypatch, small, "--flops", "4.0e14", "--output", written) == 0
+    absent = "evaluation.benchmarks=[{name: questions, path: nowhere.jsonl, language: ko}]"
+    assert scale_plan(monkeypatch, small, absent, "--flops", "4.0e14", "--output", written) == 0
     shown = capsys.readouterr().out
+    assert "questions: no file matches nowhere.jsonl; the plan needs no text" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     methods = json.loads(written.read_text(encoding="utf-8"))["methods"]
     assert methods[0]["variant"] == "preserve" and methods[0]["memory_bytes"] == sum(methods[0]["memory"].values())
