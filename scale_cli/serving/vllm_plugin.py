@@ -30,8 +30,8 @@ from .block_router import BlockRouter, Step, attach_state, detach_state
 from .heads import BasesShare, Shard, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
-# On a processor: its products with more are three times slower, and logits of so many stay in its cache.
-_TOKENS_OF_A_TILE = 4096
+# On a processor, where the logits of so many stay in its cache.
+_TOKENS_OF_A_TILE = 8192
 # As vLLM does with functions like them: passes over all logits are made one.
 _compiled = partial(torch.compile, dynamic=True, backend=current_platform.simple_compile_backend)
 

@@ -16,7 +16,7 @@ from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
 STREAMS, PARENTS, PRIOR = [64, 32, 16, 16], [0, 1, 0], 0.6
-VOCABULARY, LENGTH = 5003, 90  # more than one tile, and no multiple of what vLLM rounds up to
+VOCABULARY, LENGTH = 9001, 90  # more than one tile, and no multiple of what vLLM rounds up to
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": sum(STREAMS),
