@@ -204,17 +204,20 @@ def mixture(
     overrides: take.Overrides = None,
     ratios: take.Ratios = "0.33,0.5,0.75,1",
     tolerance: take.Tolerance = 0.05,
+    steps: take.Budgets = None,
+    predict_steps: take.PredictSteps = None,
 ) -> None:
     """Find how much new text a run takes before it forgets too much.
 
-    By runs at several shares, a law fitted to them, and what it predicts measured beside it.
+    By runs at several shares, and budgets if asked, a law fitted to them, and what it predicts measured beside it.
     """
     refuse_several("mixture")
     load(config, overrides)
     shares = numbers("--ratios", ratios)
+    budgets = numbers("--steps", steps) if steps is not None else []
     from scale_cli.commands.mixture import mixture
 
-    show(mixture(config, overrides or [], shares, tolerance, log))
+    show(mixture(config, overrides or [], shares, tolerance, log, budgets, predict_steps))
 
 
 @app.command()

@@ -105,6 +105,13 @@ Ratios = Annotated[
 Tolerance = Annotated[
     float, typer.Option(metavar="BITS", min=0.0, help="Bits per byte of the base's text that may be lost.")
 ]
+Budgets = Annotated[
+    str | None,
+    typer.Option("--steps", metavar="A,B,...", help="Budgets to run every share for; the config's own if none."),
+]
+PredictSteps = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="A longer budget to predict, run and compare; with --steps.")
+]
 Averaged = Annotated[
     list[Path], typer.Argument(metavar="CHECKPOINT", help="Checkpoints, final/ folders or finished runs, two or more.")
 ]

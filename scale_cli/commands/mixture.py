@@ -1,7 +1,8 @@
-"""The verb `scale mixture`: how much new text a run can take before it forgets more than a tolerance (CMR).
+"""The verb `scale mixture`: how much new text a run can take before it forgets more than a tolerance (CMR, D-CPT).
 
-One run for each share of new text (`scale sweep`), a law fitted to what they lose and learn, its prediction of a share
-that none of them had, and that share measured beside it. What is finished is not run again.
+One run for each share of new text (`scale sweep`), and where several budgets are asked for each of them, a law fitted
+to what they lose and learn, its prediction of a share, and a longer budget, that none of them had, and that measured
+beside it. A budget's run is one of its own, with its own schedule. What is finished is not run again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import log as natural_log
 from pathlib import Path
 
 from scale_cli.commands.sweep import Trial, sweep
@@ -16,21 +18,23 @@ from scale_cli.config.grid import Grid, Values
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.planning.mixture_law import PowerLaw, fit_power_law
-from scale_cli.report.numbers import number
+from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw, fit_budget_law, fit_power_law
+from scale_cli.report.numbers import number, percent
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 
 _TITLES = ("share of new text", "base's text, bits/byte lost", "by the law", "new text, bits/byte", "by the law")
 _NEAR = 0.01  # a share that is no other
+Law = PowerLaw | BudgetLaw
 
 
 @dataclass(frozen=True)
 class Point:
-    """A share of new text, and what a run of it came to on held-out text."""
+    """A share of new text and a budget, and what a run of them came to on held-out text."""
 
     ratio: float
+    steps: int
     lost: float  # bits/byte beside the base, on what it was to keep
     kept: float  # bits/byte on the same
     learned: float  # bits/byte on what it was to learn
@@ -41,10 +45,11 @@ class Mixture:
     """What was measured and what the laws say, of the head that is served."""
 
     points: list[Point]  # that the laws are fitted to
-    kept: PowerLaw
-    learned: PowerLaw
+    kept: Law
+    learned: Law
     tolerance: float  # bits/byte that may be lost
-    largest_ratio: float | None  # at which the law of what is kept loses no more; None: at none
+    # At which the law of what is kept loses no more, at the budget that is predicted; None: at none.
+    largest_ratio: float | None
     unseen: Point  # which the laws have not seen
 
     @property
@@ -53,33 +58,47 @@ class Mixture:
         return self.points[0].kept - self.points[0].lost
 
     def table(self) -> Table:
-        """Return every share, measured beside predicted; the last is the one that was not fitted."""
+        """Return every run, measured beside predicted; the last is the one that was not fitted."""
         rows = []
-        for point in [*sorted(self.points, key=lambda point: point.ratio), self.unseen]:
-            lost, learned = self.kept.at(point.ratio) - self.base, self.learned.at(point.ratio)
+        for point in [*sorted(self.points, key=lambda point: (point.steps, point.ratio)), self.unseen]:
+            kept, learned = self.predicted(point)
             name = f"{point.ratio:.3g}{' (not fitted)' if point is self.unseen else ''}"
-            cells = [number(point.lost, 4, "+"), number(lost, 4, "+"), number(point.learned, 4), number(learned, 4)]
-            rows.append([name, *cells])
-        return Table(_TITLES, rows, "lrrrr")
+            losses = number(point.lost, 4, "+"), number(kept - self.base, 4, "+")
+            rows.append([str(point.steps), name, *losses, number(point.learned, 4), number(learned, 4)])
+        if isinstance(self.kept, BudgetLaw):
+            return Table(("steps", *_TITLES), rows, "rlrrrr")
+        return Table(_TITLES, [row[1:] for row in rows], "lrrrr")
 
     def sentences(self) -> list[str]:
         """Return the laws, what they allow, and how far off they are."""
-        error, of_new = self.errors()
+        steps = f" in {self.unseen.steps} steps" if isinstance(self.kept, BudgetLaw) else ""
         allowed = "at no share" if self.largest_ratio is None else f"up to a share of {self.largest_ratio:.3g}"
+        errors = zip(self.errors(), (self.unseen.kept, self.unseen.learned), strict=True)
+        of_old, of_new = (
+            f"{off:+.4f} bits/byte ({off * natural_log(2):+.4f} nats/byte, {percent(off / measured)}; "
+            f"{off + measured:.4f} predicted, {measured:.4f} measured)"
+            for off, measured in errors
+        )
         return [
-            *(
-                f"{name}: bits/byte = {law.a:.4g} R^{law.s:.4g} + {law.b:.4g}"
-                for name, law in (("base's text", self.kept), ("new text", self.learned))
-            ),
-            f"no more than {self.tolerance:g} bits/byte are lost {allowed} of new text, by the law",
-            f"at {self.unseen.ratio:.3g}, which it has not seen, the law is off by {error:+.4f} bits/byte on the "
-            f"base's text and {of_new:+.4f} on the new one",
+            f"base's text: bits/byte = {self.kept.formula()}",
+            f"new text: bits/byte = {self.learned.formula()}",
+            f"no more than {self.tolerance:g} bits/byte are lost{steps} {allowed} of new text, by the law",
+            f"at {self.unseen.ratio:.3g}{steps}, which it has not seen, the law is off by {of_old} on the base's text "
+            f"and {of_new} on the new one",
         ]
 
+    def predicted(self, point: Point) -> tuple[float, float]:
+        """Return what the laws say of a run, of old text and of new."""
+        return _at(self.kept, 1 - point.ratio, point), _at(self.learned, point.ratio, point)
+
     def errors(self) -> tuple[float, float]:
-        """Return what the laws predict too much at the share that they have not seen, of old text and of new."""
-        ratio = self.unseen.ratio
-        return self.kept.at(ratio) - self.unseen.kept, self.learned.at(ratio) - self.unseen.learned
+        """Return what the laws predict too much at the run that they have not seen, of old text and of new."""
+        kept, learned = self.predicted(self.unseen)
+        return kept - self.unseen.kept, learned - self.unseen.learned
+
+
+def _at(law: Law, share: float, point: Point) -> float:
+    return law.at(share, point.steps) if isinstance(law, BudgetLaw) else law.at(point.ratio)
 
 
 @dataclass(frozen=True)
@@ -95,33 +114,51 @@ class MixtureSummary:
 
 
 def mixture(
-    path: Path, overrides: Sequence[str], ratios: Sequence[float], tolerance: float, log: Callable[[str], None]
+    path: Path,
+    overrides: Sequence[str],
+    ratios: Sequence[float],
+    tolerance: float,
+    log: Callable[[str], None],
+    steps: Sequence[float] = (),
+    predict_steps: int | None = None,
 ) -> MixtureSummary:
-    """Run a config at some shares of new text, fit the laws, and measure what they predict.
+    """Run a config at some shares of new text, for some budgets, fit the laws, and measure what they predict.
+
+    Args:
+        path: of the config.
+        overrides: of the config.
+        ratios: shares of new text.
+        tolerance: bits/byte that may be lost of the base's text.
+        log: what is told on the way.
+        steps: budgets, each of which every share is run for; none: the config's own.
+        predict_steps: a longer budget, to predict and to measure.
 
     Raises:
-        ConfigError: fewer than three shares, or the config has nothing to mix or nothing to measure with.
+        ConfigError: too few shares or budgets, or the config has nothing to mix or nothing to measure with.
         TrainingError: a run stopped.
     """
     config = load_config(path, list(overrides))
     _check(config, ratios)
-    weights = {ratio: weights_at(config, ratio) for ratio in ratios}
-    points = _measured(path, overrides, weights, log)
-    kept, learned = (fit_power_law([p.ratio for p in points], [getattr(p, of) for p in points]) for of in _FITTED)
-    largest = kept.largest_ratio(points[0].kept - points[0].lost + tolerance)
+    _check_budgets(steps, predict_steps)
+    budgets: dict[int, Values] = {int(budget): (f"train.max_steps={int(budget)}",) for budget in steps}
+    budgets = budgets or {config.train.max_steps: ()}
+    runs = {(r, budget): weights_at(config, r) + of for budget, of in budgets.items() for r in ratios}
+    points = _measured(path, overrides, runs, log)
+    kept, learned = _fitted(points)
+    last = predict_steps or config.train.max_steps
+    largest = _largest_ratio(kept, points[0].kept - points[0].lost + tolerance, last)
     ratio = unseen_ratio(ratios, largest)
     # All of them again, so that the sweep's report holds all; those that are finished are not run again.
-    *_, unseen = _measured(path, overrides, {**weights, ratio: weights_at(config, ratio)}, log)
+    of_last = (f"train.max_steps={last}",) if steps else ()
+    *_, unseen = _measured(path, overrides, {**runs, (ratio, last): weights_at(config, ratio) + of_last}, log)
     made = Mixture(points, kept, learned, tolerance, largest, unseen)
     folder = config.output_dir / "mixture"
     with new_folder(folder) as partial:
-        write_json(partial / "report.json", {**asdict(made), "errors": made.errors()})
+        report = {**asdict(made), "predicted": made.predicted(unseen), "errors": made.errors()}
+        write_json(partial / "report.json", report)
         said = "\n".join(f"- {sentence}" for sentence in made.sentences())
         write_text(partial / "report.md", f"# Mixture\n\n{made.table().markdown()}\n\n{said}\n")
     return MixtureSummary(folder, made)
-
-
-_FITTED = ("kept", "learned")
 
 
 def _check(config: RunConfig, ratios: Sequence[float]) -> None:
@@ -144,6 +181,17 @@ def _check(config: RunConfig, ratios: Sequence[float]) -> None:
     RunFolder(config.output_dir).check()
 
 
+def _check_budgets(steps: Sequence[float], predict_steps: int | None) -> None:
+    if bool(steps) != (predict_steps is not None):
+        raise ConfigError("--steps and --predict-steps: give both, or neither for the config's train.max_steps")
+    if predict_steps is None:
+        return
+    if len(set(steps)) < 2 or min(steps) < 1 or any(budget != int(budget) for budget in steps):
+        raise ConfigError("--steps: give two budgets or more, in whole steps above 0")
+    if predict_steps <= max(steps):
+        raise ConfigError(f"--predict-steps {predict_steps}: give more than the {max(steps):g} of --steps, to foretell")
+
+
 def weights_at(config: RunConfig, ratio: float) -> Values:
     """Return the overrides that make a share of the windows new text; within a role the sources' shares are kept."""
     sources = config.corpus.sources
@@ -162,16 +210,32 @@ def unseen_ratio(ratios: Sequence[float], largest: float | None) -> float:
     return round((below + above) / 2, 3)
 
 
+def _fitted(points: list[Point]) -> tuple[Law, Law]:
+    ratios, budgets = [point.ratio for point in points], [point.steps for point in points]
+    kept, learned = [point.kept for point in points], [point.learned for point in points]
+    if len(set(budgets)) == 1:
+        return fit_power_law(ratios, kept), fit_power_law(ratios, learned)
+    old = [1 - ratio for ratio in ratios]
+    return fit_budget_law(old, budgets, kept), fit_budget_law(ratios, budgets, learned)
+
+
+def _largest_ratio(kept: Law, loss: float, steps: int) -> float | None:
+    if isinstance(kept, PowerLaw):
+        return kept.largest_ratio(loss)
+    least = kept.least_share(loss, steps)
+    return None if least is None else 1 - least
+
+
 def _measured(
-    path: Path, overrides: Sequence[str], weights: dict[float, Values], log: Callable[[str], None]
+    path: Path, overrides: Sequence[str], runs: dict[tuple[float, int], Values], log: Callable[[str], None]
 ) -> list[Point]:
-    trials = {trial.values: trial for trial in sweep(path, Grid([*overrides], [*weights.values()]), None, log).trials}
-    return [_point(ratio, trials[values]) for ratio, values in weights.items()]
+    trials = {trial.values: trial for trial in sweep(path, Grid([*overrides], [*runs.values()]), None, log).trials}
+    return [_point(*place, trials[values]) for place, values in runs.items()]
 
 
-def _point(ratio: float, trial: Trial) -> Point:
+def _point(ratio: float, steps: int, trial: Trial) -> Point:
     figures = trial.retention_bits_per_byte_lost, trial.retention_bits_per_byte, trial.bits_per_byte
     if trial.failure is not None or None in figures:
         raise TrainingError(f"{trial.folder}: {trial.failure or 'its losses are not finite'}, so no law can be fitted")
     lost, kept, learned = (figure for figure in figures if figure is not None)
-    return Point(ratio, lost, kept, learned)
+    return Point(ratio, steps, lost, kept, learned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from scale_cli.config.grid import Grid
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.planning.mixture_law import PowerLaw
+from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw
 from scale_cli.storage.atomic import read_json
+from scale_cli.storage.layout import RunFolder
 from tests.torture.tiny_run import write_base_and_texts
 
 KEPT, LEARNED, BASE = PowerLaw(0.4, 3.0, 1.5), PowerLaw(0.2, -0.5, 2.0), 1.6
+# By the share of old text and of new; the first is forgotten the more the longer a run is.
+KEPT_BY_BUDGET = BudgetLaw(1.9, -0.9, 0.5, 0.28, 0.02, 0.2, 1.0, ())
+LEARNED_BY_BUDGET = BudgetLaw(1.0, 3.0, 0.3, 0.28, 0.4, 0.01, 0.5, ())
 
 
 @pytest.fixture
@@ -48,19 +53,24 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def follow_the_law(monkeypatch: pytest.MonkeyPatch, config: Path) -> list[float]:
-    """Let runs come to what laws say; return the shares that are run."""
-    run: list[float] = []
+def follow_the_law(monkeypatch: pytest.MonkeyPatch, config: Path) -> list[Any]:
+    """Let runs come to what laws say; return the shares that are run, and the steps where the values name them."""
+    run: list[Any] = []
 
     def sweep(path: Path, grid: Grid, *_: object) -> SweepSummary:
         trials = []
         for values in grid.points:
-            weights = [source.weight for source in load_config(path, [*grid.shared, *values]).corpus.sources]
+            whole = load_config(path, [*grid.shared, *values])
+            weights = [source.weight for source in whole.corpus.sources]
             assert weights[0] == pytest.approx(3 * weights[1]) and sum(weights) == pytest.approx(1.0)
-            ratio = round(weights[0] + weights[1], 4)
-            if ratio not in run:  # what is finished is not run again
-                run.append(ratio)
-            trials.append(Trial(values, "", 0.0, LEARNED.at(ratio), KEPT.at(ratio) - BASE, KEPT.at(ratio)))
+            ratio, steps = round(weights[0] + weights[1], 4), whole.train.max_steps
+            named = f"train.max_steps={steps}" in values
+            place = (ratio, steps) if named else ratio
+            if place not in run:  # what is finished is not run again
+                run.append(place)
+            kept = KEPT_BY_BUDGET.at(1 - ratio, steps) if named else KEPT.at(ratio)
+            learned = LEARNED_BY_BUDGET.at(ratio, steps) if named else LEARNED.at(ratio)
+            trials.append(Trial(values, "", 0.0, learned, kept - BASE, kept))
         return SweepSummary(path.parent, trials[::-1])
 
     monkeypatch.setattr(mixing, "sweep", sweep)
@@ -90,17 +100,44 @@ def test_where_all_is_allowed_or_nothing_the_widest_gap_is_measured(
         assert run[-1] == 0.65
 
 
-def test_real_runs_are_mixed_and_fitted(config: Path) -> None:
-    summary = mixing.mixture(config, ["train.lr=1e-3"], [0.25, 0.5, 1.0], 0.05, print)
+def test_a_longer_budget_is_predicted_and_measured_at_the_ratio_that_it_allows(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = follow_the_law(monkeypatch, config)
+    summary = mixing.mixture(config, [], [0.25, 0.5, 0.75, 1.0], 0.16, print, [20, 40], 80)
+    *fitted, (ratio, steps) = run
+    assert fitted == [(ratio, steps) for steps in (20, 40) for ratio in (0.25, 0.5, 0.75, 1.0)]
+    assert steps == 80 and KEPT_BY_BUDGET.at(1 - ratio, 80) == pytest.approx(BASE + 0.16, abs=5e-3)
+    assert ratio == pytest.approx(summary.mixture.largest_ratio, abs=1e-3)
+    assert all(abs(error) < 1e-2 for error in summary.mixture.errors())
+    told, written = "\n".join(summary.lines()), read_json(summary.folder / "report.json")
+    assert "b assumed: too few runs to tell" in told and f"at {ratio:.3g} in 80 steps, which it has not seen" in told
+    assert written["unseen"]["steps"] == 80 and written["kept"]["assumed"] == ["b"]
+    assert written["predicted"] == pytest.approx(
+        [KEPT_BY_BUDGET.at(1 - ratio, 80), LEARNED_BY_BUDGET.at(ratio, 80)], rel=1e-2
+    )
+    assert f"| 80 | {ratio:.3g} (not fitted)" in (summary.folder / "report.md").read_text(encoding="utf-8")
+
+
+def test_real_runs_are_mixed_and_fitted_each_to_the_end_of_its_own_budget_and_none_is_run_again(config: Path) -> None:
+    asked: Any = (config, ["train.lr=1e-3"], [0.25, 0.5, 1.0], 0.05, print, [1, 2], 3)
+    summary = mixing.mixture(*asked)
     runs = sorted((config.parent / "mixed").glob("weight=*"))
     trained = [read_json(run / "final" / "token_ledger.json")["old"]["num_trained"] for run in runs]
-    assert len(runs) == 4 and trained.count(0) == 1, "all of it is new text in one of them"
+    assert len(runs) == 7 and trained.count(0) == 2, "all of it is new text in one of each budget"
+    for run in runs:
+        last = json.loads(RunFolder(run).metrics.read_text(encoding="utf-8").splitlines()[-1])
+        steps = int(run.name.rpartition("=")[2])
+        assert last["step"] == steps and last["lr"] == pytest.approx(1e-4 if steps > 1 else 1e-3)
     swept = read_json(config.parent / "mixed" / "report" / "report.json")
-    assert {Path(trial["folder"]) for trial in swept["trials"]} == {*runs} and swept["runs"] == 4
-    measured = {point.ratio: point for point in [*summary.mixture.points, summary.mixture.unseen]}
-    assert len(measured) == 4 and all(
+    assert {Path(trial["folder"]) for trial in swept["trials"]} == {*runs} and swept["runs"] == 7
+    measured = {(point.ratio, point.steps): point for point in [*summary.mixture.points, summary.mixture.unseen]}
+    assert len(measured) == 7 and all(
         point.kept - point.lost == pytest.approx(summary.mixture.base, abs=1e-6) for point in measured.values()
     )
+    written = {path: path.stat().st_mtime_ns for run in runs for path in (run / "final").iterdir()}
+    assert mixing.mixture(*asked).mixture == summary.mixture
+    assert written == {path: path.stat().st_mtime_ns for path in written}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +165,25 @@ def test_what_cannot_be_mixed_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         mixing.mixture(config, overrides, ratios, 0.05, print)
+
+
+@pytest.mark.parametrize(
+    ("steps", "predict", "told"),
+    [
+        ([], 80, "--steps and --predict-steps: give both"),
+        ([20, 40], None, "--steps and --predict-steps: give both"),
+        ([40], 80, "--steps: give two"),
+        ([20.5, 40], 80, "--steps: give two .* whole"),
+        ([0, 40], 80, "--steps: give two .* above 0"),
+        ([20, 80], 80, "--predict-steps 80: give more than the 80"),
+    ],
+)
+def test_budgets_from_which_nothing_is_foretold_are_refused(
+    config: Path, steps: list[float], predict: int | None, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        mixing.mixture(config, [], [0.2, 0.5, 1.0], 0.05, print, steps, predict)
+    assert not (config.parent / "mixed").exists()
 
 
 def test_a_run_that_stopped_has_no_law(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
