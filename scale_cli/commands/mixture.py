@@ -140,6 +140,8 @@ def mixture(
     config = load_config(path, list(overrides))
     _check(config, ratios)
     _check_budgets(steps, predict_steps)
+    if predict_steps is not None:  # what is wrong with it is said before anything is run
+        load_config(path, [*overrides, f"train.max_steps={predict_steps}"])
     budgets: dict[int, Values] = {int(budget): (f"train.max_steps={int(budget)}",) for budget in steps}
     budgets = budgets or {config.train.max_steps: ()}
     runs = {(r, budget): weights_at(config, r) + of for budget, of in budgets.items() for r in ratios}
