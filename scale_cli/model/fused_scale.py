@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 def product_dtype(weight: Tensor) -> torch.dtype:
     """Return what a product with a weight is computed in: autocast's dtype, or the weight's own."""
-    device = weight.device.type
-    # Asked first: the meta device, on which a run is planned, knows no autocast.
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else weight.dtype
+    # The meta device, on which a run is planned, knows no autocast.
+    if weight.is_meta or not torch.is_autocast_enabled(weight.device.type):
+        return weight.dtype
+    return torch.get_autocast_dtype(weight.device.type)
 
 
 def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:

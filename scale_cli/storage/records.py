@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -46,7 +47,7 @@ class RunRecord:
     @classmethod
     def from_json(cls, value: Any) -> Self:
         """Return the record that a file holds."""
-        return TypeAdapter(cls).validate_python(value)
+        return _adapter_of(cast("Any", cls)).validate_python(value)
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -70,6 +71,11 @@ class RunRecord:
     def load_if_there(cls, folder: Path) -> Self | None:
         """Read the file; None where there is none."""
         return cls.load(folder) if cls.is_in(folder) else None
+
+
+@cache  # building one takes longer than a hundred validations
+def _adapter_of(record: type[RunRecord]) -> TypeAdapter[Any]:
+    return TypeAdapter(record)
 
 
 @dataclass(frozen=True)
