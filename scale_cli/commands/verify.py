@@ -26,6 +26,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from scale_cli.commands.export import check_written_export
 from scale_cli.commands.join import JoinReport, check_plain_join
@@ -96,7 +97,8 @@ def verify(path: Path) -> Verification:
     folders = [path] if (path / MANIFEST).is_file() else sorted(_folders_of_ours(path))
     if not folders:
         raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")
-    return Verification([_check(folder) for folder in folders])
+    base_logits: dict[str, list[Tensor]] = {}
+    return Verification([_check(folder, base_logits) for folder in folders])
 
 
 # What a folder has at least, by its place in a run (`storage/layout.py`); elsewhere a folder may be named anyhow.
@@ -123,14 +125,14 @@ def _folders_of_ours(root: Path) -> Iterator[Path]:
             yield manifest.parent
 
 
-def _check(folder: Path) -> FolderCheck:
+def _check(folder: Path, base_logits: dict[str, list[Tensor]]) -> FolderCheck:
     check = FolderCheck(folder)
     if not _hold(check, "hashes", lambda: _check_files(folder)):
         return check  # nothing more can be said of what is damaged
     if Ledger.is_in(folder):
         _hold(check, "ledger", lambda: _check_tokens(folder))
     if BaseRecord.is_in(folder) and (folder / "scale.yaml").is_file():
-        _check_method(check, load_config(folder / "scale.yaml").model)
+        _check_method(check, load_config(folder / "scale.yaml").model, base_logits)
     if TokenLedger.is_in(folder):
         _hold(check, "token ledger", lambda: _check_token_ledger(folder))
     if TrainState.is_in(folder) and folder.name == "final" and not AverageRecord.is_in(folder):
@@ -221,14 +223,17 @@ def _check_token_ledger(folder: Path) -> None:
             raise VerificationError(f"{folder / TokenLedger.FILE}: {what}: {noted:,} and {counted:,} do not agree")
 
 
-def _check_method(check: FolderCheck, base: ModelConfig) -> None:
+def _check_method(check: FolderCheck, base: ModelConfig, base_logits: dict[str, list[Tensor]]) -> None:
+    """Hold a method's folder to its base, whose own logits are computed for the first folder that has it."""
+
     def prove_base() -> None:
         session = open_folder(check.folder, base)
         model = session.load()  # holds the base to its hashes
         if isinstance(model, ScaleForCausalLM):
-            plain = placed(load_any_base(base))
-            tokenizer = load_tokenizer(base)
-            check_preservation(model, tokenizer, own_logits(plain, sample_ids(tokenizer)))
+            tokenizer, name = load_tokenizer(base), base.model_dump_json()
+            if name not in base_logits:
+                base_logits[name] = own_logits(placed(load_any_base(base)), sample_ids(tokenizer))
+            check_preservation(model, tokenizer, base_logits[name])
 
     _hold(check, "base and its preservation", prove_base)
 
