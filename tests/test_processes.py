@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,14 +53,11 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     alone = run_pipeline(one, lambda _: None)
     path = tmp_path / "two-processes.yaml"
     path.write_text(dump_config(two), encoding="utf-8")
-    # accelerate launch starts several CPU processes through MPI only; torchrun sets the same variables without it.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "scale_cli", "run", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr
+    ends = ended_group(start_group("run", str(path), num_processes=2))
+    for ended in ends:
+        assert ended.exit_code == 0, ended.printed
     for said in ("== upscale", "processes      2 x cpu", "== evaluate", "== export"):
-        assert result.stdout.count(said) == 1, "two work, one speaks"
+        assert sum(ended.printed.count(said) for ended in ends) == 1, "two work, one speaks"
     assert files(two.output_dir) == files(one.output_dir)
     chosen = [TrainState.load(RunFolder(run.output_dir).final) for run in (one, two)]
     assert chosen[0].step == chosen[1].step and chosen[0].best is not None

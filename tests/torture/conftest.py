@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scale_cli.commands.verify import verify
 from tests.torture.command_line import Scale, command_line
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import run_verb
@@ -20,7 +21,7 @@ def in_full(pytestconfig: pytest.Config) -> bool:
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs that nothing has happened to: `whole`, and `kept` with every one of its checkpoints."""
     root = tmp_path_factory.mktemp("torture")
-    write_base_and_texts(root)
+    write_base_and_texts(root, num_hidden_layers=2)
     runs = Runs(root, root)
     done = [run_verb(*runs.arguments("upscale", "upscaled-once"))]
     for name, *overrides in (("whole",), ("kept", "train.keep_checkpoints=9")):
@@ -28,6 +29,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         done.append(run_verb(*runs.arguments("train", name), *overrides))
     for ended in done:
         assert ended.exit_code == 0, ended.printed
+    verify(runs.folder("whole").root).require()
     return runs
 
 

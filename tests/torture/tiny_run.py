@@ -15,6 +15,7 @@ from safetensors import safe_open
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.storage.atomic import MANIFEST, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.from_scratch import train_tokenizer, write_base
 from scale_cli.upscale.base import tensor_sha256
@@ -165,8 +166,10 @@ def _hash(path: Path) -> str:
 
 
 def assert_same(run: RunFolder, whole: RunFolder) -> None:
-    """Check that a run ended as another did, that all its folders verify, and that nothing else is there."""
+    """Check that a run ended as another did, that all its folders are whole, and that nothing else is there."""
     assert outcome(run) == outcome(whole)
-    verify(run.root).require()
+    for manifest in run.root.rglob(MANIFEST):
+        verify_folder(manifest.parent)
+    verify(run.final).require()
     rubbish = [path for path in run.root.rglob(".*") if not path.name.endswith(".progress.json")]
     assert not rubbish, rubbish
