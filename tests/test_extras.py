@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scale_cli.commands import plan as plan_module
 from scale_cli.commands.biography import run_biography
 from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import PICTURE, EvaluationSummary, write_report
@@ -18,7 +19,7 @@ from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.biography import BiographyConfig
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import MissingExtraError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.extras import EXTRA_OF
@@ -79,12 +80,15 @@ def test_lora_without_peft_is_refused_before_anything_is_written(
 
 
 def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
-    config: RunConfig, without: Callable[[str], None]
+    config: RunConfig, without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    beside = [MethodConfig(variant="full"), MethodConfig(variant="lora"), MethodConfig(variant="osf")]
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     without("peft")
     planned = plan(config, flops=1e12, utilisation=None, num_processes=1)
     assert list(planned.refused) == ["lora", "osf"]
     assert "scale-cli[lora]" in planned.refused["lora"]
+    assert [method.variant for method in planned.methods] == ["route", "full"]
 
 
 def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_draws_it(

@@ -18,6 +18,7 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
+from tests.widening import tiny_llama
 
 
 def tree(folder: Path, base: Path, **method: Any) -> dict[str, Any]:
@@ -44,12 +45,24 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = tmp_path_factory.mktemp("plan")
     config = tree(folder, write_base(folder / "base"), variant="route", expansion={"ratio": 0.125})
     config["corpus"]["sequence_length"] = 8192
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
+        return plan(RunConfig.model_validate(config), flops=4e14, utilisation=None, num_processes=2)
+
+
+@pytest.fixture(scope="module")
+def every_method(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The same of a Llama of as wide, but fewer layers: counting takes a second a method in all of them."""
+    folder = tmp_path_factory.mktemp("plan")
+    base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
+    config = tree(folder, write_base(folder / "base", base), variant="route", expansion={"ratio": 0.125})
+    config["corpus"]["sequence_length"] = 8192
     return plan(RunConfig.model_validate(config), flops=4e14, utilisation=None, num_processes=2)
 
 
 def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
     planned = {method.variant: method for method in llama_1b.methods}
-    assert planned.keys() == set(get_args(Variant)) and not llama_1b.refused
+    assert planned.keys() == {"route", "full"} and not llama_1b.refused
     full = planned["full"]
     assert (full.parameters.num_frozen, full.parameters.num_trainable) == (0, 1_235_814_400)
     assert round(full.flops_per_token / 1e9, 2) == 9.03
@@ -58,21 +71,22 @@ def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
     assert [method.variant for method in llama_1b.methods if method.chosen] == ["route"]
 
 
-def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(llama_1b: Plan) -> None:
-    assert llama_1b.num_tokens == 10 * 4 * 8192
-    for method in llama_1b.methods:
+def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(every_method: Plan) -> None:
+    assert every_method.num_tokens == 10 * 4 * 8192
+    assert {method.variant for method in every_method.methods} == set(get_args(Variant)) and not every_method.refused
+    for method in every_method.methods:
         ideal = ideal_flops_per_token(
-            llama_1b.base_config,
-            MethodConfig(variant=method.variant, expansion=llama_1b.config.method.expansion),  # type: ignore[arg-type]
+            every_method.base_config,
+            MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion),  # type: ignore[arg-type]
             8192,
         )
         assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
         assert method.flops.products == ideal.linear + ideal.head
-        assert method.time_s == pytest.approx(llama_1b.num_tokens * ideal.total / (2 * 4e14))
+        assert method.time_s == pytest.approx(every_method.num_tokens * ideal.total / (2 * 4e14))
 
 
-def test_the_plan_fits_a_terminal_of_100_columns(llama_1b: Plan) -> None:
-    lines = llama_1b.lines()
+def test_the_plan_fits_a_terminal_of_100_columns(every_method: Plan) -> None:
+    lines = every_method.lines()
     assert max(len(line) for line in lines) <= 100
     marked = [line for line in lines if line.startswith("> ") and "route" in line]
     assert len(marked) == 2, "one row of work, one of memory"
@@ -80,8 +94,9 @@ def test_the_plan_fits_a_terminal_of_100_columns(llama_1b: Plan) -> None:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
 
 
-def test_what_is_planned_is_what_the_verbs_make(shared_data: Path, tmp_path: Path) -> None:
-    base = shared_data / "ckpt-stories260K" / "hf"
+def test_what_is_planned_is_what_the_verbs_make(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_llama(hidden_size=64).save_pretrained(base)
     config = RunConfig.model_validate(tree(tmp_path, base, variant="adapt"))
     for method in plan(config, 1e12, None, 1).methods:
         made = start_model(
@@ -136,11 +151,11 @@ def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, mo
     assert max(len(line) for line in lines) <= 100
 
 
-def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(llama_1b: Plan) -> None:
-    (warning,) = llama_1b.warnings
+def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(every_method: Plan) -> None:
+    (warning,) = every_method.warnings
     assert warning.startswith("news: no file matches ") and "`scale run`" in warning
-    shown = " ".join(line.strip() for line in llama_1b.lines())
-    assert "news: no file matches" in shown and len(llama_1b.methods) == len(get_args(Variant))
+    shown = " ".join(line.strip() for line in every_method.lines())
+    assert "news: no file matches" in shown and len(every_method.methods) == len(get_args(Variant))
 
 
 def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
@@ -154,11 +169,15 @@ def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
     assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
 
 
-def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(tmp_path: Path) -> None:
+def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = [MethodConfig(variant="freeze"), MethodConfig(variant="full")]
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
     config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
     made = plan(config, 1e12, None, 1)
-    assert made.refused.keys() == {"freeze"}
+    assert made.refused.keys() == {"freeze"} and [method.variant for method in made.methods] == ["preserve", "full"]
     assert any("freeze" in line and "2 layers" in line for line in made.lines())
 
 
@@ -183,6 +202,7 @@ def small(tmp_path: Path) -> Path:
 def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
     written = small.parent / "plan.json"
     absent = "evaluation.benchmarks=[{name: questions, path: nowhere.jsonl, language: ko}]"
     assert scale_plan(monkeypatch, small, absent, "--flops", "4.0e14", "--output", written) == 0

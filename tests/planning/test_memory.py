@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.counting import count_saved_tensors
+from scale_cli.planning.counting import SavedTensors, count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
@@ -23,6 +24,12 @@ DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": 
 methods = pytest.mark.parametrize("method", METHODS, ids=VARIANTS)
 
 
+@cache
+def saved_tensors(method_json: str, mixed_precision: str) -> SavedTensors:
+    method = MethodConfig.model_validate_json(method_json)
+    return count_saved_tensors(without_weights(tiny_llama(vocab_size=VOCAB_SIZE), method), mixed_precision)
+
+
 def planned_memory(
     method: MethodConfig, mixed_precision: Any, num_processes: int = 1, optimiser: str = "adamw"
 ) -> Memory:
@@ -31,7 +38,7 @@ def planned_memory(
     train = TrainConfig.model_validate({"max_steps": 1, "optimiser": optimiser, **sizes})
     return training_memory(
         Parameters.of(model, train),
-        count_saved_tensors(model, mixed_precision),
+        saved_tensors(method.model_dump_json(), mixed_precision),
         train,
         sequence_length=LENGTH,
         vocab_size=VOCAB_SIZE,
