@@ -90,7 +90,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
     """Of a run of a second that has been upscaled; proofs take two texts, for every operator costs here."""
     root = tmp_path_factory.mktemp("pretended")
     write_base_and_texts(root, num_hidden_layers=2)
-    config = load_config(Runs(root, root).config("run"))
+    fewer = [f"evaluation.perplexity.{index}.max_documents=2" for index in range(2)]
+    config = load_config(Runs(root, root).config("run"), fewer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preservation, "SAMPLE_TEXTS", preservation.SAMPLE_TEXTS[:2])
         patch.setattr(proofs, "_CODE_POINTS", range(0x300, 0x600))

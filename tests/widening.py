@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import lzma
+import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -28,6 +33,21 @@ CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-pe
 
 def real_base(shared_data: Path, checkpoint: str, dtype: Any = "float32") -> PreTrainedModel:
     return load_base(ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype))
+
+
+@cache
+def lower_stories(shared_data: Path) -> Path:
+    """Write stories260K without its two upper layers, for runs that need a real base, and not all of one."""
+    root = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    folder = root / "ckpt-stories260K" / "hf"
+    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}), encoding="utf-8")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "layers.3." not in name and "layers.4." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @cache

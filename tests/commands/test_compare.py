@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from scale_cli.errors import RunFolderError, StorageError, VerificationError
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.storage.records import AveragedMember, AverageRecord
 from tests.comparison.finished_run import Made, write_json, write_run
+from tests.widening import lower_stories
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
@@ -66,9 +68,8 @@ class Page(HTMLParser):
             self.words += data
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
-    """Runs of every method, one of them with a name that is markup and one in Korean."""
+def runs_of_every_method(root: Path) -> list[Path]:
+    """Write runs, one of them with a name that is markup and one in Korean."""
     made = {
         "full": Made("full", 0.4, 0.95, benchmarks=TASKS),
         SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
@@ -78,14 +79,28 @@ def folders(tmp_path: Path) -> list[Path]:
         "adapt": Made("adapt", 0.35, 0.9),
         "route": Made("route", 0.2, 0.85, benchmarks=TASKS, continued=True),
     }
-    return [write_run(tmp_path / "runs" / name, run) for name, run in made.items()]
+    return [write_run(root / name, run) for name, run in made.items()]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return runs_of_every_method(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Runs of every method, and their comparison, which no test may change."""
+    root = tmp_path_factory.mktemp("compared")
+    folders = runs_of_every_method(root / "runs")
+    compare(folders, root / "out")
+    return folders, root / "out"
 
 
 def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
-    folders: list[Path], tmp_path: Path
+    compared: tuple[list[Path], Path],
 ) -> None:
-    compare(folders, tmp_path / "out")
-    text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    folders, out = compared
+    text = (out / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
     assert page.references == []
@@ -100,9 +115,9 @@ def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     assert "in its script" in page.words and "50.0 %" in page.words
 
 
-def test_the_report_holds_its_inputs_unchanged(folders: list[Path], tmp_path: Path) -> None:
-    compare(folders, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
+    folders, out = compared
+    written = json.loads((out / "report.json").read_text(encoding="utf-8"))
     read = [json.loads((folder / "evaluation" / "report.json").read_text(encoding="utf-8")) for folder in folders]
     assert [run["report"] for run in written["runs"]] == read
     for option in written["options"]:
@@ -111,16 +126,16 @@ def test_the_report_holds_its_inputs_unchanged(folders: list[Path], tmp_path: Pa
         assert option["bits_per_byte_lost"] == pytest.approx(lost)
         value = gained["value"]
         assert option["bits_per_byte_gained"]["value"] == (None if value is None else pytest.approx(-value))
-    verify_folder(tmp_path / "out")
+    verify_folder(out)
 
 
-def test_figures_are_well_formed_and_stand_alone(folders: list[Path], tmp_path: Path) -> None:
-    compare(folders, tmp_path / "out")
-    drawn = sorted(path.name for path in (tmp_path / "out").glob("*.svg"))
+def test_figures_are_well_formed_and_stand_alone(compared: tuple[list[Path], Path]) -> None:
+    _, out = compared
+    drawn = sorted(path.name for path in out.glob("*.svg"))
     assert drawn == ["cost.svg", "learning-curves.svg", "route-shares.svg", "tasks.svg", "trade-off.svg"]
-    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    text = (out / "report.md").read_text(encoding="utf-8")
     for name in drawn:
-        ElementTree.parse(tmp_path / "out" / name)
+        ElementTree.parse(out / name)
         assert f"({name})" in text
     assert "<script>" not in text.replace(r"\<script", "")
     columns = 0
@@ -254,13 +269,15 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
     assert sorted(folders[0].rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["evaluation", "final", "upscaled"])
-def test_a_comparison_is_good_whatever_its_folder_is_called(folders: list[Path], tmp_path: Path, name: str) -> None:
-    compare(folders[:1], tmp_path / name)
-    verify(tmp_path / name).require()
-    (tmp_path / name / "report.md").unlink()
-    with pytest.raises(VerificationError):
+def test_a_comparison_is_good_whatever_its_folder_is_called(folders: list[Path], tmp_path: Path) -> None:
+    compare(folders[:1], tmp_path / "final")
+    for name in ("evaluation", "upscaled"):
+        shutil.copytree(tmp_path / "final", tmp_path / name)
+    for name in ("final", "evaluation", "upscaled"):
         verify(tmp_path / name).require()
+        (tmp_path / name / "report.md").unlink()
+        with pytest.raises(VerificationError):
+            verify(tmp_path / name).require()
 
 
 def test_a_mean_of_runs_is_compared_without_a_training_of_its_own(folders: list[Path], tmp_path: Path) -> None:
@@ -283,15 +300,15 @@ def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
     petitions = "ko-petitions/valid.txt.xz"
     tree = {
         "output_dir": str(folder / variant),
-        "model": {"base": str(shared / "ckpt-stories260K" / "hf")},
+        "model": {"base": str(lower_stories(shared))},
         "method": {"variant": variant},
         "corpus": {"sequence_length": 32, "sources": [source("web", petitions, "ko")]},
         "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 2, "eval_every_steps": 2},
         "evaluation": {
             "bootstrap_resamples": 100,
             "perplexity": [
-                source("tiny", "en-tinystories/tinystories_val.txt", "en", role="retention"),
-                source("petitions", petitions, "ko", role="acquisition"),
+                source("tiny", "en-tinystories/tinystories_val.txt", "en", role="retention", max_documents=2),
+                source("petitions", petitions, "ko", role="acquisition", max_documents=2),
             ],
         },
     }

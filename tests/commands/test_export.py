@@ -172,7 +172,7 @@ def test_a_finished_export_gets_a_new_card_when_the_report_is_another_and_keeps_
     assert card_is_current(config)
     assert "Not measured" in (folder / "README.md").read_text(encoding="utf-8")
     tree = config.model_dump()
-    tree["evaluation"]["perplexity"][1]["max_documents"] = 2
+    tree["evaluation"]["perplexity"][1]["max_documents"] = 1
     fewer = RunConfig.model_validate(tree)
     for now in (config, fewer):
         report = evaluate(now).report

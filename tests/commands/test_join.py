@@ -34,7 +34,7 @@ from scale_cli.storage.atomic import new_folder
 from scale_cli.storage.layout import RunFolder
 from tests.export.conftest import configured
 from tests.join.conftest import trained
-from tests.widening import load_widened
+from tests.widening import load_widened, lower_stories
 
 Runs = dict[str, RunConfig]
 
@@ -154,7 +154,7 @@ def test_the_card_tells_what_every_expansion_was_trained_on_and_the_licence(
 
 def test_the_licence_of_the_base_is_carried_over(shared_data: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
-    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", base)
+    shutil.copytree(lower_stories(shared_data), base)
     (base / "LICENSE").write_text("do as you like", encoding="utf-8")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n", encoding="utf-8")
     run = trained(shared_data, tmp_path / "run", base=str(base))
@@ -230,7 +230,7 @@ def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(shared_data: 
 
 
 def test_a_run_on_another_base_is_refused_naming_the_tensor(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
-    other = AutoModelForCausalLM.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    other = AutoModelForCausalLM.from_pretrained(lower_stories(shared_data))
     with torch.no_grad():
         other.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
     other.save_pretrained(tmp_path / "other")

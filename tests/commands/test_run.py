@@ -72,16 +72,16 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     folders = [run.export("llama"), *([] if layers == "none" else [run.export("transformers")])]
     assert folders == sorted((run.root / "export").iterdir())
     before = {folder: (folder / "model.safetensors").stat().st_ino for folder in folders}
-    assert scale("run", *asked, "evaluation.perplexity.0.max_documents=2")[0] == 0
+    assert scale("run", *asked, "evaluation.perplexity.0.max_documents=3")[0] == 0
     kept = read_json(run.evaluation / "report.json")["corpora"][0]
-    assert kept["num_documents"] == 2
+    assert kept["num_documents"] == 3
     for folder in folders:
         told = {"transformers": ["posterior"], "llama": ["adapted", *(["posterior"] if layers == "none" else [])]}
         card = (folder / "README.md").read_text(encoding="utf-8")
         for head in told[folder.name]:
             figures = (kept["heads"][name]["bits_per_byte"] for name in ("base", head))
             bytes_per_token = kept["num_bytes"] / kept["num_tokens"]
-            assert "| 2 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures) in card
+            assert "| 3 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures) in card
         assert (folder / "model.safetensors").stat().st_ino == before[folder], "the weights are not written again"
     code, error = scale("export", *asked, "--push-to-hub", "me/model")
     assert (code, "say which is sent" in error) == ((0, False) if layers == "none" else (2, True))

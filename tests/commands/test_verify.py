@@ -17,7 +17,7 @@ from scale_cli.data.tokenise import NUM_BYTES
 from scale_cli.errors import RunFolderError, VerificationError
 from scale_cli.storage.atomic import new_folder, save_tensors
 from tests.export.conftest import configured
-from tests.widening import load_widened
+from tests.widening import load_widened, lower_stories
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def finished(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     """A widened run with an export."""
     folder = tmp_path_factory.mktemp("verified")
     base = folder / "base"
-    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", base)
+    shutil.copytree(lower_stories(shared_data), base)
     config = configured(shared_data, folder / "run", {"variant": "route", "collaboration": {"layers": "top:1"}})
     config = config.model_copy(
         update={

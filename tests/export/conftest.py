@@ -12,6 +12,7 @@ import pytest
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
+from tests.widening import lower_stories
 
 TrainedRun = Callable[..., RunConfig]
 
@@ -22,7 +23,7 @@ def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtyp
     return RunConfig.model_validate(
         {
             "output_dir": output_dir,
-            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf"), "dtype": dtype},
+            "model": {"base": str(lower_stories(shared_data)), "dtype": dtype},
             "method": method,
             "corpus": {
                 "sequence_length": 64,
@@ -32,8 +33,8 @@ def configured(shared_data: Path, output_dir: Path, method: dict[str, Any], dtyp
             "train": {"max_steps": 12, "global_batch_size": 4, "micro_batch_size": 4, "lr": 2e-3},
             "evaluation": {
                 "perplexity": [
-                    {"name": "tiny", **english, "role": "retention", "max_documents": 4},
-                    {"name": "petitions-held-out", **korean, "role": "acquisition", "max_documents": 4},
+                    {"name": "tiny", **english, "role": "retention", "max_documents": 2},
+                    {"name": "petitions-held-out", **korean, "role": "acquisition", "max_documents": 2},
                 ]
             },
             "export": {"format": "llama"},

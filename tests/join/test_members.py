@@ -21,8 +21,8 @@ def test_of_two_runs_with_one_name_the_second_gets_a_number(runs: Runs, shared_d
 def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: Runs) -> None:
     config = runs["korean"]
     tiny, petitions = config.evaluation.perplexity
-    fewer = [tiny.model_copy(update={"max_documents": 2}), petitions]
+    fewer = [tiny.model_copy(update={"max_documents": 1}), petitions]
     other = runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": fewer})})
     opened = open_corpora([config, config, other], load_tokenizer(config.model))
     assert list(opened) == ["tiny", "petitions-held-out", "tiny (writer)"]
-    assert [len(held_out.corpus) for held_out in opened.values()] == [4, 4, 2]
+    assert [len(held_out.corpus) for held_out in opened.values()] == [2, 2, 1]

@@ -9,11 +9,12 @@ import pytest
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from tests.widening import lower_stories
 
 MakeConfig = Callable[..., RunConfig]
 
 _YAML = """
-model: {{base: {shared}/ckpt-stories260K/hf}}
+model: {{base: {base}}}
 method: {{variant: route, expansion: {{ratio: 0.25}}, collaboration: {{layers: 'top:1'}}}}
 output_dir: {output}
 corpus:
@@ -47,7 +48,9 @@ def configs_in(folder: Path, shared_data: Path, cache: Path) -> MakeConfig:
 
     def make(name: str, *overrides: str) -> RunConfig:
         path = folder / f"{name}.yaml"
-        path.write_text(_YAML.format(shared=shared_data, output=folder / name, cache=cache), encoding="utf-8")
+        base = lower_stories(shared_data)
+        text = _YAML.format(base=base, shared=shared_data, output=folder / name, cache=cache)
+        path.write_text(text, encoding="utf-8")
         return load_config(path, list(overrides))
 
     return make

@@ -223,7 +223,7 @@ def test_a_run_logs_how_large_the_expansion_stream_is_in_every_layer_and_warns_w
     upscale(config)
     train(config, None, said_nothing)
     records = [record for record in read_records(RunFolder(config.output_dir).metrics) if "loss" in record]
-    assert [len(record["stream_ratios"]) for record in records] == [5 + 1] * 5
+    assert [len(record["stream_ratios"]) for record in records] == [3 + 1] * 5
     warned = capsys.readouterr().err
     assert "step 6:" not in warned
     assert re.search(

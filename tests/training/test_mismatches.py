@@ -22,6 +22,7 @@ from scale_cli.storage.records import CORPORA, TRAINED, TrainState
 from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.sizes import check_processes
 from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.widening import lower_stories
 
 YAML = """
 output_dir: {folder}/run
@@ -40,7 +41,7 @@ Make = Callable[..., RunConfig]
 def begun_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that is not finished: `final/` is still to be written."""
     folder = tmp_path_factory.mktemp("begun")
-    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", folder / "base")
+    shutil.copytree(lower_stories(shared_data), folder / "base")
     (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n" * 9, encoding="utf-8")
     (folder / "config.yaml").write_text(YAML.format(folder=folder), encoding="utf-8")
     config = load_config(folder / "config.yaml")

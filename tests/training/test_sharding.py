@@ -100,7 +100,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     configs: dict[str, RunConfig] = {}
 
     def add(name: str, *overrides: str) -> RunConfig:
-        configs[name] = make(name, *_LENGTH, *overrides)
+        configs[name] = make(name, f"model.base={shared_data}/ckpt-stories260K/hf", *_LENGTH, *overrides)
         upscale(configs[name])
         return configs[name]
 

@@ -95,7 +95,7 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     layers = read_method(run.upscaled).adept.layers
     assert layers is not None and read_method(run.final).adept.layers == layers
     plain = plain_model(load_model(run.final, config.model), "float32")
-    assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.num_hidden_layers == 5 + 2
+    assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.num_hidden_layers == 3 + 2
     tokens = TokenLedger.load(run.final).sources
     assert tokens["tiny"].num_trained == 0 < tokens["petitions"].num_trained
     trained = load_tensors(run.final / "trained.safetensors")

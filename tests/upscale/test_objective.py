@@ -48,7 +48,7 @@ def some_batches() -> Batches:
     return Batches([PackedWindows(ids, 16)], [1.0], seed=0, num_steps=8, global_batch_size=4, micro_batch_size=2)
 
 
-def losses(model: MethodModel, num_steps: int = 4, **settings: Any) -> list[float]:
+def losses(model: MethodModel, num_steps: int = 2, **settings: Any) -> list[float]:
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant", **settings)
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(model, train), some_batches()
     wrapped = for_training(model, train)
@@ -62,7 +62,7 @@ def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> N
     ours, theirs = start(name), start(name)
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant")
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(theirs, train), some_batches()
-    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).result().loss for step in range(4)]
+    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).result().loss for step in range(2)]
     assert losses(ours) == pytest.approx(expected, rel=1e-4)
 
 
@@ -146,7 +146,7 @@ def test_an_expansion_upon_another_is_compiled_whole_with_the_losses_of_plain_tr
 def test_new_tokens_are_compiled_whole_with_the_losses_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def grown() -> MethodModel:
         new = NewPieces(["7 8 9", "7 8", "3 7"], own_pieces=[7])
-        return start_model(tiny_llama(vocab_size=58, num_hidden_layers=2), MethodConfig(), 0, new).train()
+        return start_model(tiny_llama(vocab_size=58, num_hidden_layers=1), MethodConfig(), 0, new).train()
 
     expected = losses(grown())
     trace_alone(monkeypatch)
@@ -182,7 +182,7 @@ def test_isolated_documents_in_one_window_are_scored_as_each_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, compile_decoder: bool
 ) -> None:
     trace_alone(monkeypatch)
-    model = start(name, num_hidden_layers=2)
+    model = start(name, num_hidden_layers=1 if compile_decoder else 2)
     if isinstance(model, ScaleForCausalLM):
         as_if_trained(model)
     lengths = [7, 1, 12, 4]

@@ -140,7 +140,7 @@ def test_a_run_its_final_folder_and_its_adapter_are_the_same_base(
     ("method", "message"),
     [
         ({"variant": "adapt"}, r"^method\.collaboration\.layers: adapt writes into layers 0, 1, .* widened already"),
-        ({"collaboration": {"layers": "top:1"}}, r"^method\.collaboration\.layers: route writes into layers 4, but"),
+        ({"collaboration": {"layers": "top:1"}}, r"^method\.collaboration\.layers: route writes into layers 2, but"),
         ({"variant": "full"}, r"^method\.variant: full: a widened base is only widened further"),
         ({"variant": "lora"}, r"^method\.variant: lora: a widened base is only widened further"),
     ],

@@ -7,17 +7,18 @@ from typing import Any
 
 from scale_cli.config.schema import RunConfig
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from tests.widening import lower_stories
 
 
 def config_of(
-    shared_data: Path, folder: Path, variant: str = "route", base: str | Path = "ckpt-stories260K/hf", **method: Any
+    shared_data: Path, folder: Path, variant: str = "route", base: Path | None = None, **method: Any
 ) -> RunConfig:
     for name, text in (("ko", "\n\n".join([KOREAN] * 8)), ("en", ENGLISH)):
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     return RunConfig.model_validate(
         {
             "output_dir": str(folder / "run"),
-            "model": {"base": str(shared_data / base)},
+            "model": {"base": str(base or lower_stories(shared_data))},
             "method": {"variant": variant, "vocabulary": {"new_tokens": 64, "min_count": 2}, **method},
             "corpus": {
                 "sequence_length": 32,

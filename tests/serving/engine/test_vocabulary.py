@@ -22,7 +22,7 @@ TEXTS = [f"{ENGLISH[:40]}{KOREAN[:20]}", KOREAN[:80], ENGLISH[:160], f"{KOREAN[4
 def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
     ask: Ask, shared_data: Path, tmp_path: Path
 ) -> None:
-    config = config_of(shared_data, tmp_path, base="ckpt-novels-en/hf")
+    config = config_of(shared_data, tmp_path, base=shared_data / "ckpt-novels-en" / "hf")
     upscale(config)
     train(config, None, print)
     session = open_final(config)
