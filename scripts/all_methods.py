@@ -121,6 +121,11 @@ METHODS = {
         ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true}"),
         (MUON_OR_ADAMW, "train.lr=2e-2,2e-2,1e-2,5e-3", "train.lr_multipliers.embedding=1,2,2,4"),
     ),
+    # Its scale is 11 times that of the one above, so its rates are lower.
+    "lora-r128-rank-stabilised": Method(
+        ("method.variant=lora", "method.lora={rank: 128, alpha: 256, embeddings: true, rank_stabilised: true}"),
+        (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,2e-3,1e-3", "train.lr_multipliers.embedding=2,8,20,20"),
+    ),
     "llama-pro": Method(
         ("method.variant=llama-pro",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3")
     ),
