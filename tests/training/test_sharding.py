@@ -44,7 +44,8 @@ SHARDINGS = ("none", "expansion", "all")
 SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion", "elo": "all"}
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
 _OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
-OF_BASELINES = {v: (f"method.variant={v}", *(_OF_LORA if v == "lora" else ())) for v in SHARDED_BASELINES}
+_OF = {"lora": _OF_LORA, "freeze": ("method.freeze.num_layers=1",)}
+OF_BASELINES = {v: (f"method.variant={v}", *_OF.get(v, ())) for v in SHARDED_BASELINES}
 EVALUATED_BASELINES = ("freeze", "lora")
 GROWN = ("route", "full")
 _OF_GROWN = "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}"
@@ -98,9 +99,11 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("sharding")
     make = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")
     configs: dict[str, RunConfig] = {}
+    whole = shared_data / "ckpt-stories260K" / "hf"
 
     def add(name: str, *overrides: str) -> RunConfig:
-        configs[name] = make(name, f"model.base={shared_data}/ckpt-stories260K/hf", *_LENGTH, *overrides)
+        in_full = () if name.startswith((*SHARDED_BASELINES, "grown")) else (f"model.base={whole}",)
+        configs[name] = make(name, *in_full, *_LENGTH, *overrides)
         upscale(configs[name])
         return configs[name]
 
