@@ -39,7 +39,7 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, 
 bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor: about 10 minutes
 	$(VLLM)/bin/python scripts/serving_throughput.py
 
-test: $(STAMP)  ## the test suite: 8 to 12 minutes on 2 cores
+test: $(STAMP)  ## the test suite: 6 to 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 proofs: $(STAMP)  ## the petitions run from end to end, the serving page as written, generated code: about 4 minutes

@@ -87,7 +87,7 @@ def measured(engines: dict[str, Any], turns: int, new: int) -> dict[tuple[str, i
     took: dict[tuple[str, int, str], list[float]] = {}
     for turn in range(turns + 1):
         for batch in BATCHES:
-            for name, engine in engines.items():
+            for name, engine in list(engines.items())[:: -1 if turn % 2 else 1]:
                 prefill = seconds(engine, batch, PROMPT, 1)
                 decode = (seconds(engine, batch, SHORT, 1 + new) - seconds(engine, batch, SHORT, 1)) / new
                 for what, each in (("prefill", prefill), ("decode", decode)):
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--new", type=int, default=16, help="tokens of a decode")
+    parser.add_argument("--new", type=int, default=32, help="tokens of a decode")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     router = {"stream_sizes": [options.hidden, options.expansion], "parents": [0], "prior": 0.5, "switch_rate": 0.0}
