@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scale_cli.planning.device import (
+    CPU_BF16_UTILISATION,
     DEFAULT_UTILISATION,
     measured_device,
     peak_flops_per_s,
@@ -25,6 +26,10 @@ def test_a_measured_device_is_taken_to_sustain_a_share_of_what_was_measured() ->
     assert device.sustained_flops_per_s == device.flops_per_s * DEFAULT_UTILISATION
     assert "float32" in device.origin
     assert measured_device("bf16", 0.9).utilisation == 0.9
+
+
+def test_of_a_processors_bfloat16_products_a_smaller_share_is_taken_to_be_sustained() -> None:
+    assert measured_device("bf16", None).utilisation == CPU_BF16_UTILISATION < DEFAULT_UTILISATION
 
 
 def test_the_measured_rate_is_the_work_done_over_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
