@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}}
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
 LACKING = f"{SHARED}; the base lacks some tokens"
+COMPILED = "Qwen3, its trunk compiled"
 NUM_NEW = 40
 NEW_TOKENS = {"first": [index % 7 for index in range(NUM_NEW)], "own": [0, 3, 5]}
 SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01}
@@ -97,6 +98,8 @@ def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> d
     lacking = {"scale_router": {**router(SWITCH_RATES["Llama"]), "new_tokens": NEW_TOKENS}}
     overrides = {"hf_overrides": {**jobs[SHARED]["engine"]["hf_overrides"], **lacking}}
     jobs[LACKING] = jobs[SHARED] | {"engine": {**jobs[SHARED]["engine"], **overrides}}
+    jobs[COMPILED] = jobs["Qwen3"] | {"engine": {**jobs["Qwen3"]["engine"], "enforce_eager": False}}
+    expected[COMPILED] = expected["Qwen3"]
     answers = ask(jobs, root)
     return {name: (answers[name], expected[name]) for name in jobs}
 
@@ -111,7 +114,7 @@ def tell_of_the_router(folder: Path, switch_rate: float) -> None:
     (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING])
+@pytest.mark.parametrize("family", [*FAMILIES, SHARED, LACKING, COMPILED])
 def test_a_family_routes_among_its_heads_as_torch_does(
     family: str, served_and_expected: dict[str, tuple[Any, Tensor]]
 ) -> None:
