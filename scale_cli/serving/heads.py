@@ -159,7 +159,8 @@ class StreamHeads:
 
     def _parts(self, rows_TD: Tensor) -> list[Tensor]:
         """Return of every stream (T, V), its part of the logits."""
-        return [torch.cat(parts, dim=-1) for parts in zip(*self._products_of_tiles(rows_TD), strict=True)]
+        tiles = list(self._products_of_tiles(rows_TD))
+        return tiles[0] if len(tiles) == 1 else [torch.cat(parts, dim=-1) for parts in zip(*tiles, strict=True)]
 
     def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield where a tile starts, and every stream's part of its logits; all of them where pieces are asked for."""

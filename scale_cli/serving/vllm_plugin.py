@@ -51,13 +51,14 @@ class Routed:
         self._vllm_config = vllm_config
         self._attention = self.model.layers[0].self_attn.attn
         self._blocks_of_cache, self._block_size = 0, 0
+        device = next(self.parameters()).device  # type: ignore[attr-defined] # of vLLM's class; a quantised head has no weight
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
-        self.router = BlockRouter(prior_K, routing["switch_rate"]).to(self.lm_head.weight.device)
+        self.router = BlockRouter(prior_K, routing["switch_rate"]).to(device)
         self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
         shard, base = shard_of(self.lm_head), None
         if "new_tokens" in routing:
             shares = PieceShares(**routing["new_tokens"])
-            base = BasesShare(shares, self.config.vocab_size, shard, self.lm_head.weight.device)
+            base = BasesShare(shares, self.config.vocab_size, shard, device)
         self.heads = StreamHeads(
             tiles,
             routing["stream_sizes"],
