@@ -36,13 +36,14 @@ bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, 
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/routed_decode.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/routed_decode.py --shape wide --batches 1
 
-bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor: about 10 minutes
+bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a processor, beside heads of two sizes: about 30 minutes
 	$(VLLM)/bin/python scripts/serving_throughput.py
+	$(VLLM)/bin/python scripts/serving_throughput.py --layers 22
 
 test: $(STAMP)  ## the test suite: 6 to 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-proofs: $(STAMP)  ## the petitions run from end to end, the serving page as written, generated code: about 4 minutes
+proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving page as written, generated code: about 4 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration --proofs --numprocesses 2 --dist loadfile
 
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length

@@ -1,4 +1,4 @@
-"""Any verb under several processes: real ones for `scale run`, for all its verbs at once."""
+"""Any verb under several processes, which are forks; `tests/integration/test_launcher.py` has them of a launcher."""
 
 from __future__ import annotations
 

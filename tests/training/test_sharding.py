@@ -1,4 +1,4 @@
-"""Sharded training, on real processes, which are forks; `tests/test_processes.py` has some of a launcher."""
+"""Sharded training, on real processes, which are forks; `tests/integration/test_launcher.py` has some of a launcher."""
 
 from __future__ import annotations
 

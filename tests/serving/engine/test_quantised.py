@@ -39,14 +39,15 @@ def quantise_head(folder: Path, values_KN: Tensor, scales_GN: Tensor) -> None:
 
 def test_a_quantised_head_routes_as_the_head_that_it_stands_for(ask: Ask, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY})).bfloat16()
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": VOCABULARY}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
     values_KN = torch.randint(0, 2**BITS, (WIDTH, VOCABULARY))
     scales_GN = (0.03 + 0.05 * torch.rand(WIDTH // GROUP, VOCABULARY)).bfloat16()
     whole_KN = (values_KN - 8) * scales_GN.float().repeat_interleave(GROUP, dim=0)
     model.lm_head.weight.data = whole_KN.T.contiguous().bfloat16()
     routed = {"hf_overrides": {"architectures": ["ScaleRoutedLlamaForCausalLM"]}, "dtype": "bfloat16"}
     sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-    jobs = {}
+    jobs: dict[str, Any] = {}
     for name in ("whole", "quantised"):
         model.save_pretrained(tmp_path / name)
         tell_of_the_router(tmp_path / name, 0.0)
