@@ -104,7 +104,7 @@ def schema(of: take.SchemaOf = "run") -> None:
     It lies in docs/ too, beside a page with every key.
     """
     from scale_cli.config.biography import BiographyConfig
-    from scale_cli.config.json_schema import json_schema_text
+    from scale_cli.config.load import json_schema_text
     from scale_cli.config.schema import RunConfig
 
     typer.echo(json_schema_text(RunConfig if of == "run" else BiographyConfig), nl=False)

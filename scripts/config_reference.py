@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.config.biography import BiographyConfig
-from scale_cli.config.json_schema import json_schema, json_schema_text
+from scale_cli.config.load import json_schema, json_schema_text
 from scale_cli.config.schema import RunConfig
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -32,7 +32,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RouterConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, IsolatedWindows
-from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
 from scale_cli.evaluation.scoring import Passes, score_corpus
@@ -196,7 +196,7 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
     device: torch.device, config: RunConfig, make: Callable[[], Any]
 ) -> None:
     tokenizer = load_tokenizer(config.model)
-    corpus = open_held_out_corpora(config, tokenizer, show_progress=False)[0]
+    corpus = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False)[0]
     router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
     settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
 
@@ -222,7 +222,9 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
 
 def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfig) -> None:
     (source, *_), tokenizer = config.evaluation.perplexity, load_tokenizer(config.model)
-    held_out = HeldOut(source, open_held_out_corpora(config, tokenizer, show_progress=False)[0], config)
+    held_out = HeldOut(
+        source, open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False)[0], config
+    )
     here, there = (score(nn.Module.to(two_members(), where), "held", held_out) for where in (CPU, device))
     for name, figures in here.heads.items():
         assert there.heads[name].nats_per_token == pytest.approx(figures.nats_per_token, rel=1e-5)

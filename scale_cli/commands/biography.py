@@ -19,10 +19,8 @@ from scale_cli.config.biography import BiographyConfig, ComparedMethod
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches
+from scale_cli.data.batches import Batches, SequenceWindows, known_windows
 from scale_cli.data.biography import ATTRIBUTES
-from scale_cli.data.probe import known_windows
-from scale_cli.data.sequences import SequenceWindows
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
@@ -34,7 +32,7 @@ from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.from_scratch import training_steps, write_base
 from scale_cli.training.tensor_rates import TensorRates
 from scale_cli.upscale.base import base_without_weights, load_base
-from scale_cli.upscale.bypass import with_found_layers
+from scale_cli.upscale.base_losses import with_found_layers
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import build_model, start_model, two_headed
 from scale_cli.upscale.objective import for_training

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.scoring import Passes, score_documents
@@ -75,7 +75,9 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
             raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
     session, main = open_final(config), is_main()
     model = two_headed(session.load(), config.model)
-    corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
+    corpora = main_first(
+        lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer, show_progress=main)
+    )
     samples = {
         role: _sample(model, [c for c, r in zip(corpora, roles, strict=True) if r == role], config, num_documents)
         for role in ("retention", "acquisition")

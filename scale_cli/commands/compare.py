@@ -24,7 +24,7 @@ from scale_cli.report.figures import svg_alone
 from scale_cli.report.numbers import DASH, Interval, with_interval
 from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.replaceable import check_replaceable
+from scale_cli.storage.layout import check_replaceable
 
 _NOTES = TextWrapper(100, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 

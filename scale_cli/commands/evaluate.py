@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
@@ -53,7 +53,9 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     run, session, main = RunFolder(config.output_dir), open_final(config), is_main()
     benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
     model = two_headed(session.load(), config.model)
-    corpora = main_first(lambda: open_held_out_corpora(config, session.tokenizer, show_progress=main))
+    corpora = main_first(
+        lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer, show_progress=main)
+    )
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
     answers = None if asked is None else SelectableHeads(model, config.method.router)

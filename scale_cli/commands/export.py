@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import EXPORT_SECTIONS, differences
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import model_card
@@ -220,7 +220,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
     length = min(config.corpus.sequence_length, 512)
     documents = [
         corpus.document(index)[:length].astype("int64")
-        for corpus in open_held_out_corpora(config, tokenizer, show_progress=True)
+        for corpus in open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
         for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
     ]
     if documents:

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from scale_cli.config.json_schema import json_schema_text
-from scale_cli.config.load import checked
+from scale_cli.config.load import checked, json_schema_text
 from scale_cli.config.safe_yaml import dump_line, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig

@@ -25,8 +25,8 @@ from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
+from scale_cli.storage.layout import check_replaceable
 from scale_cli.storage.records import RunRecord
-from scale_cli.storage.replaceable import check_replaceable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import every_source, open_held_out_corpora, open_training_corpora
+from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.base import load_base_config
@@ -41,8 +41,8 @@ def prepare(config: RunConfig) -> PrepareSummary:
     """Tokenise all training and held-out corpora that the cache does not hold."""
     check_before_writing(config, every_source(config))
     tokenizer = load_run_tokenizer(config)
-    training = open_training_corpora(config, tokenizer, show_progress=True)
-    held_out = open_held_out_corpora(config, tokenizer, show_progress=True)
+    training = open_sources(config, config.corpus.sources, tokenizer, show_progress=True)
+    held_out = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]

@@ -18,7 +18,7 @@ from scale_cli.commands.export import (
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import every_source, open_held_out_corpora
+from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
@@ -97,7 +97,7 @@ def _upscaled(config: RunConfig, log: Callable[[str], None]) -> list[str]:
         lines = [f"done already   {RunFolder(config.output_dir).upscaled}"]
     else:
         lines = upscale(config).lines()
-    open_held_out_corpora(config, load_run_tokenizer(config), show_progress=True)
+    open_sources(config, config.evaluation.perplexity, load_run_tokenizer(config), show_progress=True)
     return lines
 
 

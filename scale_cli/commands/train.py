@@ -16,7 +16,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     check_same_stages,
     check_same_text,
-    open_training_corpora,
+    open_sources,
     training_sources,
 )
 from scale_cli.data.tokens import TokenisedCorpus
@@ -61,10 +61,9 @@ from scale_cli.training.text import hold_to_beginning, open_text
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
-from scale_cli.upscale.found_on import other_text_warnings
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.session import check_before_writing, open_folder, open_start
+from scale_cli.upscale.session import check_before_writing, open_folder, open_start, other_text_warnings
 from scale_cli.upscale.vocabulary import beside_new_tokens
 
 if TYPE_CHECKING:
@@ -142,7 +141,9 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
     if check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         session.load_to_train(config.seed)  # a base that lies elsewhere than it did is held to what it was
-        check_same_text(final, open_training_corpora(config, session.tokenizer, show_progress=False), config)
+        check_same_text(
+            final, open_sources(config, config.corpus.sources, session.tokenizer, show_progress=False), config
+        )
     return TrainSummary(final, TrainState.load(final))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import open_replay_corpora, training_sources, windows_of
-from scale_cli.data.probe import known_windows
+from scale_cli.data.batches import known_windows
+from scale_cli.data.corpora import open_sources, replay_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -19,12 +19,11 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.bypass import with_found_layers
+from scale_cli.upscale.base_losses import with_found_layers
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
-from scale_cli.upscale.found_on import text_to_find_in
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.session import check_before_writing, text_to_find_in
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 from scale_cli.upscale.vocabulary import (
     load_run_tokenizer,
@@ -118,7 +117,10 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
     if method.variant == "adept" and method.adept.layers is None:
-        known = [windows_of(config, corpus) for corpus in open_replay_corpora(config, tokenizer, show_progress=True)]
+        known = [
+            windows_of(config, corpus)
+            for corpus in open_sources(config, replay_sources(config), tokenizer, show_progress=True)
+        ]
         probe = known_windows(known, config.seed, method.adept.probe_windows)
         method = with_found_layers(method, placed(base), probe)
     base_logits = own_logits(placed(base), sample_ids(of_base))

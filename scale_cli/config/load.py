@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from scale_cli.config.safe_yaml import dump, parse, read_text
@@ -162,3 +164,23 @@ def _kind(value: object) -> str:
 def dump_config(config: Section) -> str:
     """Return the resolved config as YAML, every default written out."""
     return dump(config.model_dump(mode="json"))
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without titles, which would say every key's name again."""
+
+    def field_title_should_be_set(self, _schema: Any) -> bool:
+        return False
+
+
+def json_schema(config: type[Section]) -> dict[str, Any]:
+    """Return the JSON Schema of a kind of config.
+
+    It knows every key, type, range and default. Which keys go together only `scale` itself knows.
+    """
+    return {"$schema": _Untitled.schema_dialect, **config.model_json_schema(schema_generator=_Untitled)}
+
+
+def json_schema_text(config: type[Section]) -> str:
+    """Return it as a file holds it."""
+    return json.dumps(json_schema(config), indent=2, ensure_ascii=False) + "\n"

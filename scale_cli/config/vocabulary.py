@@ -1,17 +1,114 @@
-"""The section `method.vocabulary`: tokens that are added to the base's."""
+"""The section `method.vocabulary`: tokens that are added to the base's, of a script.
+
+A script is ranges of code points; by its bytes a text shows that it has a letter of one.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from scale_cli.config.scripts import Script
 from scale_cli.config.values import Name, PathText, Section
 
 # llama.cpp takes models of so many tokens for others (CodeLlama, Granite), and changes how their text begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
 ROWS_MULTIPLE = 64  # of all tokens together: products by the vocabulary head are quicker so
+# Letters alone, by Unicode's blocks; adjacent blocks are one range.
+SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
+    "arabic": ((0x0600, 0x06FF),),
+    "armenian": ((0x0530, 0x058F),),
+    "bengali": ((0x0980, 0x09FF),),
+    "cyrillic": ((0x0400, 0x052F),),
+    "devanagari": ((0x0900, 0x097F),),
+    "ethiopic": ((0x1200, 0x137F),),
+    "georgian": ((0x10A0, 0x10FF),),
+    "greek": ((0x0370, 0x03FF),),
+    "han": ((0x3400, 0x4DBF), (0x4E00, 0x9FFF)),
+    "hangul": ((0xAC00, 0xD7A3),),
+    "hebrew": ((0x0590, 0x05FF),),
+    "kana": ((0x3040, 0x30FF),),
+    "khmer": ((0x1780, 0x17FF),),
+    "lao": ((0x0E80, 0x0EFF),),
+    "myanmar": ((0x1000, 0x109F),),
+    "sinhala": ((0x0D80, 0x0DFF),),
+    "tamil": ((0x0B80, 0x0BFF),),
+    "telugu": ((0x0C00, 0x0C7F),),
+    "thai": ((0x0E00, 0x0E7F),),
+    "tibetan": ((0x0F00, 0x0FFF),),
+}
+# By the lead byte of a character of several: its length, and the first code point that needs so many.
+_LONGER = ((0xF0, 4, 0x10000), (0xE0, 3, 0x800), (0xC2, 2, 0x80))
+_LAST_CODE_POINT, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Some ranges of code points, both ends included."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def named(cls, name: str) -> Script:
+        """Return the script of a name, or of ranges in hexadecimal: `AC00-D7A3`, several parted by commas.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if name in SCRIPTS:
+            return cls(SCRIPTS[name])
+        if not re.fullmatch(r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name):
+            raise ValueError(f"{name!r} is no range (AC00-D7A3), and none of: {', '.join(SCRIPTS)}")
+        ranges = tuple((int(first, 16), int(last, 16)) for first, last in (r.split("-") for r in name.split(",")))
+        for first, last in ranges:
+            if not 0x80 <= first <= last <= _LAST_CODE_POINT or (last >= _SURROGATES[0] and first <= _SURROGATES[1]):
+                raise ValueError(f"{first:X}-{last:X} is no range of letters beyond ASCII")
+        return cls(ranges)
+
+    @property
+    def characters(self) -> str:
+        """What stands between the brackets of a regular expression's class."""
+        return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in self.ranges)
+
+    def holds(self, first: int, last: int) -> bool:
+        """Return whether all code points from one to another are the script's."""
+        return any(begin <= first and last <= end for begin, end in self.ranges)
+
+    def meets(self, other: Script) -> bool:
+        """Return whether some code point is of both."""
+        return any(one <= last and first <= end for one, end in self.ranges for first, last in other.ranges)
+
+    def alone_begins(self, text: bytes) -> bool:
+        """Return whether bytes can only be the beginning of the script's letters, after a space at the most.
+
+        Their last character may be cut short: then whatever completes it has to be a letter of the script.
+        """
+        letters = text.removeprefix(b" ")
+        whole = letters.decode(errors="ignore")
+        rest = letters[len(whole.encode()) :]
+        if not letters or not letters.startswith(whole.encode()) or not all(self.holds(ord(c), ord(c)) for c in whole):
+            return False
+        completed = _completions(rest) if rest else None
+        return not rest or (completed is not None and self.holds(*completed))
+
+
+def _completions(cut: bytes) -> tuple[int, int] | None:
+    """Return the first and the last code point whose UTF-8 begins with some bytes; None where none does."""
+    size = next(((length, least) for lead, length, least in _LONGER if cut[0] >= lead), None)
+    if size is None:
+        return None
+    length, least = size
+    if len(cut) >= length or any(not 0x80 <= byte <= 0xBF for byte in cut[1:]):
+        return None
+    code, open_bits = cut[0] & (0x7F >> length), 6 * (length - len(cut))
+    for byte in cut[1:]:
+        code = code << 6 | byte & 0x3F
+    first, last = max(code << open_bits, least), min((code + 1 << open_bits) - 1, _LAST_CODE_POINT)
+    if _SURROGATES[0] <= last <= _SURROGATES[1]:
+        last = _SURROGATES[0] - 1
+    return (first, last) if first <= last else None
 
 
 class VocabularyConfig(Section):

@@ -26,8 +26,8 @@ class Windows(Protocol):
     """Sequences of one length to train on, padded where they are shorter."""
 
     sequence_length: int
-    in_order: bool  # whether every epoch takes them as they are; otherwise each shuffles them
-    num_left_out: int  # targets of their text that are in none of them
+    in_order: bool = False  # whether every epoch takes them as they are; otherwise each shuffles them
+    num_left_out: int = 0  # targets of their text that are in none of them
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -37,25 +37,19 @@ class Windows(Protocol):
 
     def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
         """Return how many targets some windows have together."""
+        return sum(self.num_targets(int(index)) for index in indices)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), restarting where attention may not look back; None: counted from 0."""
+        del index  # a window is one text, where nothing else is said
+        return None
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
 
 
-class PackedWindows:
-    """A token stream as windows of `sequence_length` inputs and as many targets.
-
-    Args:
-        ids: the stream.
-        sequence_length: T.
-        learned: (tokens,), which of them may be targets; None: all.
-    """
-
-    in_order = False
-    num_left_out = 0
+class PackedWindows(Windows):
+    """A token stream as windows of `sequence_length` inputs and as many targets, or where `learned` is given, those."""
 
     def __init__(
         self, ids: npt.NDArray[np.integer], sequence_length: int, learned: npt.NDArray[np.bool_] | None = None
@@ -88,31 +82,17 @@ class PackedWindows:
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         start, num_inputs = index * self.sequence_length, self._num_inputs(index)
-        inputs = np.zeros(self.sequence_length, dtype=np.int64)
-        targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
-        inputs[:num_inputs] = self.ids[start : start + num_inputs]
-        targets[:num_inputs] = self.ids[start + 1 : start + num_inputs + 1]
+        inputs, targets = _padded(self.ids[start : start + num_inputs + 1], self.sequence_length)
         if self._learned is not None:
             targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
         return inputs, targets
-
-    def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return None: the documents of a window are one text."""
-        del index
-        return None
 
 
 class IsolatedWindows(PackedWindows):
     """The same windows, in which positions restart at every document, and so attention with them.
 
-    A document begins with what it is scored after: a mark of its own, or that which ended the document before.
-
-    Args:
-        ids: a token stream.
-        sequence_length: T.
-        offsets: (documents + 1,), where each document begins in the stream.
-        learned: (tokens,), which of them may be targets; None: all.
-        marked_by_last: whether the token that a document is scored after is the last of the one before.
+    A document begins in the stream where `offsets` says, with what it is scored after: a mark of its own, or the last
+    token of the document before (`marked_by_last`).
     """
 
     def __init__(
@@ -136,6 +116,42 @@ class IsolatedWindows(PackedWindows):
         restarts = self.offsets[first:last] - start
         begins[restarts] = restarts
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
+
+
+class SequenceWindows(Windows):
+    """Sequences that each stand in a window of their own, padded to the longest: questions and answers, biographies."""
+
+    def __init__(self, sequences: list[list[int]], longest: int = 0) -> None:
+        assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
+        self.sequences = sequences
+        self.sequence_length = max(longest, max(map(len, sequences))) - 1
+
+    @classmethod
+    def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
+        """Return several sources' windows, as long as the longest of any."""
+        longest = max(len(sequence) for sequences in sources for sequence in sequences)
+        return [cls(sequences, longest) for sequences in sources]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def num_targets(self, index: int) -> int:
+        """Return how many targets a window has: every token but the first is one."""
+        return len(self.sequences[index]) - 1
+
+    def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return a window's inputs and targets, both (T,)."""
+        return _padded(self.sequences[index], self.sequence_length)
+
+
+def _padded(
+    tokens: Sequence[int] | npt.NDArray[np.integer], length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the inputs and the targets in some tokens, both (length,); padding is input 0 and target IGNORED."""
+    inputs = np.zeros(length, dtype=np.int64)
+    targets = np.full(length, IGNORED, dtype=np.int64)
+    inputs[: len(tokens) - 1], targets[: len(tokens) - 1] = tokens[:-1], tokens[1:]
+    return inputs, targets
 
 
 @dataclass(frozen=True)
@@ -162,6 +178,25 @@ class MicroBatch:
         position_ids = None if self.position_ids is None else change(self.position_ids)
         tensors = change(self.input_ids), change(self.targets), change(self.sources)
         return MicroBatch(*tensors, position_ids, self.distillation)
+
+
+def stacked(
+    sources: Sequence[Windows], located: Sequence[tuple[int, int]], distillation: tuple[float, ...] | None = None
+) -> MicroBatch:
+    """Return some windows, each given by its source and its place there, as one forward pass takes them."""
+    windows = [sources[source].window(window) for source, window in located]
+    inputs, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*windows, strict=True))
+    positions = [sources[source].positions(window) for source, window in located]
+    isolated = [row for row in positions if row is not None]
+    assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
+    position_ids = torch.from_numpy(np.stack(isolated)) if isolated else None
+    return MicroBatch(inputs, targets, torch.tensor([source for source, _ in located]), position_ids, distillation)
+
+
+def known_windows(sources: Sequence[Windows], seed: int, num_windows: int) -> list[MicroBatch]:
+    """Return windows of each source of what the base knows, each by itself: for a seed the same, whoever measures."""
+    orders = (np.random.default_rng([seed, 2, index]).permutation(len(sources[index])) for index in range(len(sources)))
+    return [stacked(sources, [(index, window)]) for index, order in enumerate(orders) for window in order[:num_windows]]
 
 
 @dataclass(frozen=True)
@@ -295,16 +330,5 @@ class Batches:
         for start in range(0, self.global_batch_size, self.micro_batch_size * num_processes):
             first = start + rank * self.micro_batch_size
             located = [self._locate(sample) for sample in samples[first : first + self.micro_batch_size]]
-            windows = [self.sources[source].window(window) for source, window in located]
-            inputs, targets = (torch.from_numpy(np.stack(rows)) for rows in zip(*windows, strict=True))
-            positions = [self.sources[source].positions(window) for source, window in located]
-            isolated = [row for row in positions if row is not None]
-            assert len(isolated) in (0, len(positions)), "documents are isolated in every source or in none"
             distillation = tuple(self.distillation[source] for source, _ in located)
-            yield MicroBatch(
-                inputs,
-                targets,
-                torch.tensor([source for source, _ in located]),
-                torch.from_numpy(np.stack(isolated)) if isolated else None,
-                distillation if any(distillation) else None,
-            )
+            yield stacked(self.sources, located, distillation if any(distillation) else None)

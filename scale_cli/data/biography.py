@@ -5,21 +5,56 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from importlib.resources import files
+from itertools import product
+from typing import Any, Literal
 
-from scale_cli.data import biography_text as text
+import yaml
 
 Language = Literal["en", "ko"]
 Gender = Literal["feminine", "masculine"]
 _Mention = Literal["name", "pronoun", "omitted"]
 
+# Words and sentence templates; a word is (English, Korean).
+_TEXT: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("biography_text.yaml").read_text(encoding="utf-8"))
+
+
+def _pairs(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(words.items())
+
+
+def _institutions(kinds: list[dict[str, dict[str, str]]]) -> tuple[tuple[str, str], ...]:
+    """Follow each name with the kind of institution that it is."""
+    return tuple(
+        (f"{english} {english_kind}", f"{korean} {korean_kind}")
+        for kind in kinds
+        for english_kind, korean_kind in kind["kind"].items()
+        for english, korean in kind["names"].items()
+    )
+
+
+FEMININE_NAMES, MASCULINE_NAMES = _pairs(_TEXT["feminine_names"]), _pairs(_TEXT["masculine_names"])
+MIDDLE_NAMES = _pairs(_TEXT["middle_names"])
+LAST_NAMES = tuple(
+    (english_stem + english_ending, korean_stem + korean_ending)
+    for (english_stem, korean_stem), (english_ending, korean_ending) in product(
+        _pairs(_TEXT["last_name_stems"]), _pairs(_TEXT["last_name_endings"])
+    )
+)
+CITIES, MAJORS = _pairs(_TEXT["cities"]), _pairs(_TEXT["majors"])
+UNIVERSITIES, EMPLOYERS = _institutions(_TEXT["universities"]), _institutions(_TEXT["employers"])
+ENGLISH_TEMPLATES: dict[str, list[str]] = _TEXT["english_templates"]
+KOREAN_TEMPLATES: dict[str, list[str]] = _TEXT["korean_templates"]
+ENGLISH_QUESTIONS: dict[str, str] = _TEXT["english_questions"]
+KOREAN_QUESTIONS: dict[str, str] = _TEXT["korean_questions"]
+
 ATTRIBUTES: tuple[str, ...] = ("birth_date", "birth_city", "university", "major", "employer", "work_city")
 
 _FIRST_NAMES: tuple[tuple[Gender, tuple[str, str]], ...] = (
-    *(("feminine", name) for name in text.FEMININE_NAMES),
-    *(("masculine", name) for name in text.MASCULINE_NAMES),
+    *(("feminine", name) for name in FEMININE_NAMES),
+    *(("masculine", name) for name in MASCULINE_NAMES),
 )
-NUM_NAMES = len(_FIRST_NAMES) * len(text.MIDDLE_NAMES) * len(text.LAST_NAMES)
+NUM_NAMES = len(_FIRST_NAMES) * len(MIDDLE_NAMES) * len(LAST_NAMES)
 
 _FIRST_BIRTH_DATE = datetime.date(1950, 1, 1)
 _LAST_BIRTH_DATE = datetime.date(1999, 12, 31)
@@ -109,7 +144,7 @@ def biography(person: Person, language: Language, seed: int) -> str:
 
 def question(person: Person, attribute: str, language: Language) -> str:
     """Ask for one attribute of a person, who is given by full name; raises KeyError if it is not in `ATTRIBUTES`."""
-    questions = text.ENGLISH_QUESTIONS if language == "en" else text.KOREAN_QUESTIONS
+    questions = ENGLISH_QUESTIONS if language == "en" else KOREAN_QUESTIONS
     return questions[attribute].format(name=person.name.in_language(language))
 
 
@@ -148,20 +183,20 @@ def _permutation(size: int, rng: random.Random) -> Iterator[int]:
 
 
 def _draw_person(name_index: int, rng: random.Random) -> Person:
-    rest, last = divmod(name_index, len(text.LAST_NAMES))
-    first, middle = divmod(rest, len(text.MIDDLE_NAMES))
+    rest, last = divmod(name_index, len(LAST_NAMES))
+    first, middle = divmod(rest, len(MIDDLE_NAMES))
     gender, first_name = _FIRST_NAMES[first]
-    parts = (first_name, text.MIDDLE_NAMES[middle], text.LAST_NAMES[last])
+    parts = (first_name, MIDDLE_NAMES[middle], LAST_NAMES[last])
     num_days = (_LAST_BIRTH_DATE - _FIRST_BIRTH_DATE).days + 1
     return Person(
         name=Translated(en=" ".join(part[0] for part in parts), ko=" ".join(part[1] for part in parts)),
         gender=gender,
         birth_date=_FIRST_BIRTH_DATE + datetime.timedelta(days=rng.randrange(num_days)),
-        birth_city=Translated(*rng.choice(text.CITIES)),
-        university=Translated(*rng.choice(text.UNIVERSITIES)),
-        major=Translated(*rng.choice(text.MAJORS)),
-        employer=Translated(*rng.choice(text.EMPLOYERS)),
-        work_city=Translated(*rng.choice(text.CITIES)),
+        birth_city=Translated(*rng.choice(CITIES)),
+        university=Translated(*rng.choice(UNIVERSITIES)),
+        major=Translated(*rng.choice(MAJORS)),
+        employer=Translated(*rng.choice(EMPLOYERS)),
+        work_city=Translated(*rng.choice(CITIES)),
     )
 
 
@@ -183,7 +218,7 @@ def _values(person: Person) -> dict[str, Translated]:
 
 def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:
     """Tell one attribute; an omitted mention is a pronoun too, since English leaves no subject out."""
-    template = rng.choice(text.ENGLISH_TEMPLATES[attribute])
+    template = rng.choice(ENGLISH_TEMPLATES[attribute])
     their = _POSSESSIVE_PRONOUNS[person.gender]
     if mention == "name":
         subject, possessive = person.name.en, f"{person.name.en}'s"
@@ -196,7 +231,7 @@ def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: ra
 
 def _korean_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:
     """Tell one attribute; an omitted mention leaves the person out wherever Korean may."""
-    template = rng.choice(text.KOREAN_TEMPLATES[attribute])
+    template = rng.choice(KOREAN_TEMPLATES[attribute])
     person_word = person.name.ko if mention == "name" else "그"
     sentence = template.format(
         subject="" if mention == "omitted" else f"{person_word}은(는) ",

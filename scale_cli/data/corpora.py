@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Windows
 from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
@@ -34,51 +34,31 @@ def every_source(config: RunConfig) -> list[TextSource]:
     return [*config.corpus.sources, *config.evaluation.perplexity]
 
 
-def open_training_corpora(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
+def replay_sources(config: RunConfig) -> list[CorpusSource]:
+    """Return every training source of what the base knows."""
+    return [source for source in config.corpus.sources if source.role == "replay"]
+
+
+def open_sources(
+    config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
 ) -> list[TokenisedCorpus]:
-    """Open every training source, tokenising what the cache does not hold."""
-    return _opened(config, config.corpus.sources, tokenizer, show_progress)
-
-
-def open_held_out_corpora(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
-) -> list[TokenisedCorpus]:
-    """Open every evaluation source, tokenising what the cache does not hold."""
-    return _opened(config, config.evaluation.perplexity, tokenizer, show_progress)
-
-
-def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
-    """Open every evaluation source that the cache holds; None for the others, and for those that are not there."""
-    folder = cache_dir(config)
-    return [_in_cache(source, tokenizer, folder, config) for source in config.evaluation.perplexity]
-
-
-def _in_cache(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, config: RunConfig
-) -> TokenisedCorpus | None:
-    if not any(folder.glob(f"{source.name}-*")):
-        return None
-    with suppress(CorpusError):
-        return already_tokenised(source, tokenizer, folder, config.corpus)
-    return None
-
-
-def _opened(
-    config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, show_progress: bool
-) -> list[TokenisedCorpus]:
+    """Open some sources of a config, tokenising what the cache does not hold."""
     folder = cache_dir(config)
     return [
         tokenised(source, tokenizer, folder, show_progress=show_progress, reading=config.corpus) for source in sources
     ]
 
 
-def open_replay_corpora(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
-) -> list[TokenisedCorpus]:
-    """Open every training source of what the base knows, tokenising what the cache does not hold."""
-    sources = [source for source in config.corpus.sources if source.role == "replay"]
-    return _opened(config, sources, tokenizer, show_progress)
+def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
+    """Open every evaluation source that the cache holds; None for the others, and for those that are not there."""
+    folder = cache_dir(config)
+    corpora: list[TokenisedCorpus | None] = []
+    for source in config.evaluation.perplexity:
+        corpora.append(None)
+        if any(folder.glob(f"{source.name}-*")):
+            with suppress(CorpusError):
+                corpora[-1] = already_tokenised(source, tokenizer, folder, config.corpus)
+    return corpora
 
 
 def windows_of(config: RunConfig, corpus: TokenisedCorpus) -> PackedWindows:
@@ -96,14 +76,7 @@ def build_batches(
     num_processes: int,
     scores: Sequence[Scores | None] = (),
 ) -> Batches:
-    """Return the batches of a whole run, each shared by some processes.
-
-    Args:
-        config: of the run.
-        corpora: one for every source.
-        num_processes: that share a batch.
-        scores: of every source's windows, where they are chosen or ordered by them.
-    """
+    """Return the batches of a whole run, each shared by some processes; `scores` choose or order a source's windows."""
     windows: list[Windows] = []
     for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
         whole = windows_of(config, corpus)

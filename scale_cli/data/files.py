@@ -1,4 +1,10 @@
-"""The files of a source: local ones by a pattern, or by the URL of a store that fsspec reads (hf://, s3://, gs://)."""
+"""The files of a source: local ones by a pattern, or by the URL of a store that fsspec reads (hf://, s3://, gs://).
+
+The SHA-256 of a local one is remembered in the cache (`.sources.json`), while the file system says that it is the same:
+by its inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set
+back. A file that has changed just now is not remembered, for another change might fall into the same tick of that
+clock. Damage that a disk does without telling is found in what was tokenised, by `scale verify`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +13,25 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.content import SourceHashes
-from scale_cli.errors import CorpusError
+from scale_cli.errors import CorpusError, StorageError
+from scale_cli.storage.atomic import file_sha256, read_json, write_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _READ_AT_ONCE = 1 << 20
+_RECORD = ".sources.json"
+# Fewer bytes are hashed in a millisecond.
+_LEAST_BYTES = 1 << 20
+_SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -146,3 +158,50 @@ def _named_errors(place: str) -> Iterator[None]:
         yield
     except Exception as error:  # every store has errors of its own
         raise CorpusError(f"{place} cannot be read ({' '.join(str(error).split()) or type(error).__name__})") from None
+
+
+class SourceHashes:
+    """The hashes of source files, each computed once."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._path = cache_dir / _RECORD
+        self._new: dict[str, dict[str, Any]] = {}
+
+    def sha256(self, file: Path) -> str:
+        """Return a file's hash, of the record where the file is the same."""
+        before = _stamp(file)
+        if before["bytes"] < _LEAST_BYTES:
+            return file_sha256(file)
+        name = str(file.resolve())
+        known = self._recorded.get(name)
+        if isinstance(known, dict) and known.items() >= before.items() and isinstance(known.get("sha256"), str):
+            return str(known["sha256"])
+        started_ns, sha256 = time.time_ns(), file_sha256(file)
+        last_ns = max(before["written_ns"], before["changed_ns"])
+        if _stamp(file) == before and last_ns + _SETTLED_NS < started_ns:
+            self._new[name] = {**before, "sha256": sha256}
+        return sha256
+
+    @cached_property
+    def _recorded(self) -> dict[str, Any]:
+        try:
+            recorded = read_json(self._path)
+        except StorageError:
+            return {}
+        return recorded if isinstance(recorded, dict) else {}
+
+    def remember(self) -> None:
+        """Add what was computed to the record; where that cannot be written, it is computed again another time."""
+        if self._new:
+            with suppress(StorageError):
+                write_json(self._path, self._recorded | self._new)
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    status = file.stat()
+    return {
+        "inode": status.st_ino,
+        "bytes": status.st_size,
+        "written_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }

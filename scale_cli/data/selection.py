@@ -23,14 +23,8 @@ _SHIFT, _MULTIPLIER = np.uint64(64 - 22), np.uint64(0x9E3779B97F4A7C15)  # of Fi
 _PRIOR = 5.0  # occurrences that the order below counts for
 
 
-class ChosenWindows:
-    """Some of a source's windows, in an order that is kept in every epoch, or not.
-
-    Args:
-        windows: of the source.
-        chosen: those that are trained on.
-        in_order: whether each epoch takes them as they are here; otherwise each shuffles them.
-    """
+class ChosenWindows(Windows):
+    """Some of a source's windows, in an order that is kept in every epoch (`in_order`), or not."""
 
     def __init__(self, windows: Windows, chosen: npt.NDArray[np.int64], *, in_order: bool) -> None:
         self.windows = windows

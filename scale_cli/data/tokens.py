@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,17 +24,18 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.content import SourceHashes
 from scale_cli.data.documents import described
 from scale_cli.data.encoding import Ids, TokenizerSpec
-from scale_cli.data.files import SourceFile, source_files
+from scale_cli.data.files import SourceFile, SourceHashes, source_files
 from scale_cli.data.hub import dataset_commit
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
-from scale_cli.storage.tokenizer import tokenizer_sha256
+from scale_cli.storage.atomic import file_sha256, writing
 
 _FORMAT_VERSION, _EARLIER_VERSION = 4, 3
+# What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -215,3 +217,20 @@ def _unknown_id(tokenizer: PreTrainedTokenizerBase, tokenizer_json: str) -> int 
         return unknown
     found: int | None = tokenizer.backend_tokenizer.token_to_id(model["unk_token"])
     return found
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return one hash over the files that a tokenizer saves."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with writing(Path(folder)):
+            tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        lines = "".join(f"{file.name} {_tokenizer_content(file)}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _tokenizer_content(file: Path) -> str:
+    if file.name != "tokenizer_config.json":
+        return file_sha256(file)
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    return json.dumps({key: value for key, value in settings.items() if key not in _HOW_LOADED}, sort_keys=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.data.corpora import open_held_out_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.statistics import Values, finite
@@ -53,7 +53,7 @@ def open_corpora(configs: list[RunConfig], tokenizer: PreTrainedTokenizerBase) -
     """Open the held-out corpora of some runs, by name; one that several have, by name and content, is there once."""
     opened: dict[str, HeldOut] = {}
     for config in configs:
-        corpora = open_held_out_corpora(config, tokenizer, show_progress=True)
+        corpora = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
         for source, corpus in zip(config.evaluation.perplexity, corpora, strict=True):
             if any(corpus.folder.name == other.corpus.folder.name for other in opened.values()):
                 continue

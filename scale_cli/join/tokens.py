@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import Script
 from scale_cli.errors import RunFolderError
 from scale_cli.upscale.base import stage_folder
 from scale_cli.upscale.session import Session

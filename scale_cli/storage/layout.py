@@ -1,4 +1,4 @@
-"""Where a run's results land, under one output_dir."""
+"""Where a run's results land, under one output_dir, and what may be replaced there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.errors import RunFolderError
+from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,22 @@ def check_folder(key: str, folder: Path) -> None:
         raise RunFolderError(f"{key} {folder}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise RunFolderError(f"{key} {folder}: {there} cannot be written to")
+
+
+def check_replaceable(output: Path, kind: str) -> None:
+    """Refuse a folder that holds anything but a result of one kind, whole and with nothing added."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    refusal = RunFolderError(f"--output {output}: holds something other than a {kind}; choose a new folder")
+    if not output.is_dir():
+        raise refusal
+    try:
+        there_is = read_json(output / "report.json")["kind"]
+        ours = {*described_files(output), MANIFEST}
+    except (StorageError, OSError, KeyError, TypeError):
+        raise refusal from None
+    if there_is != kind:
+        raise refusal
+    there = {path.relative_to(output).as_posix() for path in output.rglob("*")}
+    if added := sorted(there - ours):
+        raise RunFolderError(f"--output {output}: holds {added[0]}, which is not of the {kind}; choose a new folder")

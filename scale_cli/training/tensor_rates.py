@@ -19,8 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.batches import IGNORED, Batches, MicroBatch
-from scale_cli.data.probe import known_windows
+from scale_cli.data.batches import IGNORED, Batches, MicroBatch, known_windows
 from scale_cli.training.optimiser import TENSOR_RATE
 from scale_cli.training.step import loss_share
 

@@ -16,8 +16,7 @@ from scale_cli.data.corpora import (
     check_same_text,
     content_names,
     held_out_in_cache,
-    open_held_out_corpora,
-    open_training_corpora,
+    open_sources,
 )
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.ledger import Ledger
@@ -26,9 +25,9 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import main_first
 from scale_cli.training.branching import repetition_warnings
 from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.base_losses import scores_of
 from scale_cli.upscale.session import Session
 from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.window_scores import scores_of
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ class RunText:
 def open_text(config: RunConfig, session: Session, accelerator: Accelerator, log: Callable[[str], None]) -> RunText:
     """Tokenise what is not in the cache, choose of it what is trained on, and say what there is."""
     tokenizer, main = session.tokenizer, accelerator.is_main_process
-    corpora = main_first(lambda: open_training_corpora(config, tokenizer, show_progress=main))
+    corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer, show_progress=main))
     held_out = []
     if config.train.eval_every_steps:
-        held_out = main_first(lambda: open_held_out_corpora(config, tokenizer, show_progress=main))
+        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=main))
     scores = main_first(lambda: scores_of(config, corpora, session.record, len(tokenizer)))
     batches = build_batches(config, corpora, accelerator.num_processes, scores)
     if main:

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.storage.tokenizer import tokenizer_sha256
 
 # What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
 _NOT_COMPUTING = {

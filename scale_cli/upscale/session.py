@@ -22,19 +22,20 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig
 from scale_cli.config.sources import TextSource
+from scale_cli.data.corpora import cache_dir, replay_sources
 from scale_cli.data.documents import check_source
-from scale_cli.data.tokens import DocumentMarkers
+from scale_cli.data.tokens import DocumentMarkers, content_name
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.records import CORPORA, BaseRecord, read_corpora
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load_onto_base
 from scale_cli.upscale.method import build_model, set_router
 from scale_cli.upscale.sizes import check_context, check_processes
 from scale_cli.upscale.tokenizer import check_tokenizer, check_tokenizer_fits, load_tokenizer
-from scale_cli.upscale.vocabulary import tokenizer_of
+from scale_cli.upscale.vocabulary import learned_on, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -139,3 +140,30 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
                 f"{source.name}: messages_field: the tokenizer of {config.model.base} has no chat template"
             )
         check_source(source)
+
+
+def text_to_find_in(config: RunConfig) -> list[str]:
+    """Return what names the content of every source that decides which layers or tokens are found; often none."""
+    method = config.method
+    read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
+    if method.variant == "adept" and method.adept.layers is None:
+        read += [source for source in replay_sources(config) if source not in read]
+    if not read:
+        return []
+    tokenizer = load_tokenizer(config.model)
+    return [content_name(source, tokenizer, cache_dir(config), config.corpus) for source in read]
+
+
+def other_text_warnings(config: RunConfig) -> list[str]:
+    """Return a line where what a run begins with was found in other text than its config names now."""
+    upscaled = RunFolder(config.output_dir).upscaled
+    if not (upscaled / CORPORA).is_file():  # nothing was looked for, or by an earlier version
+        return []
+    before, now = read_corpora(upscaled), text_to_find_in(config)
+    gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
+    if not gone and not come:
+        return []
+    return [
+        f"{upscaled}: its layers or tokens were found in other text: {', '.join(gone) or 'none'} -> "
+        f"{', '.join(come) or 'none'} (a source and its hash); they stay, and `scale upscale` finds them anew"
+    ]

@@ -12,11 +12,11 @@ from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError
 from scale_cli.storage.records import BaseRecord
-from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.base import REMEDY, one_line, stage_folder
-from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
+from scale_cli.vocabulary.extension import SENTENCEPIECE
 from scale_cli.vocabulary.tokenizer import load_grown
 
 # Any of these is the beginning of a tokenizer; the first alone needs nothing else.

@@ -15,19 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.config.scripts import Script
 from scale_cli.config.sources import CorpusSource, TextSource
-from scale_cli.config.vocabulary import VocabularyConfig
-from scale_cli.data.corpora import cache_dir
+from scale_cli.config.vocabulary import Script, VocabularyConfig
+from scale_cli.data.corpora import cache_dir, replay_sources
 from scale_cli.errors import BaseModelError
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
 from scale_cli.storage.atomic import is_whole, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base_config, stage_folder
 from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
-from scale_cli.vocabulary.extension import pieces
+from scale_cli.vocabulary.extension import SENTENCEPIECE, pieces, with_new_pieces
 from scale_cli.vocabulary.proofs import check_extension
-from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.spelling import Spelling
 from scale_cli.vocabulary.tokenizer import (
     TOKENIZER_FILES,
@@ -164,7 +162,7 @@ def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: Pr
     vocabulary = config.method.vocabulary
     assert vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
-    kept += [source for source in config.corpus.sources if source.role == "replay"]
+    kept += replay_sources(config)
     return check_extension(
         base.backend_tokenizer,
         grown.backend_tokenizer,

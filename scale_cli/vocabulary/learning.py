@@ -21,7 +21,7 @@ from itertools import islice
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import Script
 from scale_cli.vocabulary.spelling import Spelling
 
 # Of words at once: what is handed to `tokenizers` in one call.

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from tokenizers import Tokenizer
 
-from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import Script
 from scale_cli.errors import PreservationError
 
 _TEXTS_AT_ONCE = 1 << 10  # a document may be megabytes, and few are

@@ -12,16 +12,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from scale_cli.config.scripts import Script
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, VocabularyConfig
+from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import content_name
 from scale_cli.errors import BaseModelError, ConfigError
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, writing
-from scale_cli.vocabulary.extension import extended
+from scale_cli.vocabulary.extension import SENTENCEPIECE, extended
 from scale_cli.vocabulary.learning import NewToken, count_words, learn
-from scale_cli.vocabulary.sentencepiece import SENTENCEPIECE
 from scale_cli.vocabulary.spelling import Spelling
 
 _FORMAT_VERSION = 1

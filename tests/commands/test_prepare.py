@@ -9,7 +9,7 @@ from scale_cli.commands.prepare import prepare
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
-from scale_cli.data.corpora import open_held_out_corpora, open_training_corpora
+from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError
 from scale_cli.upscale.tokenizer import load_tokenizer
 
@@ -52,8 +52,8 @@ def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, mon
     monkeypatch.setattr(tokens, "tokenise", None)
     tokenizer = load_tokenizer(config.model)
     opened = [
-        *open_training_corpora(config, tokenizer, show_progress=False),
-        *open_held_out_corpora(config, tokenizer, show_progress=False),
+        *open_sources(config, config.corpus.sources, tokenizer, show_progress=False),
+        *open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False),
     ]
     assert [corpus.folder for corpus in opened] == [corpus.folder for corpus in summary.corpora.values()]
     assert prepare(config).lines() == lines

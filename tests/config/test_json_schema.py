@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from scale_cli.config.biography import BiographyConfig
-from scale_cli.config.json_schema import json_schema
-from scale_cli.config.load import load_checked
+from scale_cli.config.load import json_schema, load_checked
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.values import Section
 from scale_cli.errors import ConfigError

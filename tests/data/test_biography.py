@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.data import biography_text as text
+from scale_cli.data import biography as text
 from scale_cli.data.biography import (
     ATTRIBUTES,
     NUM_NAMES,

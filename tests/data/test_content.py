@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.data import content
-from scale_cli.data.content import SourceHashes
+from scale_cli.data import files
+from scale_cli.data.files import SourceHashes
 from scale_cli.storage.atomic import file_sha256
 
 _AN_HOUR_NS = 3600 * 10**9
@@ -23,8 +23,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         read.append(path)
         return file_sha256(path)
 
-    monkeypatch.setattr(content, "file_sha256", sha256)
-    monkeypatch.setattr(content, "_LEAST_BYTES", 4)
+    monkeypatch.setattr(files, "file_sha256", sha256)
+    monkeypatch.setattr(files, "_LEAST_BYTES", 4)
     later = time.time_ns() + _AN_HOUR_NS
     monkeypatch.setattr(time, "time_ns", lambda: later)
     return read

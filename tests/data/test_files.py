@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.content import SourceHashes
 from scale_cli.data.documents import CorpusReader, Document, check_source
-from scale_cli.data.files import SourceFile, source_files
+from scale_cli.data.files import SourceFile, SourceHashes, source_files
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import COMPRESSORS, DOCUMENTS, FORMATS, LIMIT, compressions, formats
 

@@ -15,9 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.tokens import DocumentMarkers, TokenisedCorpus, tokenised
+from scale_cli.data.tokens import DocumentMarkers, TokenisedCorpus, tokenised, tokenizer_sha256
 from scale_cli.errors import CorpusError
-from scale_cli.storage.tokenizer import tokenizer_sha256
 
 # One has BOS and EOS, the other EOS alone.
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")

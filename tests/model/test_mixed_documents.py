@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.vocabulary import NewPieces

@@ -6,7 +6,7 @@ import pytest
 
 from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import new_folder, write_json
-from scale_cli.storage.replaceable import check_replaceable
+from scale_cli.storage.layout import check_replaceable
 
 
 def result(folder: Path, kind: str) -> Path:

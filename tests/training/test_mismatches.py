@@ -15,11 +15,11 @@ from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.same_run import ACCEPTABLE
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256, new_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import CORPORA, TRAINED, TrainState
-from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.sizes import check_processes
 from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import lower_stories

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError
 from scale_cli.storage.records import BaseRecord
-from scale_cli.storage.tokenizer import tokenizer_sha256
 from scale_cli.upscale.base import (
     changed_tensors,
     check_same_base,

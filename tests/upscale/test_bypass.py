@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.data.batches import MicroBatch
-from scale_cli.upscale.bypass import bypass_losses, with_found_layers
+from scale_cli.upscale.base_losses import bypass_losses, with_found_layers
 from tests.widening import TINY, tiny_llama
 
 

@@ -12,7 +12,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import CORPORA
-from scale_cli.upscale.found_on import other_text_warnings
+from scale_cli.upscale.session import other_text_warnings
 from scale_cli.vocabulary import proofs
 from tests.vocabulary.grown_run import config_of
 

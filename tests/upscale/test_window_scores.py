@@ -13,9 +13,8 @@ from scale_cli.data.batches import PackedWindows
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale import window_scores
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.window_scores import base_losses
+from scale_cli.upscale.base_losses import base_losses
 from tests.training.conftest import MakeConfig
 
 CHOSEN = (
@@ -51,14 +50,16 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
     assert chosen["num_left_out"] > 0.7 * chosen["corpus"]["num_tokens"] and ordered["num_left_out"] == 0
     verify(run.final).require()
     run.final.rename(run.root / "put-aside")
-    monkeypatch.setattr(window_scores, "ngram_scores", lambda *_: pytest.fail("judged twice"))
-    monkeypatch.setattr(window_scores, "base_losses", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.base_losses.ngram_scores", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.base_losses.base_losses", lambda *_: pytest.fail("judged twice"))
     train(config, "auto", lambda _: None)
     assert read_json(run.final / "token_ledger.json") == ledger
     run.final.rename(run.root / "put-aside-too")
     for folder in run.tokens.glob("*.ngram-*"):
         folder.rename(folder.with_name("elsewhere"))
-    monkeypatch.setattr(window_scores, "ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64))
+    monkeypatch.setattr(
+        "scale_cli.upscale.base_losses.ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64)
+    )
     with pytest.raises(RunFolderError, match="other windows of petitions were chosen"):
         train(config, "auto", lambda _: None)
 

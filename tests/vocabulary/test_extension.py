@@ -15,7 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from scale_cli.config.scripts import Script
+from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, PreservationError
 from scale_cli.vocabulary.extension import extended, new_tokens, pieces
 from scale_cli.vocabulary.learning import NewToken, count_words, learn

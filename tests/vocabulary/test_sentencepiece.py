@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
 from scale_cli.errors import BaseModelError
-from scale_cli.vocabulary.sentencepiece import with_new_pieces
+from scale_cli.vocabulary.extension import with_new_pieces
 
 ModelProto: Any = import_module("transformers.utils.sentencepiece_model_pb2_new").ModelProto
 

@@ -1,7 +1,11 @@
-"""The scores that windows of a source are chosen or ordered by (`data/selection.py`), made once and then read.
+"""What the base loses, on every window of a source, and without each of its layers.
 
-They lie in the cache in a folder of their own, named after all that decides them: the text as it is tokenised, the
-windows, the judge, and where that is the base, its hash.
+By the windows' losses, or an n-gram model's, they are chosen or ordered (`data/selection.py`). These scores are made
+once and then read: they lie in the cache in a folder of their own, named after all that decides them: the text as it is
+tokenised, the windows, the judge, and where that is the base, its hash.
+
+ADEPT copies the layers without which the base loses least on what it knows (arXiv 2510.10071). The official code sets
+all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
 """
 
 from __future__ import annotations
@@ -9,21 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import IGNORED, Windows
+from scale_cli.data.batches import IGNORED, MicroBatch, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, new_folder, verify_folder
 from scale_cli.storage.records import BaseRecord
+from scale_cli.upscale.baselines import copied_layers
 from scale_cli.upscale.folder import load_any_base
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.objective import ChunkedLossModel, for_training
 
 _FORMAT_VERSION, _SCORES = 1, "scores.bin"
 
@@ -75,23 +82,48 @@ def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores
     scores = np.full(len(windows), np.inf)
     for first in range(0, len(windows), at_once):
         indices = range(first, min(first + at_once, len(windows)))
-        inputs, targets = (
-            torch.from_numpy(np.stack(rows)).to(device())
-            for rows in zip(*(windows.window(index) for index in indices), strict=True)
-        )
-        positions = [row for index in indices if (row := windows.positions(index)) is not None]
-        position_ids = torch.from_numpy(np.stack(positions)).to(device()) if positions else None
-        losses_BT = torch.zeros(targets.shape, device=device())
+        here = stacked([windows], [(0, index) for index in indices]).to(device())
+        losses_BT = torch.zeros(here.targets.shape, device=device())
         model(
-            input_ids=inputs,
-            position_ids=position_ids,
-            labels=targets,
-            shift_labels=targets,
+            input_ids=here.input_ids,
+            position_ids=here.position_ids,
+            labels=here.targets,
+            shift_labels=here.targets,
             num_items_in_batch=1,
             use_cache=False,
             token_losses=losses_BT,
         )
-        num_targets = (targets != IGNORED).sum(dim=1)
+        num_targets = (here.targets != IGNORED).sum(dim=1)
         means = losses_BT.double().sum(dim=1) / num_targets  # 0 / 0: not scored
         scores[first : first + len(indices)] = means.nan_to_num(nan=torch.inf).cpu().numpy()
     return scores
+
+
+def with_found_layers(method: MethodConfig, base: PreTrainedModel, probe: Sequence[MicroBatch]) -> MethodConfig:
+    """Return an ADEPT's method with the layers that it copies, measured on windows of what the base knows.
+
+    Raises:
+        ConfigError: more copies are asked for than the base has layers; or it has a single one (`copied_layers`).
+    """
+    num_layers = base.config.num_hidden_layers
+    num_copies = len(copied_layers(num_layers, method))
+    losses = bypass_losses(base, probe)
+    found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
+    return method.model_copy(update={"adept": method.adept.model_copy(update={"layers": sorted(found)})})
+
+
+@torch.no_grad()
+def bypass_losses(base: Any, probe: Sequence[MicroBatch]) -> list[float]:
+    """Return of every layer the loss without it, in nats per token of some windows."""
+    layers = range(base.config.num_hidden_layers)
+    num_tokens = sum(int((window.targets != IGNORED).sum()) for window in probe)
+    losses = []
+    for bypassed in layers:
+        model = ChunkedLossModel(base, False, [layer for layer in layers if layer != bypassed])
+        losses.append(sum(_loss(model, window, base.device, num_tokens) for window in probe))
+    return losses
+
+
+def _loss(model: ChunkedLossModel, window: MicroBatch, device: torch.device, num_tokens: int) -> float:
+    here = window.to(device)
+    return float(model(here.input_ids, here.targets, num_tokens, here.position_ids).loss)
