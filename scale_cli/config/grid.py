@@ -27,9 +27,8 @@ class Grid:
 def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
     """Return the runs that some arguments stand for: `key=value` of all, and `key=a,b,c`, a value each.
 
-    Args:
-        arguments: of the command line, values in YAML; a list in brackets is one value.
-        paired: the keys' first values make a run, then their second ones; otherwise every combination does.
+    Values are YAML, and a list in brackets is one. `paired`, the keys' first values make a run, then their second ones;
+    otherwise every combination does.
     """
     shared, axes = [], []
     for argument in arguments:

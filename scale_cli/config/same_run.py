@@ -50,11 +50,7 @@ EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = NO_KEYS) -> list[str]:
     """Return one `key: before -> now` for every key in `sections` that would make another run.
 
-    Args:
-        before: an earlier config.
-        now: this one.
-        sections: that count.
-        ignored_keys: a pattern of keys that do not count, since whoever asks compares what they stand for.
+    Keys do not count that match the pattern `ignored_keys`: whoever asks compares what they stand for.
     """
     return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(ignored_keys, change.key)]
 

@@ -46,8 +46,7 @@ _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
 def local_path(written: str) -> str:
     """Return a path with `~` expanded, as a shell would: a config has none.
 
-    Raises:
-        ValueError: it is a URL (which may hold a password, so it is not quoted), or no file system could hold it.
+    ValueError where it is a URL (which may hold a password, so it is not quoted), or no file system could hold it.
     """
     if "://" in written:
         raise ValueError("is a URL; local files and hub ids are read, nothing else")

@@ -52,11 +52,7 @@ class Script:
 
     @classmethod
     def named(cls, name: str) -> Script:
-        """Return the script of a name, or of ranges in hexadecimal: `AC00-D7A3`, several parted by commas.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        """Return the script of a name, or of ranges in hexadecimal: `AC00-D7A3`, several parted by commas."""
         if name in SCRIPTS:
             return cls(SCRIPTS[name])
         if not re.fullmatch(r"[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6}(,[0-9A-Fa-f]{2,6}-[0-9A-Fa-f]{2,6})*", name):

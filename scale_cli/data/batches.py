@@ -231,13 +231,13 @@ class Batches:
     Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight; the k-th sample drawn
     from a source is the k-th window of that source's epochs, each epoch in an order of its own, or where they are
     `in_order` in that of the windows. Nothing depends on the number of processes, so the global batch of a step is the
-    same on one device and on eight.
+    same on one device and on eight; and a run of more steps begins with the same batches.
 
     Args:
         sources: the windows of each source.
         weights: each source's share of the samples, relative to the others; some may be 0.
         seed: decides draws and orders.
-        num_steps: how many steps will be asked for; a longer run begins with the same batches.
+        num_steps: how many steps will be asked for.
         global_batch_size: sequences a step.
         micro_batch_size: sequences a process holds at once.
         distillation: of each source, the weight of the divergence from the base; None: there is none.

@@ -24,13 +24,7 @@ class _Rewritten(Exception):
 
 
 def conversations(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[Record]:
-    """Yield records whose documents are messages as JSON, with the text that a tokenizer's template makes of them.
-
-    Args:
-        records: of a source of conversations.
-        tokenizer: that has a chat template.
-        limit: to a document's bytes.
-    """
+    """Yield records whose documents are messages as JSON, with the text that a tokenizer's template makes of them."""
     for record in records:
         yield _written(record, tokenizer, limit) if isinstance(record, Document) else record
 

@@ -33,13 +33,7 @@ def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> fl
 def corpus_warnings(
     config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
 ) -> list[str]:
-    """Return a line for everything that is doubtful about some opened corpora.
-
-    Args:
-        config: of the run.
-        training: one for every training source.
-        held_out: one for every held-out source; None where it is not open.
-    """
+    """Return a line for everything that is doubtful about some corpora; a held-out one is None where it is not open."""
     trained = dict(zip((source.name for source in config.corpus.sources), training, strict=True))
     sources = config.evaluation.perplexity
     held = {source.name: corpus for source, corpus in zip(sources, held_out, strict=True) if corpus is not None}

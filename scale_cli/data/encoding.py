@@ -129,12 +129,9 @@ def usable_cores() -> int:
 
 
 def encode_all(texts: Iterator[str | Conversation], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
-    """Yield the ids of all texts in order, the same whatever the number of workers.
+    """Yield the ids of all texts in order, which are read as they are needed, a few chunks ahead at the most.
 
-    Args:
-        texts: read as they are needed, a few chunks ahead at the most.
-        recipe: how.
-        num_workers: processes beside this one; with one, or with little to do, this one works alone.
+    They are the same whatever the number of workers beside this process; of one, or with little to do, it works alone.
     """
     chunks = _chunks(texts)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))

@@ -69,12 +69,7 @@ class Ledger(RunRecord):
         return cls(files=len(files), paths={path: PathCount(found[path]) for path in paths})
 
     def kept_of(self, records: Iterable[Record], path: Callable[[], str | None] = lambda: None) -> Iterator[Document]:
-        """Yield the documents among some records, entering every record.
-
-        Args:
-            records: in order.
-            path: says which path the last of them came of.
-        """
+        """Yield the documents among some records, entering every record; `path` says which the last of them came of."""
         for record in records:
             if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
                 self.num_damaged_files += 1
@@ -167,11 +162,7 @@ class TokenLedger(RunRecord):
 
 
 def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> None:
-    """Hold a source to a limit.
-
-    Raises:
-        CorpusError: more of it is bad, or none of it is good; the message says what, and where first.
-    """
+    """Hold a source to a limit: CorpusError where more of it is bad, or none is good, with what and where first."""
     losses = ledger.described_losses()
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         raise CorpusError(f"{name}: no document with text{f' ({losses})' if losses else ''}")

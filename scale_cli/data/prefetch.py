@@ -23,11 +23,7 @@ class Prefetched(Generic[Item]):
     """The items of an iterable, in order, a few of them made before they are asked for.
 
     One thread is enough for batches: reading a memory map and filling arrays lets go of the interpreter. Use it in a
-    `with` statement, which stops the thread however the body ends.
-
-    Args:
-        items: what is iterated over, on the thread alone; an error of it is raised here, in its place.
-        num_ahead: how many items may wait at most.
+    `with` statement, which stops the thread however the body ends. An error of the iterable is raised in its place.
     """
 
     def __init__(self, items: Iterable[Item], num_ahead: int) -> None:
@@ -65,12 +61,7 @@ class Prefetched(Generic[Item]):
 class BatchesAhead(Prefetched[StepBatches]):
     """The batches of one process, asked for step by step in order as `Batches` is; the next are made meanwhile.
 
-    Args:
-        batches: of the whole run.
-        first: the step it begins with.
-        rank: of the process.
-        num_processes: in the run.
-        device: that trains on them; for a GPU they are made in memory that it copies from by itself.
+    For a GPU they are made in memory that it copies from by itself.
     """
 
     def __init__(self, batches: Batches, first: int, rank: int, num_processes: int, device: torch.device) -> None:

@@ -56,13 +56,8 @@ def tokenise(
 ) -> None:
     """Write a source's tokens, offsets, bytes and ledger to a folder that is whole or absent.
 
-    Args:
-        source: what is read.
-        recipe: how it is tokenised.
-        folder: named after its content: what is unfinished beside it is taken to be of the same.
-        reading: limits, and the number of workers.
-        show_progress: on a bar.
-        template_of: what writes conversations; None for text.
+    The folder is named after its content: what is unfinished beside it is taken to be of the same. Conversations are
+    written by `template_of`.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.progress.json")

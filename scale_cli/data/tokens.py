@@ -106,11 +106,7 @@ def tokenised(
 def content_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> str:
-    """Return a name for a source's text and settings as a tokenizer reads them: another for other content.
-
-    Raises:
-        CorpusError: the source cannot be read.
-    """
+    """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
     hashes = SourceHashes(cache_dir)
     name = _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
     hashes.remember()
@@ -120,11 +116,7 @@ def content_name(
 def already_tokenised(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> TokenisedCorpus | None:
-    """Open a source's tokenised form where the cache holds it; None where it does not.
-
-    Raises:
-        CorpusError: the source cannot be read.
-    """
+    """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
     folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading, _FORMAT_VERSION)
     return _opened(folder, tokenizer) if is_tokenised(folder) else None
 

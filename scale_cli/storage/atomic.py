@@ -49,14 +49,9 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
-    """Turn what the system says of a write that failed into one line that names the file.
+    """Turn what the system says of a write that failed into a StorageError of one line that names the file.
 
-    Args:
-        path: what is written.
-        beside: where it is filled, by a body that reads elsewhere too; None: the body does nothing but write.
-
-    Raises:
-        StorageError: in place of the system's error.
+    A body that reads elsewhere too gives `beside`, the folder that it fills; without, it does nothing but write.
     """
     try:
         yield
@@ -124,11 +119,7 @@ def _json_text(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of ours.
-
-    Raises:
-        StorageError: missing or not JSON.
-    """
+    """Read a JSON file of ours; StorageError where it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -170,10 +161,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
 
     A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
-
-    Raises:
-        RunFolderError: what is at `path` is not a folder of ours, or another process is writing it.
-        StorageError: something could not be written, or what the body reads could not be read.
     """
     _settle(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
@@ -319,11 +306,7 @@ class DescribedFile(NamedTuple):
 
 
 def described_files(folder: Path) -> dict[str, DescribedFile]:
-    """Return what a folder's manifest says of each of its files, by their names in it.
-
-    Raises:
-        StorageError: there is no manifest, or it is damaged.
-    """
+    """Return what a folder's manifest says of each file, by its name; StorageError where there is none that is good."""
     manifest = read_json(folder / MANIFEST)
     try:
         files = manifest["files"].items()
@@ -342,11 +325,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def verify_folder(folder: Path) -> None:
-    """Check every file of a folder against its manifest.
-
-    Raises:
-        StorageError: naming the first file that is missing, is not what was written, or cannot be read.
-    """
+    """Check every file of a folder against its manifest; StorageError names the first that is not what was written."""
     manifest, files = read_json(folder / MANIFEST), described_files(folder)
     described = {key: value for key, value in manifest.items() if key != _SEAL}
     try:

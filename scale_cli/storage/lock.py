@@ -34,9 +34,6 @@ def claimed(folder: Path) -> Iterator[None]:
 
     Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end goes.
     Where a file system knows no locks, nobody is refused.
-
-    Raises:
-        RunFolderError: another process holds it.
     """
     place = os.path.realpath(folder)
     if place in _held:

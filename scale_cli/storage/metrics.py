@@ -81,10 +81,7 @@ def place_of(record: MetricsRecord) -> tuple[int, bool]:
 class MetricsLog:
     """Appends records to a file; a resumed run first drops what came after its checkpoint.
 
-    Args:
-        path: of the log.
-        resumed_step: of the checkpoint.
-        evaluation_due: whether the run begins with the evaluation of that step, which may be in the log already.
+    Where the run begins with the evaluation of that step (`evaluation_due`), what the log has of it goes too.
     """
 
     def __init__(self, path: Path, resumed_step: int, *, evaluation_due: bool = False) -> None:

@@ -56,11 +56,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the file.
-
-        Raises:
-            StorageError: it is missing, or holds something else.
-        """
+        """Read the file; StorageError where it is missing, or holds something else."""
         value = read_json(folder / cls.FILE)
         try:
             return cls.from_json(value)

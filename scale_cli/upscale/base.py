@@ -228,11 +228,7 @@ def check_finite(base: PreTrainedModel, name: str) -> None:
 
 
 def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> None:
-    """Check that a base model is the one that was recorded, tensor by tensor.
-
-    Raises:
-        ChangedBaseError: naming the first tensor that differs.
-    """
+    """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
     if changed := changed_tensors(base, record):
         raise ChangedBaseError(
             f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"

@@ -38,14 +38,7 @@ _FORMAT_VERSION, _SCORES = 1, "scores.bin"
 def scores_of(
     config: RunConfig, corpora: Sequence[TokenisedCorpus], record: BaseRecord, vocab_size: int
 ) -> list[Scores | None]:
-    """Return the scores of every training source's windows; None of those that are shuffled whole.
-
-    Args:
-        config: of the run.
-        corpora: one for every training source.
-        record: of the base.
-        vocab_size: of the run's tokenizer.
-    """
+    """Return the scores of every training source's windows; None of those that are shuffled whole."""
     scores: list[Scores | None] = []
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         if source.judge is None:
@@ -100,11 +93,7 @@ def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores
 
 
 def with_found_layers(method: MethodConfig, base: PreTrainedModel, probe: Sequence[MicroBatch]) -> MethodConfig:
-    """Return an ADEPT's method with the layers that it copies, measured on windows of what the base knows.
-
-    Raises:
-        ConfigError: more copies are asked for than the base has layers; or it has a single one (`copied_layers`).
-    """
+    """Return an ADEPT's method with the layers that it copies, measured on windows of what the base knows."""
     num_layers = base.config.num_hidden_layers
     num_copies = len(copied_layers(num_layers, method))
     losses = bypass_losses(base, probe)

@@ -147,9 +147,7 @@ def _deeper(base: PreTrainedModel, method: MethodConfig) -> PreTrainedModel:
 def copied_layers(num_layers: int, method: MethodConfig) -> list[int]:
     """Return the base's layers that LLaMA-Pro or ADEPT copies; of ADEPT, before they are found, as many of them.
 
-    Args:
-        num_layers: of the base.
-        method: where it leaves the number of copies open, one in four, as in the papers; at even spacing.
+    Where the method leaves their number open it is one in four, as in the papers; at even spacing.
     """
     given, section = (method.adept, "adept") if method.variant == "adept" else (method.llama_pro, "llama_pro")
     if method.variant == "adept" and method.adept.layers is not None:
@@ -167,8 +165,6 @@ def copied_layers(num_layers: int, method: MethodConfig) -> list[int]:
 def deeper_order(num_layers: int, copied: Collection[int]) -> list[tuple[int, bool]]:
     """Return the layers of a deeper model, bottom up: which base layer each comes from, and whether it is a copy.
 
-    Args:
-        num_layers: of the base.
-        copied: those of them that are copied, each right above itself.
+    A copy is right above the layer that it is of.
     """
     return [(layer, added) for layer in range(num_layers) for added in ([False, True] if layer in copied else [False])]

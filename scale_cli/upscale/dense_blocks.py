@@ -54,12 +54,7 @@ def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
 def widened_linears(
     base_layer: Any, layers: Sequence[ExpansionLayer]
 ) -> Iterator[tuple[str, str, nn.Linear, list[ExpansionLinear]]]:
-    """Yield owner, name, W and what widens it, bottom up, of every linear map of one layer.
-
-    Args:
-        base_layer: the base's.
-        layers: the expansions' of the same index, bottom up; at least one.
-    """
+    """Yield owner, name, W and what widens it, bottom up, of every linear map of one layer and those that widen it."""
     for name, child in layers[0].named_children():
         if isinstance(child, ExpansionLinear):
             owner = "self_attn" if hasattr(base_layer.self_attn, name) else "mlp"

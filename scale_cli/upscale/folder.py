@@ -102,11 +102,7 @@ def _model_below(folder: Path, model: ModelConfig) -> ModelConfig:
 
 
 def read_method(folder: Path) -> MethodConfig:
-    """Read the method section that a folder was made with.
-
-    Raises:
-        StorageError: it is missing or damaged.
-    """
+    """Read the method section that a folder was made with."""
     try:
         return MethodConfig.model_validate(read_json(folder / _METHOD))
     except ValidationError:

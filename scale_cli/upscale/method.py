@@ -46,11 +46,7 @@ def _new_rows(model: Any, num_old: int) -> Tensor:
 
 
 def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
-    """Return a method's model with the blocks of an expansion not filled yet; on the meta device nothing ever is.
-
-    Raises:
-        ConfigError: the method asks for layers or modules that the base does not have.
-    """
+    """Return a method's model with the blocks of an expansion not filled yet; on the meta device nothing ever is."""
     if isinstance(base, ScaleForCausalLM) and not method.widens:
         raise ConfigError(
             f"method.variant: {method.variant}: a widened base is only widened further (preserve, route); to train it "

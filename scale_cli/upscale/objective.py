@@ -95,10 +95,7 @@ def decoder_over(decoder: Any, layers: Sequence[int]) -> Any:
 class ChunkedLossModel(nn.Module):
     """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks.
 
-    Args:
-        model: the whole of it.
-        compile_decoder: by torch.compile.
-        layers: those alone that the loss is computed over; None: all.
+    Where `layers` are given, over those alone.
     """
 
     def __init__(self, model: Any, compile_decoder: bool, layers: Sequence[int] | None = None) -> None:

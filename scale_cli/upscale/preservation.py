@@ -52,9 +52,6 @@ def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, b
         model: at its start; a widened one at any time.
         tokenizer: the base's.
         base_logits: the base's own logits on the sample texts, from before it became a part of the model.
-
-    Raises:
-        PreservationError: naming the first text on which they differ.
     """
     _check_on(model, sample_ids(tokenizer), base_logits)
 

@@ -49,11 +49,7 @@ class Session:
     router: RouterConfig | None = None  # that a widened model gets; None: the one in the folder
 
     def load(self) -> MethodModel:
-        """Return the model in evaluation mode, on this process's device.
-
-        Raises:
-            BaseModelError: the base is not at hand (ChangedBaseError: is another one).
-        """
+        """Return the model in evaluation mode, on this process's device."""
         model = placed(load_onto_base(self.folder, self.base))
         if self.router is not None:
             set_router(model, self.router)
@@ -67,10 +63,7 @@ class Session:
 def open_folder(folder: Path, base: ModelConfig, router: RouterConfig | None = None) -> Session:
     """Open a method folder: `upscaled/`, a checkpoint, `final/` or an adapter.
 
-    Raises:
-        RunFolderError: the folder is not there.
-        StorageError: it is damaged.
-        BaseModelError: the base or its tokenizer is not at hand (ChangedBaseError: is another one).
+    BaseModelError says that the base or its tokenizer is not at hand; ChangedBaseError, that it is another.
     """
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
@@ -89,12 +82,7 @@ def open_start(config: RunConfig) -> Session:
 
 
 def open_final(config: RunConfig) -> Session:
-    """Open what a run has trained, with this config, and with the router that it asks for now.
-
-    Raises:
-        RunFolderError: nothing has been trained, or with another config.
-        UsageError: something else that is certain to fail (`check_before_writing`).
-    """
+    """Open what a run has trained, with this config, and with the router that it asks for now."""
     final = RunFolder(config.output_dir).final
     if not final.is_dir():
         raise RunFolderError(f"{final}: not there; run `scale train` first")
@@ -104,19 +92,7 @@ def open_final(config: RunConfig) -> Session:
 
 
 def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_processes: int = 1) -> None:
-    """Refuse what is certain to fail later on.
-
-    Args:
-        config: the resolved config.
-        sources: the texts that the verb reads, or a verb after it.
-        num_processes: that will share a step.
-
-    Raises:
-        RunFolderError: something is in the way of what will be written, or it cannot be written there.
-        BaseModelError: the base is not there, or not supported; or its tokenizer has no mark that isolates documents.
-        ConfigError: windows, batches or the method's sizes do not fit the base or the processes.
-        CorpusError: a source is not there, or cannot be read.
-    """
+    """Refuse what is certain to fail later on: a place, a base, sizes, or one of the `sources` that will be read."""
     RunFolder(config.output_dir).check()
     if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
         check_folder("corpus.cache_dir", config.corpus.cache_dir)

@@ -53,11 +53,7 @@ class TokenizerPlace:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer: the one that the config names, or the base's own.
-
-    Raises:
-        BaseModelError: there is none, or it needs remote code.
-    """
+    """Load a model's tokenizer: the one that the config names, or the base's own."""
     place = tokenizer_place(model)
     try:
         if place.of_run:
@@ -94,11 +90,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig,
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
-    """Check that a tokenizer is the one that was recorded.
-
-    Raises:
-        ChangedBaseError: it is another.
-    """
+    """Check that a tokenizer is the one that was recorded; ChangedBaseError where it is another."""
     now = tokenizer_sha256(tokenizer)
     if record.tokenizer_sha256 and now != record.tokenizer_sha256:
         raise ChangedBaseError(

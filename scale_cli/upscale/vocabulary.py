@@ -71,12 +71,7 @@ class NewPieces:
 
 
 def load_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a run: the base's, or the one with new tokens, learned first where nobody has yet.
-
-    Raises:
-        BaseModelError: the base's is not there, or cannot have new tokens.
-        ConfigError: the texts do not give so many.
-    """
+    """Load the tokenizer of a run: the base's, or the one with new tokens, learned first where nobody has yet."""
     upscaled = RunFolder(config.output_dir).upscaled
     return load_grown(upscaled) if _is_upscaled(config) else make_run_tokenizer(config)
 
@@ -154,11 +149,7 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
 
 
 def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
-    """Hold a grown tokenizer to the base's; return how many texts were compared.
-
-    Raises:
-        PreservationError: a text has other ids that should not, or does not come back.
-    """
+    """Hold a grown tokenizer to the base's; return how many texts were compared."""
     vocabulary = config.method.vocabulary
     assert vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
@@ -190,13 +181,8 @@ def new_pieces(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrain
 def start_new_head(rows_ND: Tensor, base: Any, first: Sequence[int], input_ids: Tensor) -> None:
     """Let the rows that predict new tokens start as those of their first pieces, and lower.
 
-    A plain Llama's head has no bias: what is added is a direction along which the last states have about one size.
-
-    Args:
-        rows_ND: to be filled.
-        base: the plain model, its head's old rows first.
-        first: of every new token the first piece.
-        input_ids: (1, T) old tokens.
+    A plain Llama's head has no bias: what is added is a direction along which the last states have about one size,
+    measured on (1, T) old tokens.
     """
     mean_D = base.model(input_ids, use_cache=False).last_hidden_state.float().flatten(0, 1).mean(dim=0)
     rows_VD = base.lm_head.weight

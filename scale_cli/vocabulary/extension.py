@@ -27,12 +27,9 @@ _MORE = 0x80  # of a byte of a number: another follows
 
 
 def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> Tokenizer:
-    """Return a tokenizer with new tokens after all old ids.
+    """Return a tokenizer with new tokens after all old ids, each after those that it is made of.
 
-    Args:
-        tokenizer: stays as it is.
-        new: each after those that it is made of.
-        first_id: of the new ones: how many rows the base's embedding has.
+    `first_id` is the first of the new ones: how many rows the base's embedding has.
     """
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
@@ -47,12 +44,7 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
 
 
 def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
-    """Return what a tokenizer was extended by.
-
-    Args:
-        tokenizer: the one with new tokens.
-        first_id: of the new ones.
-    """
+    """Return what a tokenizer was extended by, from `first_id` on."""
     model = json.loads(tokenizer.to_str())["model"]
     merged = _first_merges(model["merges"])
     new = sorted((index, token) for token, index in model["vocab"].items() if index >= first_id)
@@ -60,13 +52,7 @@ def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
 
 
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
-    """Return of every new token the old ids that stood in its place, in order.
-
-    Args:
-        tokenizer: the one with new tokens.
-        spelling: of its tokens.
-        first_id: of the new ones.
-    """
+    """Return of every new token of a tokenizer the old ids that stood in its place, in order."""
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary: dict[str, int] = model["vocab"]
     merged = _first_merges(model["merges"])
@@ -93,16 +79,7 @@ def _pieces(
 
 
 def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:
-    """Return a SentencePiece model that has all of a tokenizer's ids.
-
-    Args:
-        model: the base's.
-        tokenizer: with new tokens.
-        first_id: of the new tokens.
-
-    Raises:
-        BaseModelError: it is no such model.
-    """
+    """Return a base's SentencePiece model with the rest of a tokenizer's ids."""
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.get_added_tokens_decoder()
     for index in range(_num_pieces(model), len(tokens)):

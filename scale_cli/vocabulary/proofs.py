@@ -24,19 +24,8 @@ def check_extension(
     """Hold a tokenizer to the one it was made of; return how many texts were compared.
 
     Old tokens and special ones keep their ids. The same ids are given to every character outside the script, to random
-    strings of them, and to the texts that are to be kept, with a line's end in place of the script's letters. The texts
-    of the script come back from their new ids as they do from the old ones.
-
-    Args:
-        old: before.
-        new: after.
-        script: of the new tokens.
-        kept: texts whose ids must not change.
-        learned: texts that the new tokens are for.
-        seed: of the random strings.
-
-    Raises:
-        PreservationError: naming the first text, or token, that is not as it was.
+    strings of them, and to the texts that are to be `kept`, with a line's end in place of the script's letters. The
+    texts that the new tokens were `learned` for come back from their new ids as they do from the old ones.
     """
     old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # settings of these are changed
     _check_tokens(old, new)
@@ -60,18 +49,8 @@ def check_union(
 ) -> None:
     """Hold a tokenizer that has the new tokens of several, one's after another's, to each of them.
 
-    Texts without the others' scripts have the ids that each gives them, moved by as many as stand before; all come
-    back.
-
-    Args:
-        parts: the tokenizers, and the scripts of their new tokens, of which no two meet.
-        united: with all new tokens.
-        first_id: of new tokens.
-        texts: to be compared, beside random ones.
-        seed: of the random ones.
-
-    Raises:
-        PreservationError: naming the first text that is not as it was.
+    Texts, and random ones, without the others' scripts, of which no two meet, have the ids that each gives them, moved
+    by as many as stand before; all come back.
     """
     united = Tokenizer.from_str(united.to_str())  # settings of it are changed
     letters = [chr(code) for _, script in parts for first, last in script.ranges for code in range(first, last + 1)]

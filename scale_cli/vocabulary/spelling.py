@@ -39,15 +39,7 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
-        """Read it off a tokenizer.
-
-        Args:
-            tokenizer: whose vocabulary is to grow.
-            name: of its model, for a message.
-
-        Raises:
-            BaseModelError: its vocabulary cannot grow.
-        """
+        """Read it off a tokenizer; `name` is its model's, for the message where its vocabulary cannot grow."""
         described = json.loads(tokenizer.to_str())
         model = described["model"]
         marks = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]

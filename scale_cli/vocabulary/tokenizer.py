@@ -51,14 +51,7 @@ class Extension:
     cache_dir: Path  # where what was learned lies, with the tokenised corpora
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the base's tokenizer with the new tokens: from the cache, where they were learned before.
-
-        Raises:
-            BaseModelError: no token can be added to it, or it has the script already; a given folder is not of this
-                base.
-            ConfigError: more tokens than the texts give, or a number that llama.cpp takes for another model.
-            CorpusError: a source cannot be read.
-        """
+        """Return the base's tokenizer with the new tokens: from the cache, where they were learned before."""
         if self.vocabulary.folder is not None:
             return _given(self.base, self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
@@ -108,11 +101,7 @@ def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
 
 
 def check_size(vocab_size: int) -> None:
-    """Check that nobody takes a model of so many tokens for another.
-
-    Raises:
-        ConfigError: llama.cpp does.
-    """
+    """Check that llama.cpp does not take a model of so many tokens for another."""
     if vocab_size in TAKEN_FOR_OTHERS:
         raise ConfigError(
             f"method.vocabulary.new_tokens: {vocab_size:,} tokens in all are what llama.cpp knows another model by; "
