@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -34,21 +33,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"scale {version('scale-cli')}")
-        raise typer.Exit
-
-
-Version = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-]
-
-
 @app.callback()
-def _common(version: Version = False) -> None:
+def _common(version: take.Version = False) -> None:
     pass
 
 

@@ -1,26 +1,4 @@
-"""Every error a user can meet, in one tree; the command line prints its message and exits with its code.
-
-ScaleError                          exit 1
-├── UsageError                      exit 2   what was asked for cannot be done
-│   ├── ConfigError                          a config field: unknown, of the wrong type, out of range
-│   ├── BaseModelError                       the base model: missing, unsupported
-│   │   └── ChangedBaseError                 it, or its tokenizer, is another one than was upscaled
-│   ├── CorpusError                          a corpus: missing, of no known format, too much of it bad (names file:line)
-│   ├── RunFolderError                       an output folder: already used, incomplete, not ours
-│   └── MissingExtraError                    a library that an extra of this package brings is not installed
-├── RunError                        exit 1   it went wrong on the way
-│   ├── TrainingError                        training cannot go on (names the step)
-│   │   └── NonFiniteError                   a loss or gradient that is not finite
-│   ├── StorageError                         a folder of ours that is damaged, a disk that is full
-│   └── PublishError                         the hub could not be reached, or refused
-├── CheckFailed                     exit 3   a promise did not hold
-│   ├── PreservationError                    base logits or base tensors changed
-│   ├── ExportParityError                    an export does not compute what the trained model computes
-│   ├── VerificationError                    a folder is not what it was when it was written
-│   └── ForgettingError                      more was forgotten than --max-forgetting allows
-├── EndedElsewhere                  exit as that process   of several: another one has failed, and says why
-└── Interrupted                     exit 128 + signal after a checkpoint was written, 0 when train.max_hours are over
-"""
+"""Every error a user can meet, in one tree; the command line prints its message and exits with its code."""
 
 from __future__ import annotations
 
@@ -50,7 +28,7 @@ class ChangedBaseError(BaseModelError):
 
 
 class CorpusError(UsageError):
-    """A corpus is missing, of no format that is read, or too much of it is bad."""
+    """A corpus is missing, of no format that is read, or too much of it is bad (names file:line)."""
 
 
 class RunFolderError(UsageError):
@@ -66,7 +44,7 @@ class RunError(ScaleError):
 
 
 class TrainingError(RunError):
-    """Training cannot go on."""
+    """Training cannot go on (names the step)."""
 
 
 class NonFiniteError(TrainingError):
@@ -104,7 +82,7 @@ class ForgettingError(CheckFailed):
 
 
 class EndedElsewhere(ScaleError):
-    """The main process of a launch has failed; this one, which waited for it, has nothing to add."""
+    """The main process of a launch has failed; this one ends with its code, and has nothing to add."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process has failed; its own message says why")
@@ -112,7 +90,7 @@ class EndedElsewhere(ScaleError):
 
 
 class Interrupted(ScaleError):
-    """A signal or the time budget stopped the run after a checkpoint was written."""
+    """A signal or the time budget stopped the run after a checkpoint was written: 128 + signal, or 0."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

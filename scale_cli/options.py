@@ -7,6 +7,18 @@ from typing import Annotated, Literal
 
 import typer
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"scale {version('scale-cli')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+]
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Result = TypeVar("Result")
-
-
 AnyModule = TypeVar("AnyModule", bound="nn.Module")
 
 
@@ -119,11 +117,7 @@ def on_main(work: Callable[[], Result]) -> Result | None:
 
 
 def main_decides(decide: Callable[[], int]) -> int:
-    """Return, to every process, what the main one decides: a number, or yes or no.
-
-    Raises:
-        ScaleError: as `on_main`.
-    """
+    """Return, to every process, what the main one decides: a number, or yes or no; errors as of `on_main`."""
     return _agreed(int(on_main(decide) or 0))
 
 
@@ -138,12 +132,7 @@ def _agreed(value: int) -> int:
 
 
 def main_first(work: Callable[[], Result]) -> Result:
-    """Let every process do the same, the main one before the others, who find what it has written.
-
-    Raises:
-        ScaleError: on the main process, what `work` raises.
-        EndedElsewhere: on the others, where it raises anything on the main one.
-    """
+    """Let every process do the same, the main one before the others, who find what it has written; errors likewise."""
     result = on_main(work)
     return work() if result is None else result
 
@@ -174,22 +163,14 @@ def leave() -> None:
 
 
 def refuse_several(verb: str) -> None:
-    """Refuse a launch of several processes for a verb that has no use for them.
-
-    Raises:
-        UsageError: there are several.
-    """
+    """Refuse a launch of several processes for a verb that has no use for them."""
     if are_several():
         raise UsageError(f"scale {verb} works in one process; start it without torchrun or `accelerate launch`")
 
 
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
-    """Say in one line that another process is gone, which is where the reason is to be found.
-
-    Raises:
-        TrainingError: it is.
-    """
+    """Say in one line that another process is gone, which is where the reason is to be found."""
     try:
         yield
     except RuntimeError as error:  # gloo's own errors are no more than that

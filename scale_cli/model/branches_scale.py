@@ -45,18 +45,12 @@ class Branch:
 
 @dataclass
 class FinalStates:
-    """What the vocabulary heads read after the last norm.
-
-    Args:
-        branches: the expansions.
-        x_BTD: base streams by the head that they belong to: 0, where it was asked for or read, and every expansion
-            that writes into x.
-        u_KBTE: the stream of every expansion.
-    """
+    """What the vocabulary heads read after the last norm."""
 
     branches: Sequence[Branch]
+    # by the head that they belong to: 0, where it was asked for or read, and every expansion that writes into x
     x_BTD: dict[int, Tensor]
-    u_KBTE: list[Tensor]
+    u_KBTE: list[Tensor]  # of every expansion
 
     def at(self, positions: slice | Tensor) -> FinalStates:
         """Return the states at some positions only, of every sequence the same."""
@@ -77,12 +71,7 @@ class FinalStates:
         return path[0] if path and self.branches[path[0] - 1].writes else 0
 
     def logits(self, vocabulary_head: Any, head: int) -> Tensor:
-        """Return the logits of one head.
-
-        Args:
-            vocabulary_head: H.
-            head: which one.
-        """
+        """Return the logits of one head, H being the base's vocabulary head."""
         return self.logits_of(vocabulary_head, [head])[0]
 
     def logits_of(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
@@ -105,11 +94,8 @@ class FinalStates:
             below = self._logits(vocabulary_head, branch.parent, known)
         if (new := branch.expansion.new_tokens) is not None:
             below = torch.cat([below, new.logits(self.x_BTD[self.owner(head)])], dim=-1)
-        return below + self._own_logits(head)
-
-    def _own_logits(self, head: int) -> Tensor:
-        weight = self.branches[head - 1].expansion.lm_head.weight
-        return F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
+        weight = branch.expansion.lm_head.weight
+        return below + F.linear(self.u_KBTE[head - 1].to(weight.dtype), weight)
 
 
 def run_branches(

@@ -29,28 +29,20 @@ class ScaleCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep the state of the chosen beams."""
         super().reorder_cache(beam_idx)
-        self._select_router(beam_idx)
+        self.router = self.router and self.router.chosen(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the chosen sequences."""
         super().batch_select_indices(indices)
-        self._select_router(indices)
+        self.router = self.router and self.router.chosen(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence, as contrastive search does."""
         super().batch_repeat_interleave(repeats)
-        if self.router is not None:
-            num_sequences = self.router.log_weights_KB.shape[1]
-            device = self.router.log_weights_KB.device
-            self._select_router(torch.arange(num_sequences, device=device).repeat_interleave(repeats))
+        self.router = self.router and self.router.repeated(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: the router's weights cannot be taken back without the tokens they came from."""
         raise NotImplementedError(
             "a widened model's cache cannot be cropped; generate without assisted decoding or prompt lookup"
         )
-
-    def _select_router(self, indices: Tensor) -> None:
-        if self.router is not None:
-            indices = indices.to(self.router.log_weights_KB.device)
-            self.router = RouterMemory(*(tensor[:, indices] for tensor in self.router))

@@ -30,49 +30,52 @@ _READ_FROM_BASE = (
 )
 
 
-class ScaleConfig(PreTrainedConfig):
-    """Sizes of the expansion, where it collaborates, and how its head is served beside the base's.
+class _OverABase(PreTrainedConfig):
+    """What the configurations of widened models have in common: a plain or widened base's, and new tokens."""
 
-    Args:
-        base_config: the base model's configuration as a dictionary, `model_type` included; of a widened base, nested.
-        variant: `preserve` | `adapt` | `route`.
-        expansion_hidden_size: channels of the expansion stream (d').
-        expansion_intermediate_size: MLP channels added.
-        expansion_num_attention_heads: query heads added, of the base's head_dim.
-        expansion_num_key_value_heads: key/value heads added, at the base's query to key/value ratio.
-        attention_collaboration_layers: layers whose attention has W12 blocks.
-        mlp_collaboration_layers: layers whose MLP has W12 blocks.
-        expansion_embedding_rms: of E' at its start; None where it began by another rule than its size.
-        router_rule: `posterior` | `cosine`; read only by the variant `route`.
-        router_prior: weight of the base head at the first token.
-        router_switch_rate: fixed share alpha of the posterior rule, per token.
-        router_threshold: tau of the cosine rule.
-        new_tokens: of every token that the base has not, the old ids in its place, parted by spaces.
-        own_pieces: the first of those that begin no text without the new tokens' script.
-        use_cache: whether generation keeps keys, values and the router's state.
-        **kwargs: what every configuration of transformers takes.
-    """
+    def _take_from_base(self: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return what transformers' configuration takes: what was given, and what is the base's."""
+        fields |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
+        if self.new_tokens:
+            fields["vocab_size"] += len(self.new_tokens)
+        # The base ties its own embeddings where it does; E' and H' are never tied.
+        return fields | {"tie_word_embeddings": False}
+
+    def pieces(self: Any) -> list[list[int]]:
+        """Return of every new token the old ids in its place."""
+        return [[int(index) for index in token.split()] for token in self.new_tokens]
+
+    def base(self: Any) -> PreTrainedConfig:
+        """Return the base model's configuration as an object of its own class; a base may be widened itself."""
+        fields = dict(self.base_config)
+        if fields.get("model_type") == ScaleConfig.model_type:
+            return ScaleConfig(**fields)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+class ScaleConfig(_OverABase):
+    """Sizes of the expansion, where it collaborates, and how its head is served beside the base's."""
 
     model_type = "scale"
 
     def __init__(
         self,
-        base_config: dict[str, Any] | None = None,
-        variant: str = "preserve",
-        expansion_hidden_size: int = 0,
-        expansion_intermediate_size: int = 0,
-        expansion_num_attention_heads: int = 0,
-        expansion_num_key_value_heads: int = 0,
-        attention_collaboration_layers: list[int] | None = None,
-        mlp_collaboration_layers: list[int] | None = None,
-        expansion_embedding_rms: float | None = None,
-        router_rule: str = "posterior",
-        router_prior: float = 0.5,
-        router_switch_rate: float = 0.0,
-        router_threshold: float = 0.5,
-        new_tokens: list[str] | None = None,
-        own_pieces: list[int] | None = None,
-        use_cache: bool = True,
+        base_config: dict[str, Any] | None = None,  # `model_type` included; of a widened base, nested
+        variant: str = "preserve",  # preserve | adapt | route
+        expansion_hidden_size: int = 0,  # channels of the expansion stream (d')
+        expansion_intermediate_size: int = 0,  # MLP channels added
+        expansion_num_attention_heads: int = 0,  # query heads added, of the base's head_dim
+        expansion_num_key_value_heads: int = 0,  # added at the base's query to key/value ratio
+        attention_collaboration_layers: list[int] | None = None,  # whose attention has W12 blocks
+        mlp_collaboration_layers: list[int] | None = None,  # whose MLP has W12 blocks
+        expansion_embedding_rms: float | None = None,  # of E' at its start; None where that was by another rule
+        router_rule: str = "posterior",  # posterior | cosine; read only by the variant `route`
+        router_prior: float = 0.5,  # weight of the base head at the first token
+        router_switch_rate: float = 0.0,  # fixed share alpha of the posterior rule, per token
+        router_threshold: float = 0.5,  # tau of the cosine rule
+        new_tokens: list[str] | None = None,  # of each that the base has not the old ids in its place, with spaces
+        own_pieces: list[int] | None = None,  # first ones of those that begin no text without the new tokens' script
+        use_cache: bool = True,  # whether generation keeps keys, values and the router's state
         **kwargs: Any,
     ) -> None:
         self.base_config = dict(base_config or {})
@@ -91,30 +94,13 @@ class ScaleConfig(PreTrainedConfig):
         self.new_tokens = list(new_tokens or [])
         self.own_pieces = list(own_pieces or [])
         self.use_cache = use_cache
-        for name in _READ_FROM_BASE:
-            kwargs[name] = self.base_config.get(name)
-        if self.new_tokens:
-            kwargs["vocab_size"] += len(self.new_tokens)
-        # The base ties its own embeddings where it does; E' and H' are never tied.
-        kwargs["tie_word_embeddings"] = False
-        super().__init__(**kwargs)
+        super().__init__(**self._take_from_base(kwargs))
 
     @property
     def first_collaborating_layer(self) -> int:
         """The lowest layer that writes into the base stream; num_hidden_layers where none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
-
-    def pieces(self) -> list[list[int]]:
-        """Return of every new token the old ids in its place."""
-        return _pieces(self.new_tokens)
-
-    def base(self) -> PreTrainedConfig:
-        """Return the base model's configuration as an object of its own class; a base may be widened itself."""
-        fields = dict(self.base_config)
-        if fields.get("model_type") == self.model_type:
-            return ScaleConfig(**fields)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
     def root(self) -> PreTrainedConfig:
         """Return the configuration of the plain model at the bottom."""
@@ -127,33 +113,23 @@ class ScaleConfig(PreTrainedConfig):
         return [*(base.stages() if isinstance(base, ScaleConfig) else []), self]
 
 
-class JoinedConfig(PreTrainedConfig):
-    """Several expansions on one base, and how is routed among their heads.
-
-    Args:
-        base_config: the plain base's configuration as a dictionary, `model_type` included.
-        members: of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and its sizes:
-            `expansion`, as ScaleConfig takes them; with it the new tokens that it brings, which may be another's too.
-        router_prior: weight of the base head at the first token, the rest being shared evenly by the other heads; None
-            for an even share of every head.
-        router_switch_rate: fixed share alpha of the posterior rule, per token.
-        rule: `posterior`: it weighs the base's head and every member's; `mean`: the base's, and the members' logits'
-            mean, which is one head.
-        use_cache: whether generation keeps keys, values and the router's state.
-        **kwargs: what every configuration of transformers takes.
-    """
+class JoinedConfig(_OverABase):
+    """Several expansions on one plain base, and how is routed among their heads."""
 
     model_type = "scale-joined"
     variant, router_rule, router_threshold = "route", "posterior", 0.5  # as of ScaleConfig: it routes in no other way
 
     def __init__(
         self,
-        base_config: dict[str, Any] | None = None,
+        base_config: dict[str, Any] | None = None,  # `model_type` included
+        # Of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and as `expansion` its
+        # sizes, as ScaleConfig takes them; with them the new tokens that it brings, which may be another's too.
         members: list[dict[str, Any]] | None = None,
-        router_prior: float | None = None,
-        router_switch_rate: float = 0.0,
+        router_prior: float | None = None,  # of the base head, the others share the rest; None: all have the same
+        router_switch_rate: float = 0.0,  # fixed share alpha of the posterior rule, per token
+        # `posterior` weighs the base's head and every member's; `mean` the base's, and the members' logits' mean.
         rule: str = "posterior",
-        use_cache: bool = True,
+        use_cache: bool = True,  # whether generation keeps keys, values and the router's state
         **kwargs: Any,
     ) -> None:
         self.base_config = dict(base_config or {})
@@ -162,12 +138,7 @@ class JoinedConfig(PreTrainedConfig):
         self.router_prior = 1.0 / len(self.head_names) if router_prior is None else router_prior
         self.router_switch_rate = router_switch_rate
         self.use_cache = use_cache
-        for name in _READ_FROM_BASE:
-            kwargs[name] = self.base_config.get(name)
-        if self.new_tokens:
-            kwargs["vocab_size"] += len(self.new_tokens)
-        kwargs["tie_word_embeddings"] = False
-        super().__init__(**kwargs)
+        super().__init__(**self._take_from_base(kwargs))
 
     @property
     def new_tokens(self) -> list[str]:
@@ -179,10 +150,6 @@ class JoinedConfig(PreTrainedConfig):
         """The first of their old ids that begin no text without the new tokens' scripts."""
         brought = (index for member in self.members for index in member["expansion"].get("own_pieces", ()))
         return list(dict.fromkeys(brought))
-
-    def pieces(self) -> list[list[int]]:
-        """Return of every new token the old ids in its place."""
-        return _pieces(self.new_tokens)
 
     def known_tokens(self, head: int) -> range:
         """Return the new tokens that a head knows, as places among all of them: those that are brought below it."""
@@ -211,11 +178,6 @@ class JoinedConfig(PreTrainedConfig):
         """The names of the heads that are routed among, the base's first."""
         return ["base", *(["mean"] if self.rule == "mean" else (member["name"] for member in self.members))]
 
-    def base(self) -> PreTrainedConfig:
-        """Return the base model's configuration as an object of its own class."""
-        fields = dict(self.base_config)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
     def stages(self) -> list[ScaleConfig]:
         """Return the configurations of all expansions, each of them as if it stood on the base."""
         stages = []
@@ -224,10 +186,6 @@ class JoinedConfig(PreTrainedConfig):
             below["vocab_size"] += len(self.known_tokens(member["parent"]))
             stages.append(ScaleConfig(base_config=below, **member["expansion"]))
         return stages
-
-
-def _pieces(new_tokens: list[str]) -> list[list[int]]:
-    return [[int(index) for index in token.split()] for token in new_tokens]
 
 
 def _brought(member: dict[str, Any]) -> tuple[str, ...]:

@@ -159,23 +159,14 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
 
 @dataclass
 class LayerReads:
-    """What the blocks that are added to a layer read of the streams that are there already.
+    """What the blocks that are added to a layer read of the streams that are there already."""
 
-    Args:
-        attention_BTD: what q, k, v read.
-        attention_inverse_rms_BT1: of the base stream before the first norm.
-        heads: (B, T, N A), what o reads.
-        mlp_BTD: what gate and up read.
-        mlp_inverse_rms_BT1: of the base stream before the second norm.
-        channels: (B, T, MLP channels), what down reads.
-    """
-
-    attention_BTD: Tensor
-    attention_inverse_rms_BT1: Tensor
-    heads: Tensor
-    mlp_BTD: Tensor
-    mlp_inverse_rms_BT1: Tensor
-    channels: Tensor
+    attention_BTD: Tensor  # what q, k, v read
+    attention_inverse_rms_BT1: Tensor  # of the base stream before the first norm
+    heads: Tensor  # (B, T, N A), what o reads
+    mlp_BTD: Tensor  # what gate and up read
+    mlp_inverse_rms_BT1: Tensor  # of the base stream before the second norm
+    channels: Tensor  # (B, T, MLP channels), what down reads
 
     def joined(self, above: LayerReads) -> LayerReads:
         """Return what is read by an expansion that stands upon these streams and the one above them."""
@@ -203,15 +194,10 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
 
 @dataclass
 class LayerStep:
-    """What an expansion's layer leaves to those that read the same streams, or its own too.
+    """What an expansion's layer leaves to those that read the same streams, or its own too."""
 
-    Args:
-        below: what it read.
-        own: what its own stream gave.
-    """
-
-    below: LayerReads
-    own: LayerReads
+    below: LayerReads  # what it read
+    own: LayerReads  # what its own stream gave
 
 
 class ExpansionLayer(nn.Module):

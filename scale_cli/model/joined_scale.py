@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .branches_scale import Branch, FinalStates
 from .configuration_scale import JoinedConfig, ScaleConfig
@@ -44,10 +44,7 @@ class JoinedForCausalLM(WidenedModel):
 
     def __init__(self, config: JoinedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if base is None:
-            base = AutoModelForCausalLM.from_config(
-                config.base(), attn_implementation=config._attn_implementation, dtype=config.dtype
-            )
+        base = self._empty_base() if base is None else base
         self.base: Any = base
         paths: list[list[Expansion]] = [[]]  # of every head, what stands below the next one
         for member, sizes in zip(config.members, config.stages(), strict=True):

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .branches_scale import Branch, FinalStates
 from .configuration_scale import ScaleConfig
@@ -39,7 +38,7 @@ class ScaleForCausalLM(WidenedModel):
 
     def __init__(self, config: ScaleConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        self.base: Any = _empty_base(config) if base is None else base
+        self.base: Any = self._empty_base() if base is None else base
         below: list[Branch] = []
         if isinstance(self.base, ScaleForCausalLM):
             below = list(self.base.branches)
@@ -49,7 +48,6 @@ class ScaleForCausalLM(WidenedModel):
         self.branches = [*below, Branch(self.expansion, parent=len(below))]
         self.routed_heads = (len(below), len(below) + 1)
         self.freeze()
-        self.gradient_checkpointing = False  # transformers reads it by this name
         self.generation_config = self.base.generation_config
         self.post_init()
         if base is not None and self.expansion.new_tokens is not None:
@@ -60,19 +58,10 @@ class ScaleForCausalLM(WidenedModel):
         """The plain model at the bottom."""
         return self.base.root if isinstance(self.base, ScaleForCausalLM) else self.base
 
-    @property
-    def is_checkpointing(self) -> bool:
-        """Whether activations of what trains are computed again in backward."""
-        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Compute activations of what trains again in backward; transformers' Trainer calls it.
-
-        Raises:
-            ValueError: it asks for another way than the one there is, layer by layer and without reentering.
-        """
+        """Compute activations of what trains again in backward; transformers' Trainer calls it."""
         theirs = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
         for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
             if name not in theirs or value != theirs[name]:
@@ -120,17 +109,3 @@ class ScaleForCausalLM(WidenedModel):
     def base_logits(self, states: FinalStates) -> Tensor:
         """Return the base head's logits, bit for bit: H x_p, or the trained head's of a base that is widened."""
         return states.logits(self.root.lm_head, self.routed_heads[0])
-
-    def both_logits(self, states: FinalStates) -> tuple[Tensor, Tensor]:
-        """Return the base head's and the trained head's logits; what they share is computed once."""
-        base, adapted = self.routed_logits(states)
-        return base, adapted
-
-
-def _empty_base(config: ScaleConfig) -> PreTrainedModel:
-    """Return a base of the right shapes, to be filled by a checkpoint."""
-    made = {"attn_implementation": config._attn_implementation, "dtype": config.dtype}
-    base_config = config.base()
-    if isinstance(base_config, ScaleConfig):
-        return ScaleForCausalLM._from_config(base_config, **made)
-    return AutoModelForCausalLM.from_config(base_config, **made)

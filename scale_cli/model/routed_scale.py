@@ -26,11 +26,7 @@ from .routing import PieceShares, RouterMemory, evidence_of, log_prior, route
 
 
 class RouterLayer:
-    """The router's memory as one more layer of a cache: it is reordered, cropped, repeated and reset with the others.
-
-    Args:
-        layers: the others.
-    """
+    """The router's memory as one more layer of a cache: reordered, cropped, repeated and reset with the others."""
 
     supports_early_init, is_initialized, is_sliding, is_croppable = False, True, False, True
     keys = values = None
@@ -68,13 +64,8 @@ class RouterLayer:
         self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens of the last call, as assisted decoding does with those that were not accepted.
-
-        Raises:
-            NotImplementedError: they are more, or the batch has been changed since; or it is told, as transformers 4
-                does, how many tokens are to be left.
-        """
-        if tokens_to_remove > 0:
+        """Take back tokens of the last call, as assisted decoding does with those that were not accepted."""
+        if tokens_to_remove > 0:  # transformers 4 tells how many are to be left
             raise NotImplementedError("assisted decoding of a routed model needs transformers 5")
         num_removed = abs(tokens_to_remove)
         if num_removed == 0 or self.is_empty:
@@ -96,13 +87,13 @@ class RouterLayer:
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the chosen sequences."""
         if self.last is not None:
-            self.last = RouterMemory(*(tensor.index_select(1, indices.to(tensor.device)) for tensor in self.last))
+            self.last = self.last.chosen(indices)
         self._forget_how_it_came()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
         if self.last is not None:
-            self.last = RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self.last))
+            self.last = self.last.repeated(repeats)
         self._forget_how_it_came()
 
     def offload(self) -> None:
@@ -118,11 +109,7 @@ class RouterLayer:
 
 
 class Routed(nn.Module):
-    """What is the same in every family: the forward, and what generation has to know of the router.
-
-    Raises:
-        ValueError: the folder's config.json tells of no router.
-    """
+    """What is the same in every family: the forward, and what generation has to know of the router."""
 
     config: Any
     model: Any
@@ -279,11 +266,7 @@ class Routed(nn.Module):
         return inputs
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: its paged cache does not hold the router's memory.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse: its paged cache does not hold the router's memory."""
         raise NotImplementedError(
             "a routed model has no continuous batching in transformers: serve without it, or in vLLM with our plug-in"
         )
@@ -306,11 +289,7 @@ class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:
-    """Return the router's layer of a cache; None where the cache is new.
-
-    Raises:
-        ValueError: another model has filled it.
-    """
+    """Return the router's layer of a cache; None where the cache is new."""
     if cache.layers and isinstance(cache.layers[-1], RouterLayer):
         return cache.layers[-1]
     if cache.get_seq_length() > 0:

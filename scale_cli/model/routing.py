@@ -224,6 +224,14 @@ class RouterMemory(NamedTuple):
     logits_KBV: Tensor  # what each head says the next token is; it is judged when that token comes
     sizes_KB: Tensor  # their log-sum-exps
 
+    def chosen(self, indices: Tensor) -> RouterMemory:
+        """Return what is known of some sequences."""
+        return RouterMemory(*(tensor.index_select(1, indices.to(tensor.device)) for tensor in self))
+
+    def repeated(self, repeats: int) -> RouterMemory:
+        """Return what is known where every sequence is there so many times."""
+        return RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self))
+
 
 class Routed(NamedTuple):
     """What the posterior rule makes of some tokens."""
@@ -289,11 +297,7 @@ def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, i
 
 
 def evidence_of(attention_mask: Any, num_positions: int) -> Tensor:
-    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding.
-
-    Raises:
-        ValueError: the mask is not one of padding.
-    """
+    """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
     seen = attention_mask[:, -num_positions - 1 :].bool()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
@@ -37,6 +37,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     branches: Sequence[Branch]
     routed_heads: Sequence[int]
     compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
+    gradient_checkpointing = False  # transformers reads it by this name
     _training_loss: Callable[..., Tensor]
 
     @classmethod
@@ -44,9 +45,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable.
 
         All of it lies on one device, which `device_map="auto"` chooses.
-
-        Raises:
-            ValueError: `device_map` names several.
         """
         loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
@@ -58,6 +56,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         if (new := self.branches[-1].expansion.new_tokens) is not None:
             new.embed_tokens.requires_grad_(False)
 
+    def _empty_base(self) -> Any:
+        """Return a base of the right shapes, to be filled by a checkpoint."""
+        config = self.config.base()
+        make = self._from_config if config.model_type == self.config.model_type else AutoModelForCausalLM.from_config
+        return make(config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype)
+
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
 
@@ -68,11 +72,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_args: Any, **_kwargs: Any
     ) -> nn.Embedding:
-        """Refuse another vocabulary: a frozen base has learnt none of its tokens.
-
-        Raises:
-            NotImplementedError: another size is asked for.
-        """
+        """Refuse another vocabulary: a frozen base has learnt none of its tokens."""
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if size + (-size % pad_to_multiple_of if pad_to_multiple_of else 0) != self.config.vocab_size:
             raise NotImplementedError(
@@ -84,11 +84,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return embedding
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: its paged cache knows neither the second stream nor the router's state.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse: its paged cache knows neither the second stream nor the router's state."""
         raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
 
     @property
@@ -98,22 +94,14 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     @peft_config.setter
     def peft_config(self, adapters: Any) -> None:
-        """Refuse PEFT's adapters, which leave their configuration here once they are in.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse PEFT's adapters, which leave their configuration here once they are in."""
         raise NotImplementedError(
             "a widened model takes no PEFT adapters: it reads its base's weights, not its base's layers; "
             "put them into the plain export (format llama), and load this model again"
         )
 
     def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        """Refuse what transformers may ask of a forward and would miss in the answer.
-
-        Raises:
-            ValueError: naming it.
-        """
+        """Refuse what transformers may ask of a forward and would miss in the answer."""
         if options.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds: a widened model embeds every token in each of its streams; pass input_ids")
         for name in ("output_hidden_states", "output_attentions"):
@@ -213,7 +201,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     @property
     def is_checkpointing(self) -> bool:
         """Whether activations of what trains are computed again in backward."""
-        return False
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
@@ -281,11 +269,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
 
 def _one_device(device_map: Any) -> Any:
-    """Return a device map that keeps a model together: a layer reads the weights of its base's layer, not its outputs.
-
-    Raises:
-        ValueError: it names several devices, or the disk.
-    """
+    """Return a device map that keeps a model together: a layer reads its base layer's weights, not its outputs."""
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type

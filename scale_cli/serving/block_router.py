@@ -36,25 +36,15 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens of one step, one document's after another's, and where their documents lie.
+    """The tokens of one step, one document's after another's, and where their documents lie."""
 
-    Attributes:
-        ids_T: the tokens.
-        positions_T: of each in its document.
-        slots_T: of each, its block times the block size plus its place there; negative for padding.
-        blocks_RB: the blocks of every document.
-        starts_R: the first token of every document here, and after them the number of all.
-        longest: the most tokens that a document has here.
-        block_size: tokens in a block.
-    """
-
-    ids_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    blocks_RB: Tensor
-    starts_R: Tensor
-    longest: int
-    block_size: int
+    ids_T: Tensor  # the tokens
+    positions_T: Tensor  # of each in its document
+    slots_T: Tensor  # of each, its block times the block size plus its place there; negative for padding
+    blocks_RB: Tensor  # the blocks of every document
+    starts_R: Tensor  # the first token of every document here, and after them the number of all
+    longest: int  # the most tokens that a document has here
+    block_size: int  # tokens in a block
 
 
 class BlockRouter(nn.Module):
@@ -98,7 +88,7 @@ class BlockRouter(nn.Module):
         Args:
             hidden_TD: what the heads read, after each token.
             step: the tokens.
-            heads: the heads.
+            heads: what gives their logits.
 
         Returns:
             (T, K) log-weights with which the token after each is predicted, and (T,) the row that waits for the

@@ -24,19 +24,12 @@ _ROWS_AT_ONCE = 512  # whose logits are held together, of a prompt's tokens
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of the vocabulary that this device has, and what brings the shares together.
+    """The share of the vocabulary that this device has, and what brings the shares together."""
 
-    Attributes:
-        start: the first token of the share.
-        length: how many it has; more columns than these are padding.
-        gather: of a tensor, those of all devices, stacked.
-        sum: of a tensor, the sum over all devices.
-    """
-
-    start: int
-    length: int
-    gather: Callable[[Tensor], Tensor]
-    sum: Callable[[Tensor], Tensor]
+    start: int  # the first token of the share
+    length: int  # how many it has; more columns than these are padding
+    gather: Callable[[Tensor], Tensor]  # of a tensor, those of all devices, stacked
+    sum: Callable[[Tensor], Tensor]  # of a tensor, the sum over all devices
 
 
 class BasesShare:
@@ -95,29 +88,20 @@ def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """The heads of a plain export, which is what `block_router.Heads` asks for.
+    """The heads of a plain export, which is what `block_router.Heads` asks for."""
 
-    Attributes:
-        tiles: for every few thousand tokens, and every stream, what multiplies its channels with their columns of the
-            head: (T, D_k) to (T, tokens).
-        stream_sizes: channels of every stream.
-        parents: of every added stream the head to whose logits its own are added.
-        shard: of the vocabulary.
-        weight: (V, D), all columns, where they can be read one by one: a token's logits are then its row times the
-            hidden row. None where they are quantised.
-        base: of z_0 what the base's head says; None where that is z_0 itself.
-        sizes_of: the function of that name, or a compiled one.
-        scores_of: likewise.
-    """
-
+    # for every few thousand tokens, and every stream, what multiplies its channels with their columns of the head:
+    # (T, D_k) to (T, tokens)
     tiles: Sequence[Sequence[Callable[[Tensor], Tensor]]]
-    stream_sizes: Sequence[int]
-    parents: Sequence[int]
-    shard: Shard
+    stream_sizes: Sequence[int]  # channels of every stream
+    parents: Sequence[int]  # of every added stream the head to whose logits its own are added
+    shard: Shard  # of the vocabulary
+    # (V, D), all columns, where they can be read one by one: a token's logits are then its row times the hidden row;
+    # None where they are quantised
     weight: Tensor | None
-    base: BasesShare | None = None
-    sizes_of: Callable[..., Tensor] = sizes_of
-    scores_of: Callable[..., Tensor] = scores_of
+    base: BasesShare | None = None  # of z_0 what the base's head says; None where that is z_0 itself
+    sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled one
+    scores_of: Callable[..., Tensor] = scores_of  # likewise
 
     def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of this device's share of the vocabulary, and (T, K) the heads' log-sum-exps over all."""

@@ -152,11 +152,7 @@ class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
-    """Refuse a folder that holds no router, and what would make its answers wrong.
-
-    Raises:
-        ValueError: naming it, in one line.
-    """
+    """Refuse a folder that holds no router, and what would make its answers wrong."""
     config = vllm_config.model_config.hf_config
     routing = getattr(config, "scale_router", None)
     if not routing:
@@ -189,15 +185,10 @@ def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:
 def shard_of(lm_head: Any) -> Shard:
     """Return this device's share of the vocabulary."""
     indices = lm_head.shard_indices
-    gather: Callable[[Tensor], Tensor] = partial(torch.unsqueeze, dim=0)
-    total: Callable[[Tensor], Tensor] = _itself
+    start, length = indices.org_vocab_start_index, indices.num_org_elements
     if lm_head.tp_size > 1:
-        gather, total = _gather_stacked, tensor_model_parallel_all_reduce
-    return Shard(indices.org_vocab_start_index, indices.num_org_elements, gather, total)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+        return Shard(start, length, _gather_stacked, tensor_model_parallel_all_reduce)
+    return Shard(start, length, gather=partial(torch.unsqueeze, dim=0), sum=lambda tensor: tensor)
 
 
 def _gather_stacked(tensor: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(run: RunCon
     ids = prompt + generator.tokenizer(continued.completion, add_special_tokens=False).input_ids
     with torch.no_grad():
         states = generator.model.final_states(torch.tensor([ids]), preserved=True)
-        heads = [logits[0].double().log_softmax(-1) for logits in generator.model.both_logits(states)]
+        heads = [logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)]
     weight = 0.5
     for position, token in enumerate(ids[1 : len(prompt)]):
         said = [math.exp(head[position, token]) for head in heads]

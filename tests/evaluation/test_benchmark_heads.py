@@ -115,7 +115,7 @@ def by_hand(
 ) -> dict[str, float]:
     """Both rules token by token, in plain probabilities, from whole logits."""
     ids = torch.tensor([context + continuation])
-    base, adapted = model.both_logits(model.final_states(ids, preserved=True))
+    base, adapted = model.routed_logits(model.final_states(ids, preserved=True))
     cosine = torch.nn.functional.cosine_similarity(base[0], adapted[0], dim=-1).tolist()
     heads: list[Tensor] = [logits[0].double().softmax(-1) for logits in (base, adapted)]
     weight, sums = router.prior, dict.fromkeys(HEADS, 0.0)

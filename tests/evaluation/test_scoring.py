@@ -195,11 +195,11 @@ def test_the_routers_weight_carries_over_from_window_to_window(
         for start in range(0, len(ids) - 1, length):
             window = ids[None, start : start + length + 1]
             with torch.no_grad():
-                heads = model.both_logits(model.final_states(window[:, :-1], preserved=True))
+                heads = model.routed_logits(model.final_states(window[:, :-1], preserved=True))
             for head, logits in enumerate(heads):
                 log_probs = torch.log_softmax(logits.double(), -1).gather(-1, window[:, 1:, None])[0, :, 0]
                 said[head].append(log_probs.numpy())
-            cosines.append(torch.cosine_similarity(*heads, dim=-1)[0].numpy())
+            cosines.append(torch.cosine_similarity(heads[0], heads[1], dim=-1)[0].numpy())
         base, adapted = (np.concatenate(parts) for parts in said)
         loss, share = recursion(base, adapted, 0.3, switch_rate)
         assert losses.rules["posterior"][index] == pytest.approx(loss, rel=1e-5)

@@ -114,7 +114,7 @@ def test_flash_attention_says_what_sdpa_says(
     for attention in ("sdpa", "flash_attention_2"):
         model.root.config._attn_implementation = attention
         with torch.no_grad():
-            heads.append(model.both_logits(model.final_states(**inputs, preserved=True)))
+            heads.append(model.routed_logits(model.final_states(**inputs, preserved=True)))
     for theirs, ours in zip(*heads, strict=True):
         assert (ours - theirs).abs().max() <= 1e-4
 

@@ -42,8 +42,8 @@ def some_ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def both_heads(model: ScaleForCausalLM, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    return model.both_logits(model.final_states(input_ids, preserved=True))
+def both_heads(model: ScaleForCausalLM, input_ids: Tensor) -> list[Tensor]:
+    return model.routed_logits(model.final_states(input_ids, preserved=True))
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> Non
     model.config.router_threshold = cosine.quantile(0.3).item()
     serves_base = cosine_serves_base(cosine, model.config.router_threshold)
     assert 0.5 < serves_base.float().mean() < 0.9, "both heads serve"
-    base, adapted = model.both_logits(states)
+    base, adapted = model.routed_logits(states)
     expected = torch.where(serves_base.unsqueeze(-1), base, adapted)
     assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
 

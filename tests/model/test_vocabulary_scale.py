@@ -118,7 +118,7 @@ def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(collabo
         for parameter in model.expansion.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         states = model.eval().final_states(ids, preserved=True)
-        base, adapted = model.both_logits(states)
+        base, adapted = model.routed_logits(states)
         assert torch.equal(base, before)
         assert torch.equal(model.head_logits(ids)(slice(None))[0], before)
         expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
