@@ -7,6 +7,7 @@ conversations, every one that is learned. The last window is padded, and its pad
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,28 +23,23 @@ from scale_cli.data.ledger import TrainedTokens
 IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
-class Windows(Protocol):
+class Windows(ABC):
     """Sequences of one length to train on, padded where they are shorter."""
 
     sequence_length: int
+    num_targets: npt.NDArray[np.int64]  # (windows,) of each
     in_order: bool = False  # whether every epoch takes them as they are; otherwise each shuffles them
     num_left_out: int = 0  # targets of their text that are in none of them
 
     def __len__(self) -> int:
-        """Return how many there are."""
-
-    def num_targets(self, index: int) -> int:
-        """Return how many targets a window has."""
-
-    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
-        """Return how many targets some windows have together."""
-        return sum(self.num_targets(int(index)) for index in indices)
+        return len(self.num_targets)
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), restarting where attention may not look back; None: counted from 0."""
         del index  # a window is one text, where nothing else is said
         return None
 
+    @abstractmethod
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
 
@@ -58,26 +54,14 @@ class PackedWindows(Windows):
         self.ids = ids
         self.sequence_length = sequence_length
         self._learned = learned
-        num_targets = np.full(len(self), sequence_length)
-        num_targets[-1] = self._num_inputs(len(self) - 1)
-        if learned is not None:
-            starts = np.arange(0, len(ids) - 1, sequence_length)
-            num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
-        self._num_targets = num_targets
-
-    def __len__(self) -> int:
-        return -(-(len(self.ids) - 1) // self.sequence_length)
+        starts = np.arange(0, len(ids) - 1, sequence_length)
+        if learned is None:
+            self.num_targets = np.minimum(sequence_length, len(ids) - 1 - starts)
+        else:
+            self.num_targets = np.add.reduceat(learned[1:], starts, dtype=np.int64)
 
     def _num_inputs(self, index: int) -> int:
         return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
-
-    def num_targets(self, index: int) -> int:
-        """Return how many targets a window has."""
-        return int(self._num_targets[index])
-
-    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
-        """Return how many targets some windows have together."""
-        return int(self._num_targets[indices].sum())
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
@@ -125,19 +109,13 @@ class SequenceWindows(Windows):
         assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
         self.sequences = sequences
         self.sequence_length = max(longest, max(map(len, sequences))) - 1
+        self.num_targets = np.array([len(sequence) - 1 for sequence in sequences])  # every token but the first
 
     @classmethod
     def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
         """Return several sources' windows, as long as the longest of any."""
         longest = max(len(sequence) for sequences in sources for sequence in sequences)
         return [cls(sequences, longest) for sequences in sources]
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def num_targets(self, index: int) -> int:
-        """Return how many targets a window has: every token but the first is one."""
-        return len(self.sequences[index]) - 1
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,)."""
@@ -298,12 +276,8 @@ class Batches:
         """Return the targets in a step's global batch, over all processes, by source."""
         targets = [0] * len(self.sources)
         for source, window in self.windows_of(step):
-            targets[source] += self.sources[source].num_targets(window)
+            targets[source] += int(self.sources[source].num_targets[window])
         return tuple(targets)
-
-    def num_target_tokens(self, step: int) -> int:
-        """Return the targets in a step's global batch, over all processes: what its loss is normalised by."""
-        return sum(self.num_targets(step))
 
     def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
         """Yield what one process takes, step by step, from a step to the last."""
@@ -317,11 +291,11 @@ class Batches:
 
     def _trained(self, source: int, num_turns: int) -> TrainedTokens:
         windows = self.sources[source]
-        num_targets = windows.num_targets_of(np.arange(len(windows)))
+        num_targets = int(windows.num_targets.sum())
         num_whole, num_begun = divmod(num_turns, len(windows))
         if not num_begun:
             return TrainedTokens(num_whole * num_targets, num_whole, 0, windows.num_left_out)
-        begun = windows.num_targets_of(self._epoch_order(source, num_whole)[:num_begun])
+        begun = int(windows.num_targets[self._epoch_order(source, num_whole)[:num_begun]].sum())
         return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun, windows.num_left_out)
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:

@@ -41,6 +41,7 @@ LAST_NAMES = tuple(
         _pairs(_TEXT["last_name_stems"]), _pairs(_TEXT["last_name_endings"])
     )
 )
+ENGLISH_MONTHS: list[str] = _TEXT["english_months"]
 CITIES, MAJORS = _pairs(_TEXT["cities"]), _pairs(_TEXT["majors"])
 UNIVERSITIES, EMPLOYERS = _institutions(_TEXT["universities"]), _institutions(_TEXT["employers"])
 ENGLISH_TEMPLATES: dict[str, list[str]] = _TEXT["english_templates"]
@@ -58,20 +59,6 @@ NUM_NAMES = len(_FIRST_NAMES) * len(MIDDLE_NAMES) * len(LAST_NAMES)
 
 _FIRST_BIRTH_DATE = datetime.date(1950, 1, 1)
 _LAST_BIRTH_DATE = datetime.date(1999, 12, 31)
-_ENGLISH_MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-)
 
 _SUBJECT_PRONOUNS: dict[Gender, str] = {"feminine": "she", "masculine": "he"}
 _POSSESSIVE_PRONOUNS: dict[Gender, str] = {"feminine": "her", "masculine": "his"}
@@ -203,7 +190,7 @@ def _draw_person(name_index: int, rng: random.Random) -> Person:
 def _values(person: Person) -> dict[str, Translated]:
     date = person.birth_date
     birth_date = Translated(
-        en=f"{_ENGLISH_MONTHS[date.month - 1]} {date.day}, {date.year}",
+        en=f"{ENGLISH_MONTHS[date.month - 1]} {date.day}, {date.year}",
         ko=f"{date.year}년 {date.month}월 {date.day}일",
     )
     return {

@@ -31,11 +31,8 @@ class ChosenWindows(Windows):
         self.chosen = chosen
         self.in_order = in_order
         self.sequence_length = windows.sequence_length
-        everything = np.arange(len(windows))
-        self.num_left_out = windows.num_targets_of(everything) - windows.num_targets_of(chosen)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
+        self.num_targets = windows.num_targets[chosen]
+        self.num_left_out = int(windows.num_targets.sum() - self.num_targets.sum())
 
     @property
     def described(self) -> str:
@@ -47,14 +44,6 @@ class ChosenWindows(Windows):
     def sha256(self) -> str:
         """Of which windows are chosen, and of their order."""
         return hashlib.sha256(self.chosen.astype("<i8").tobytes()).hexdigest()
-
-    def num_targets(self, index: int) -> int:
-        """Return how many targets a window has."""
-        return self.windows.num_targets(int(self.chosen[index]))
-
-    def num_targets_of(self, indices: npt.NDArray[np.int64]) -> int:
-        """Return how many targets some windows have together."""
-        return self.windows.num_targets_of(self.chosen[indices])
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,)."""

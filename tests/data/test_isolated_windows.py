@@ -31,7 +31,7 @@ def test_a_position_counts_from_where_its_document_began_or_the_window(
         positions = windows.positions(index)
         assert positions is not None
         assert positions.shape == (sequence_length,)
-        stream = range(index * sequence_length, index * sequence_length + windows.num_targets(index))
+        stream = range(index * sequence_length, index * sequence_length + windows.num_targets[index])
         for at, token in enumerate(stream):
             assert positions[at] == min(of_token[token][1], at)
 
@@ -47,7 +47,7 @@ def test_without_a_mark_of_its_own_a_document_begins_with_that_which_ended_the_o
         mine, theirs = windows.positions(index), one_earlier.positions(index)
         assert mine is not None
         assert theirs is not None
-        num_targets = windows.num_targets(index)
+        num_targets = windows.num_targets[index]
         np.testing.assert_array_equal(mine[:num_targets], theirs[:num_targets])
 
 

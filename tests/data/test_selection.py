@@ -50,7 +50,7 @@ def test_kept_is_the_share_on_its_side_and_its_order_is_by_score_or_the_texts(
     if side == "middle" and len(set(scores)) == len(scores):
         assert abs(above - below) <= 1
     assert kept == (sorted(kept, key=lambda i: (scores[i], i)) if easy_first else sorted(kept))
-    assert chosen.num_left_out == sum(windows.num_targets(i) for i in left)
+    assert chosen.num_left_out == sum(windows.num_targets[i] for i in left)
 
 
 @settings(deadline=None, max_examples=20)

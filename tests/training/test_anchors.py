@@ -81,7 +81,7 @@ def test_what_decays_to_the_base_is_the_base_and_a_difference_that_decays_to_zer
             parameter.data.copy_(start[name] + differences[name].detach())
         for batch in batches_of(4).micro_batches(step):
             labels = {"labels": batch.targets, "shift_labels": batch.targets}
-            num_tokens = batches_of(4).num_target_tokens(step)
+            num_tokens = sum(batches_of(4).num_targets(step))
             other(batch.input_ids, **labels, num_items_in_batch=num_tokens, use_cache=False).loss.backward()
         for name, parameter in trained.items():
             differences[name].grad, parameter.grad = parameter.grad, None

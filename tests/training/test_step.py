@@ -57,7 +57,7 @@ def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_gradient_accumulation_equals_the_large_batch(model: LlamaForCausalLM, micro_batch_size: int) -> None:
-    partial = [i for i in range(20) if batches_of(8).num_target_tokens(i) < 8 * 16]
+    partial = [i for i in range(20) if sum(batches_of(8).num_targets(i)) < 8 * 16]
     assert partial, "some batch holds the short window"
     accumulated, whole = copy.deepcopy(model), copy.deepcopy(model)
     cut_up = step(accumulated, batches_of(micro_batch_size), partial[0])
@@ -90,7 +90,7 @@ def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes
         assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     assert results[0].loss > step(copy.deepcopy(model), mixed(8, weight=0.0)).loss
     shares = [
-        loss_share(model, batch, torch.device("cpu"), mixed(2).num_target_tokens(0)).item()
+        loss_share(model, batch, torch.device("cpu"), sum(mixed(2).num_targets(0))).item()
         for rank in range(2)
         for batch in mixed(2).micro_batches(0, rank, 2)
     ]

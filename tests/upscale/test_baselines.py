@@ -101,7 +101,7 @@ def test_a_plain_step_of_osf_is_pefts_own() -> None:
     for step in range(2):
         train_step(Accelerator(cpu=True), ours, optimiser, batches_of(8), step, train)
         (batch,) = batches_of(8).micro_batches(step)
-        num_tokens = batches_of(8).num_target_tokens(step)
+        num_tokens = sum(batches_of(8).num_targets(step))
         labels = {"labels": batch.targets, "shift_labels": batch.targets}
         theirs(batch.input_ids, **labels, num_items_in_batch=num_tokens, use_cache=False).loss.backward()
         by_hand.step()
