@@ -258,12 +258,13 @@ def _assert_same_words(there: list[Continuation], here: list[Continuation]) -> N
 @pytest.mark.parametrize("make", [route, upon_another])
 def test_the_proof_of_preservation(device: torch.device, config: RunConfig, make: Callable[[], Any]) -> None:
     model, tokenizer = make().to(device), load_tokenizer(config.model)
-    logits = own_logits(model.base, sample_ids(tokenizer))
-    assert embedded_on(lambda: check_preservation(model, tokenizer, logits)) == {device.type}
+    prompts = sample_ids(tokenizer)
+    logits = own_logits(model.base, prompts)
+    assert embedded_on(lambda: check_preservation(model, prompts, logits)) == {device.type}
     with torch.no_grad():
         model.root.lm_head.weight.mul_(1.01)
     with pytest.raises(PreservationError):
-        check_preservation(model, tokenizer, logits)
+        check_preservation(model, prompts, logits)
 
 
 @pytest.mark.parametrize("variant", ["route", "lora", "llama-pro"])

@@ -123,11 +123,12 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         ]
         probe = known_windows(known, config.seed, method.adept.probe_windows)
         method = with_found_layers(method, placed(base), probe)
-    base_logits = own_logits(placed(base), sample_ids(of_base))
+    prompts = sample_ids(of_base)
+    base_logits = own_logits(placed(base), prompts)
     model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer)))
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
     merged = plain_model(model, "float32") if method.variant == "osf" else model
-    check_preservation(merged, of_base, base_logits)
+    check_preservation(merged, prompts, base_logits)
     found_in = text_to_find_in(config)
     with new_folder(run.upscaled) as partial:
         if method.widens or method.vocabulary is not None:

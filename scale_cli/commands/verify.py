@@ -230,10 +230,10 @@ def _check_method(check: FolderCheck, base: ModelConfig, base_logits: dict[str, 
         session = open_folder(check.folder, base)
         model = session.load()  # holds the base to its hashes
         if isinstance(model, ScaleForCausalLM):
-            tokenizer, name = load_tokenizer(base), base.model_dump_json()
+            prompts, name = sample_ids(load_tokenizer(base)), base.model_dump_json()
             if name not in base_logits:
-                base_logits[name] = own_logits(placed(load_any_base(base)), sample_ids(tokenizer))
-            check_preservation(model, tokenizer, base_logits[name])
+                base_logits[name] = own_logits(placed(load_any_base(base)), prompts)
+            check_preservation(model, prompts, base_logits[name])
 
     _hold(check, "base and its preservation", prove_base)
 

@@ -124,20 +124,14 @@ class CorpusReader:
             try:
                 with file.open() as raw:
                     self._raw = raw
-                    yield from self._from_file(file, raw)
+                    with decompressed(file, raw) as stream:
+                        yield from _READERS[file.format](file, stream, self.source, self._limit)
             except _DAMAGED as error:
                 message = " ".join(str(error).split()) or type(error).__name__
                 yield Rejected(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
             finally:
                 self._raw = None
             self._finished_bytes += file.size
-
-    def _from_file(self, file: SourceFile, raw: IO[bytes]) -> Iterator[Record]:
-        with decompressed(file, raw) as stream:
-            if self.source.documents == "file":
-                yield from _read_whole(file, stream, self._limit)
-            else:
-                yield from _READERS[file.format](file, stream, self.source, self._limit)
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
@@ -155,14 +149,18 @@ def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, i
         yield number, None, length
 
 
-def _checked_line(line: bytes | None) -> str | Reason:
+def _decoded(line: bytes | None) -> str | Reason:
     if line is None:
         return Reason.TOO_LARGE
     try:
-        text = line.decode()
+        return line.decode()
     except UnicodeDecodeError:
         return Reason.NOT_UTF8
-    return Reason.NUL if "\0" in text else text
+
+
+def _checked_line(line: bytes | None) -> str | Reason:
+    text = _decoded(line)
+    return Reason.NUL if isinstance(text, str) and "\0" in text else text
 
 
 class _Gathered:
@@ -195,32 +193,22 @@ class _Gathered:
         return judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
 
 
-def _read_whole(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Record]:
-    gathered = _Gathered(file, limit)
-    for number, line, length in _lines(stream, limit):
-        gathered.add(number, _checked_line(line), length)
-    yield gathered.finished()
-
-
 def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
-    del source  # a text file has no fields
-    gathered = _Gathered(file, limit)
+    whole, gathered = source.documents == "file", _Gathered(file, limit)
     for number, line, length in _lines(stream, limit):
         checked = _checked_line(line)
-        if isinstance(checked, Reason) or checked.strip():
+        if whole or isinstance(checked, Reason) or checked.strip():
             gathered.add(number, checked, length)
         elif gathered.num_bytes:
             yield gathered.finished()
             gathered = _Gathered(file, limit)
-    if gathered.num_bytes:
+    if whole or gathered.num_bytes:
         yield gathered.finished()
 
 
 def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        place = f"{file}:{number}"
-        value = _json_text(line, source)
-        yield Rejected(value, place, length) if isinstance(value, Reason) else judged(value, place, limit)
+        yield judged(_json_text(line, source), f"{file}:{number}", limit, num_bytes=length)
 
 
 def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
@@ -236,17 +224,13 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
-        place, value = f"{file}: item {number}", _picked(record, source)
-        yield Rejected(value, place, 0) if isinstance(value, Reason) else judged(value, place, limit)
+        yield judged(_picked(record, source), f"{file}: item {number}", limit)
 
 
 def _json_text(line: bytes | None, source: TextSource) -> str | Reason:
-    if line is None:
-        return Reason.TOO_LARGE
-    try:
-        decoded = line.decode()
-    except UnicodeDecodeError:
-        return Reason.NOT_UTF8
+    decoded = _decoded(line)
+    if isinstance(decoded, Reason):
+        return decoded
     if not decoded.strip():
         return Reason.EMPTY
     try:
@@ -294,15 +278,14 @@ def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
     for batch in rows:
         for value in batch.column(0).to_pylist():
             number = next(later for later in count(number + 1) if later not in broken)
-            place, checked = f"{file}: row {number}", _checked_line(value)
-            yield (
-                Rejected(checked, place, len(value)) if isinstance(checked, Reason) else judged(checked, place, limit)
-            )
+            yield judged(_checked_line(value), f"{file}: row {number}", limit, num_bytes=len(value))
     yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
-def judged(text: str, place: str, limit: int, learned: Spans | None = None) -> Record:
-    """Return a document, or why it is none."""
+def judged(text: str | Reason, place: str, limit: int, learned: Spans | None = None, *, num_bytes: int = 0) -> Record:
+    """Return a document, or why it is none; of what has no text, `num_bytes` is how long it is in its file."""
+    if isinstance(text, Reason):
+        return Rejected(text, place, num_bytes)
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
@@ -347,7 +330,7 @@ def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int)
             except UnicodeDecodeError:
                 yield Rejected(Reason.NOT_UTF8, place, scalar.as_buffer().size)
                 continue
-            yield judged(text, place, limit) if isinstance(text, str) else Rejected(Reason.WRONG_TYPE, place, 0)
+            yield judged(text if isinstance(text, str) else Reason.WRONG_TYPE, place, limit)
 
 
 def check_source(source: TextSource) -> None:
@@ -367,8 +350,7 @@ def check_source(source: TextSource) -> None:
 def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
     with named_dataset_errors(source):
         for number, row in enumerate(dataset_rows(source), start=1):
-            place, value = f"{source.dataset} row {number}", _picked(row, source)
-            yield Rejected(value, place, 0) if isinstance(value, Reason) else judged(value, place, limit)
+            yield judged(_picked(row, source), f"{source.dataset} row {number}", limit)
 
 
 _READERS = {

@@ -6,6 +6,7 @@ Held-out text that is trained on, too, text that the tokenizer does not know, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,11 @@ def corpus_warnings(
         for source in config.corpus.sources
         for line in reading_warnings(config, source, len(trained[source.name].ids))
     ]
-    unknown = [line for corpora in (trained, held) for name in corpora for line in _unknown(name, corpora[name])]
+    unknown = [
+        f"corpus {name}: {percent(share, 2)} of its tokens are <unk>, text that the tokenizer does not know"
+        for name, corpus in (*trained.items(), *held.items())
+        if (share := corpus.ledger.unknown_fraction) > _FEW_UNKNOWN
+    ]
     return [
         *idle_settings(config),
         *readings,
@@ -64,7 +69,7 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
 
 def idle_settings(config: RunConfig) -> list[str]:
     """Return a line for every setting that comes to nothing in this run, or never to what it says."""
-    train = config.train
+    train, every_steps = config.train, config.method.adept.every_steps
     of_schedules = {
         "decay_steps": ("wsd", "infinite"),
         "decay_shape": ("wsd", "infinite"),
@@ -79,48 +84,24 @@ def idle_settings(config: RunConfig) -> list[str]:
         lines.append("train.decay_to_base: train.weight_decay is 0, so that nothing is drawn to the base; give one")
     if train.init_moments == "kept" and train.init_from is None:
         lines.append("train.init_moments: kept of nothing; name a checkpoint, train.init_from")
-    return [*lines, *_warm_up(config), *_no_rates(config), *_empty_stages(config)]
-
-
-def _empty_stages(config: RunConfig) -> list[str]:
-    begin, max_steps, lines = 0, config.train.max_steps, []
-    for stage in config.corpus.stages:
-        end, _ = stage.of_run(config.corpus.sources, max_steps)
-        if end == begin:
-            lines.append(
-                f"corpus.stages: the one until {stage.until:g} has none of train.max_steps {max_steps:,}: nothing is "
-                "trained by its weights"
-            )
-        begin = end
-    return lines
-
-
-def _no_rates(config: RunConfig) -> list[str]:
-    every_steps, max_steps = config.method.adept.every_steps, config.train.max_steps
-    if config.method.variant != "adept" or every_steps < max_steps:
-        return []
-    return [
-        f"method.adept.every_steps {every_steps:,}: not less than train.max_steps {max_steps:,}, so that no rate is "
-        "measured and every tensor has train.lr; lower it"
+    if train.warmup_steps > train.max_steps:
+        lines.append(
+            f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the "
+            f"rate never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
+            "the one with the other"
+        )
+    if config.method.variant == "adept" and every_steps >= train.max_steps:
+        lines.append(
+            f"method.adept.every_steps {every_steps:,}: not less than train.max_steps {train.max_steps:,}, so that no "
+            "rate is measured and every tensor has train.lr; lower it"
+        )
+    ends = [0, *(end for end, _ in config.corpus.mixture(train.max_steps))]
+    return lines + [
+        f"corpus.stages: the one until {stage.until:g} has none of train.max_steps {train.max_steps:,}: nothing is "
+        "trained by its weights"
+        for stage, (begin, end) in zip(config.corpus.stages, pairwise(ends), strict=False)
+        if begin == end
     ]
-
-
-def _warm_up(config: RunConfig) -> list[str]:
-    train = config.train
-    if train.warmup_steps <= train.max_steps:
-        return []
-    return [
-        f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the rate "
-        f"never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
-        "the one with the other"
-    ]
-
-
-def _unknown(name: str, corpus: TokenisedCorpus) -> list[str]:
-    share = corpus.ledger.unknown_fraction
-    if share <= _FEW_UNKNOWN:
-        return []
-    return [f"corpus {name}: {percent(share, 2)} of its tokens are <unk>, text that the tokenizer does not know"]
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:

@@ -92,7 +92,10 @@ def source_files(source: TextSource) -> list[SourceFile]:
     """Return the files of a source: those of each of its patterns by name, none twice."""
     files: dict[str, SourceFile] = {}
     for pattern in source.paths:
-        for file in _matching(source.name, pattern):
+        found = _in_store(source.name, pattern) if "://" in pattern else _local(source.name, pattern)
+        if not found:
+            raise CorpusError(f"{source.name}: no file matches {pattern}")
+        for file in found:
             files.setdefault(file.name, file)
     for file in files.values():
         if file.format not in FORMATS:
@@ -103,13 +106,6 @@ def source_files(source: TextSource) -> list[SourceFile]:
         if source.documents == "file" and file.format != ".txt":
             raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
     return list(files.values())
-
-
-def _matching(name: str, pattern: str) -> list[SourceFile]:
-    found = _in_store(name, pattern) if "://" in pattern else _local(name, pattern)
-    if not found:
-        raise CorpusError(f"{name}: no file matches {pattern}")
-    return found
 
 
 def _local(name: str, pattern: str) -> list[SourceFile]:

@@ -116,11 +116,10 @@ class Ledger(RunRecord):
         if self.num_damaged_files:
             losses.append((self.num_damaged_files, Reason.DAMAGED_FILE.value, self.damaged_files))
         losses.sort(key=lambda loss: -loss[0])
-        return "; ".join(f"{number:,} {reason}: {_listed(places, number)}" for number, reason, places in losses)
-
-
-def _listed(places: tuple[str, ...], number: int) -> str:
-    return ", ".join(places) + (", ..." if number > len(places) else "")
+        return "; ".join(
+            f"{number:,} {reason}: {', '.join(places)}{', ...' if number > len(places) else ''}"
+            for number, reason, places in losses
+        )
 
 
 @dataclass(frozen=True)

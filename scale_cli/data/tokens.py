@@ -145,7 +145,7 @@ def _folder_name(
     # A new key of a source that decides its text has to be here, or a stale cache is read.
     described = {
         "format": version,
-        "content": _file_content(source, hashes) if source.dataset is None else _dataset_content(source, hashes),
+        "content": _content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,
         # Earlier versions counted what was read, kept or not.
@@ -158,28 +158,21 @@ def _folder_name(
     return f"{source.name}-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
-def _file_content(source: TextSource, hashes: SourceHashes) -> list[tuple[str, str]]:
-    return [(file.format + file.compression, _content(file, source.name, hashes)) for file in source_files(source)]
+def _content(source: TextSource, hashes: SourceHashes) -> list[object]:
+    def content(file: SourceFile) -> str:
+        try:
+            return file.content(hashes)
+        except OSError as error:
+            raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
 
-
-def _content(file: SourceFile, source_name: str, hashes: SourceHashes) -> str:
-    try:
-        return file.content(hashes)
-    except OSError as error:
-        raise CorpusError(f"{source_name}: {file} cannot be read ({error.strerror or error})") from None
-
-
-def _dataset_content(source: TextSource, hashes: SourceHashes) -> list[object]:
-    assert source.dataset is not None
+    if source.dataset is None:
+        return [(file.format + file.compression, content(file)) for file in source_files(source)]
     place = Path(source.dataset)
-    if place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.is_file())
-        commit: object = [
-            (str(file.relative_to(place)), _content(SourceFile(str(file)), source.name, hashes)) for file in files
-        ]
-    else:
-        commit = dataset_commit(source)
-    return [source.dataset, source.subset, source.split, commit]
+    if not place.is_dir():
+        return [source.dataset, source.subset, source.split, dataset_commit(source)]
+    files = sorted(file for file in place.rglob("*") if file.is_file())
+    contents = [(str(file.relative_to(place)), content(SourceFile(str(file)))) for file in files]
+    return [source.dataset, source.subset, source.split, contents]
 
 
 def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:

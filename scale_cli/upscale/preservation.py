@@ -43,20 +43,16 @@ def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def check_preservation(model: MethodModel, tokenizer: PreTrainedTokenizerBase, base_logits: list[Tensor]) -> None:
+def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]) -> None:
     """Compare a method's model with its base, bit for bit: the base head of a widened one, any other's only head.
 
     Where the base is widened too, it is held to its own base likewise.
 
     Args:
         model: at its start; a widened one at any time.
-        tokenizer: the base's.
-        base_logits: the base's own logits on the sample texts, from before it became a part of the model.
+        prompts: the sample texts, as the base's tokenizer has them.
+        base_logits: the base's own on them, from before it became a part of the model.
     """
-    _check_on(model, sample_ids(tokenizer), base_logits)
-
-
-def _check_on(model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]) -> None:
     model.eval()
     for text, ids, expected in zip(SAMPLE_TEXTS, prompts, base_logits, strict=True):
         if isinstance(model, ScaleForCausalLM):
@@ -68,4 +64,4 @@ def _check_on(model: MethodModel, prompts: list[Tensor], base_logits: list[Tenso
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         below = model.base.base
         known = [ids % below.config.vocab_size for ids in prompts]  # it may lack tokens: others in their place
-        _check_on(model.base, known, own_logits(below, known))
+        check_preservation(model.base, known, own_logits(below, known))

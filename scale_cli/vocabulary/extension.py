@@ -45,25 +45,22 @@ def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> To
 
 def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
     """Return what a tokenizer was extended by, from `first_id` on."""
-    model = json.loads(tokenizer.to_str())["model"]
-    merged = _first_merges(model["merges"])
-    new = sorted((index, token) for token, index in model["vocab"].items() if index >= first_id)
-    return [NewToken(token, merged.get(token)) for _, token in new]
+    vocabulary, merged = _described(tokenizer)
+    return [NewToken(token, merged.get(token)) for token in vocabulary if vocabulary[token] >= first_id]
 
 
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
     """Return of every new token of a tokenizer the old ids that stood in its place, in order."""
-    model = json.loads(tokenizer.to_str())["model"]
-    vocabulary: dict[str, int] = model["vocab"]
-    merged = _first_merges(model["merges"])
+    vocabulary, merged = _described(tokenizer)
     of_old = {token: [index] for token, index in vocabulary.items() if index < first_id}
-    new = sorted((index, token) for token, index in vocabulary.items() if index >= first_id)
-    return [_pieces(token, merged, of_old, spelling) for _, token in new]
+    return [_pieces(token, merged, of_old, spelling) for token, index in vocabulary.items() if index >= first_id]
 
 
-def _first_merges(merges: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """Return of every product the merge that comes first."""
-    return {left + right: (left, right) for left, right in reversed(merges)}
+def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
+    """Return a tokenizer's vocabulary by ids, and of every product the merge that comes first."""
+    model = json.loads(tokenizer.to_str())["model"]
+    vocabulary = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    return vocabulary, {left + right: (left, right) for left, right in reversed(model["merges"])}
 
 
 def _pieces(

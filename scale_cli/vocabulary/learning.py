@@ -152,13 +152,11 @@ def _merges_of_units(
         for word, encoding in zip(some, bpe.encode_batch(some), strict=True):
             for token in encoding.tokens:
                 made[token] += counted[word]
-    merges = list(
-        {left + right: (left, right) for left, right in reversed(merges)}.values()
-    )  # of one product the first
-    for left, right in merges:  # the last first
+    last_first = list({left + right: (left, right) for left, right in reversed(merges)}.values())  # each product once
+    for left, right in last_first:
         made[left] += made[left + right]
         made[right] += made[left + right]
-    return [(left, right, made[left + right]) for left, right in reversed(merges)]
+    return [(left, right, made[left + right]) for left, right in reversed(last_first)]
 
 
 def _repeated(word: str, count: int) -> Iterator[str]:

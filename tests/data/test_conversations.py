@@ -133,7 +133,7 @@ def test_every_learned_token_is_a_target_once_an_epoch_and_no_other_ever(
     targets = np.concatenate([windows.window(index)[1] for index in range(len(windows))])[: len(corpus.ids) - 1]
     assert ((targets != IGNORED) == corpus.learned[1:]).all()
     assert (targets[targets != IGNORED] == corpus.ids[1:][corpus.learned[1:]]).all()
-    counts = windows.num_targets
+    counts = windows.num_targets.tolist()
     assert sum(counts) == corpus.ledger.targets_an_epoch
     assert counts == [int((windows.window(index)[1] != IGNORED).sum()) for index in range(len(windows))]
 
