@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +31,7 @@ from scale_cli.storage.layout import check_replaceable
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
+from scale_cli.upscale.vocabulary import write_grown_tokenizer
 
 KIND = "scale join"
 
@@ -121,9 +124,7 @@ def join(
     )
     with new_folder(output) as partial:
         if folder_format == "llama":
-            plain = dense_model(joined.model, "float32", sample_ids(joined.tokenizer))
-            base, router = joined.configs[0].model, router_keys(joined.model)
-            write_plain(plain, joined.tokenizer, base, partial, router, joined.grown_in)
+            _write_plain(joined, partial)
         else:
             write_self_contained(joined.model, joined.tokenizer, partial)
         report.save(partial)
@@ -139,19 +140,30 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
     """Refuse what one plain vocabulary head cannot say.
 
     Raises:
-        ConfigError: an expansion writes into x, or says of new tokens what another does not.
+        ConfigError: an expansion writes into x, has rows of its own for another's new tokens, or lacks in a mean some
+            that another has.
     """
-    config, has_rows = joined.model.config, False
+    config, brought = joined.model.config, list[range]()
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
-        brings = branch.expansion.new_tokens is not None
+        brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""
-        if config.unknown_tokens(head):
+        if config.rule == "mean" and config.unknown_tokens(head):
             reason = "lacks new tokens that another has"
-        elif brings and has_rows and config.rule != "mean":
+        elif config.rule != "mean" and brings and known in brought:
             reason = "has rows of its own for the new tokens that another has rows for"
         if reason:
             raise ConfigError(f"--format llama: {member.name} {reason}; take --format transformers")
-        has_rows |= brings
+        brought += [known] if brings else []
+
+
+def _write_plain(joined: JoinedRuns, folder: Path) -> None:
+    """Write one plain model of all expansions, and beside it its router and the tokenizer of all."""
+    plain = dense_model(joined.model, "float32", sample_ids(joined.tokenizer))
+    base, router = joined.configs[0].model, router_keys(joined.model)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as grown:
+        if has_new := bool(joined.model.config.new_tokens):
+            write_grown_tokenizer(Path(grown), base, joined.tokenizer)
+        write_plain(plain, joined.tokenizer, base, folder, router, Path(grown) if has_new else None)
 
 
 def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
@@ -207,13 +219,18 @@ def _check_plain(folder: Path, joined: JoinedRuns) -> None:
 def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
     """Return what a plain model of several expansions computes: the base's logits and what each of them adds.
 
-    Of an ensemble that is its head.
+    Of an ensemble that is its head. Each adds to the tokens that it knows.
     """
-    heads = model.routed_logits(model.final_states(input_ids, preserved=True))
+    states = model.final_states(input_ids, preserved=True)
     if model.config.rule == "mean":
-        return heads[-1]
-    added = (heads[head] - heads[branch.parent] for head, branch in enumerate(model.branches, start=1))
-    return sum(added, start=heads[0])
+        return model.routed_logits(states)[-1]
+    heads = states.logits_of(model.root.lm_head, model.routed_heads)
+    whole = F.pad(heads[0], (0, model.config.vocab_size - heads[0].shape[-1]))
+    for head, branch in enumerate(model.branches, start=1):
+        own, below = heads[head], heads[branch.parent]
+        added = own - F.pad(below, (0, own.shape[-1] - below.shape[-1]))
+        whole[..., model.config.token_ids(head)[: own.shape[-1]]] += added
+    return whole
 
 
 # Of every format what its folder is held to.

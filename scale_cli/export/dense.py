@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -133,7 +134,10 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
     parents = [branch.parent for branch in model.branches]
     decoder, num_base = base.model, base.config.hidden_size
     eps_growth = _eps_growth(model, scales)
-    of_stages = [share * stage.lm_head.weight.float() for share, stage in zip(model.shares, stages, strict=True)]
+    of_stages = [
+        _rows_of_all_tokens(model, head, share * stage.lm_head.weight.float())
+        for head, (share, stage) in enumerate(zip(model.shares, stages, strict=True), start=1)
+    ]
     embedding = dense_embedding(base, stages)
     embedding[:, :num_base] *= scales.base
     embedding[:, num_base:] *= scales.expansion
@@ -164,12 +168,21 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
 def _head_of_x(model: WidenedModel) -> Tensor:
     """Return H, and below it H_new where there are new tokens; of an ensemble the mean of its heads'."""
     weight: Tensor = model.root.lm_head.weight.float()
-    rows = [
-        share * branch.expansion.new_tokens.lm_head.weight.float()
-        for share, branch in zip(model.shares, model.branches, strict=True)
-        if branch.expansion.new_tokens is not None
-    ]
-    return torch.cat([weight, torch.stack(rows).sum(dim=0)]) if rows else weight
+    whole = F.pad(weight, (0, 0, 0, model.config.vocab_size - len(weight)))
+    for head, (share, branch) in enumerate(zip(model.shares, model.branches, strict=True), start=1):
+        if (new := branch.expansion.new_tokens) is not None:
+            added = torch.cat([torch.zeros_like(weight), share * new.lm_head.weight.float()])
+            whole = whole + _rows_of_all_tokens(model, head, added)
+    return whole
+
+
+def _rows_of_all_tokens(model: WidenedModel, head: int, rows_VD: Tensor) -> Tensor:
+    """Return the rows of all tokens, from those of the tokens that a head has: 0 for the others."""
+    if len(rows_VD) == model.config.vocab_size:
+        return rows_VD
+    whole = rows_VD.new_zeros(model.config.vocab_size, rows_VD.shape[1])
+    whole[model.config.token_ids(head)[: len(rows_VD)]] = rows_VD
+    return whole
 
 
 def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales) -> Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.model import routed_scale, routing
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json
@@ -35,7 +36,9 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     Returns:
         `stream_sizes`: channels of the hidden row by stream, the base head's first (of a stack, all that its base head
         reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
-        rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`).
+        rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`):
+        of each the `first` of its pieces, those that are the scripts' `own`, and, where others than the base lack some
+        too, which are `known` by every head.
     """
     if not isinstance(model, WidenedModel):
         return None
@@ -49,14 +52,25 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     parents = [branch.parent - lowest for branch in routed]
     if len(model.log_prior()) == 2:  # one head, over the streams of all, of an ensemble too
         sizes, parents = [sizes[0], sum(sizes[1:])], [0]
-    new = new_tokens_among(branch.expansion for branch in routed)
     return {
         "stream_sizes": sizes,
         "parents": parents,
         "prior": model.config.router_prior,
         "switch_rate": model.config.router_switch_rate,
-        **({} if new is None else {"new_tokens": {"first": new.shared.first, "own": new.shared.own}}),
+        **_new_tokens(model, len(sizes)),
     }
+
+
+def _new_tokens(model: WidenedModel, num_heads: int) -> dict[str, Any]:
+    """Return what tells of tokens that not all heads have; nothing where all have them."""
+    if isinstance(model, JoinedForCausalLM):
+        config = model.config
+        first, own, known = [pieces[0] for pieces in config.pieces()], config.own_pieces, config.known_by_heads()
+        all_but_base_know_all = num_heads == 2 or known[1:] == [(0, len(first))] * (num_heads - 1)
+        told = {"first": first, "own": own, **({} if all_but_base_know_all else {"known": known})}
+        return {"new_tokens": told} if first else {}
+    new = new_tokens_among(branch.expansion for branch in model.branches[model.routed_heads[0] :])
+    return {} if new is None else {"new_tokens": {"first": new.shared.first, "own": new.shared.own}}
 
 
 def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.join.tokens import joined_tokens, tokens_of
+from scale_cli.join.tokens import joined_tokenizer, tokens_of
 from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -67,7 +67,6 @@ class JoinedRuns:
     configs: list[RunConfig]  # of the runs, as they were given
     record: BaseRecord  # of the plain base
     tokenizer: PreTrainedTokenizerBase  # the base's, with the new tokens of all runs
-    grown_in: Path | None  # the only run that brought new tokens; None where there are none, or several brought them
     prompts: list[Tensor]  # the sample texts, in the base's own tokens
     base_logits: list[Tensor]  # the base's own on those
 
@@ -103,10 +102,11 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
         configs.append(_where_it_lies(config, session.folder))
     if rule == "mean" and len(members) == 1:
         raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
-    tokens, prompts = joined_tokens(of_runs, base.config.vocab_size), sample_ids(of_runs[0].base_tokenizer)
+    tokenizer = joined_tokenizer(of_runs, base.config.vocab_size)
+    prompts = sample_ids(of_runs[0].base_tokenizer)
     base_logits = own_logits(base, prompts)
     model = stack_reads(base, members, prior, switch_rate, rule)
-    return JoinedRuns(model, members, configs, record, tokens.tokenizer, tokens.folder, prompts, base_logits)
+    return JoinedRuns(model, members, configs, record, tokenizer, prompts, base_logits)
 
 
 def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:

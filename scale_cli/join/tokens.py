@@ -33,7 +33,6 @@ class RunTokens:
     base_tokenizer: PreTrainedTokenizerBase  # of its plain base
     tokenizer: PreTrainedTokenizerBase  # the run's: the same where it has no new tokens
     script: Script | None = None  # of the new ones
-    folder: Path | None = None  # of the run that brought them
 
     def has_same_tokens_as(self, other: RunTokens) -> bool:
         """Return whether two runs have the same tokens."""
@@ -43,17 +42,17 @@ class RunTokens:
 
 def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
     """Return the tokens of a run; of runs upon one another only the lowest can have brought any."""
-    folder, bottom = session.folder, config
+    bottom = config
     while (below := stage_folder(bottom.model)) is not None:
-        folder, bottom = below, load_config(below / "scale.yaml")
+        bottom = load_config(below / "scale.yaml")
     if bottom.method.vocabulary is None:
         return RunTokens(run, config, session.tokenizer, session.tokenizer)
     script = Script.named(bottom.method.vocabulary.script)
-    return RunTokens(run, config, load_tokenizer(bottom.model), session.tokenizer, script, folder)
+    return RunTokens(run, config, load_tokenizer(bottom.model), session.tokenizer, script)
 
 
-def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
-    """Return the tokens of all runs together, those of the first run first.
+def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the tokens of all runs together, those of the first run first.
 
     Args:
         runs: on one base.
@@ -75,7 +74,7 @@ def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
                 )
         distinct.append(tokens)
     if len(distinct) <= 1:
-        return next(iter(distinct), runs[0])
+        return next(iter(distinct), runs[0]).tokenizer
     united, *others = (tokens.tokenizer.backend_tokenizer for tokens in distinct)
     for backend in others:
         united = extended(united, new_tokens(backend, first_id), united.get_vocab_size())
@@ -89,4 +88,4 @@ def joined_tokens(runs: Sequence[RunTokens], first_id: int) -> RunTokens:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         write_grown(Path(folder), distinct[0].tokenizer)
         united.save(str(Path(folder) / TOKENIZER_FILES[0]))
-        return RunTokens(runs[0].run, runs[0].config, runs[0].base_tokenizer, load_grown(Path(folder)))
+        return load_grown(Path(folder))

@@ -163,6 +163,11 @@ class JoinedConfig(_OverABase):
             first += len(tokens)
         return range(first, first + len(known))
 
+    def known_by_heads(self) -> list[tuple[int, int]]:
+        """Return of the base's head and of every member's the first new token it knows, and the one after the last."""
+        known = (self.known_tokens(head) for head in range(len(self.members) + 1))
+        return [(of_head.start, of_head.stop) for of_head in known]
+
     def unknown_tokens(self, head: int) -> list[int]:
         """Return the new tokens that a head does not know, as places among all of them."""
         known = self.known_tokens(head)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from .branches_scale import Branch, FinalStates
 from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
-from .routing import PieceShares, log_prior
+from .routing import log_prior, piece_shares
 from .serving_scale import WidenedModel
 
 
@@ -55,7 +55,8 @@ class JoinedForCausalLM(WidenedModel):
             Branch(path[-1], member["parent"]) for path, member in zip(paths[1:], config.members, strict=True)
         ]
         self.routed_heads = range(len(paths))
-        self._shares = [_shares(config, head) for head in self.routed_heads]
+        first, known = [pieces[0] for pieces in config.pieces()], config.known_by_heads()
+        self._shares = piece_shares(first, config.own_pieces, known, config.vocab_size)
         self.generation_config = base.generation_config
         self.freeze()
         self.eval()
@@ -113,11 +114,3 @@ class JoinedForCausalLM(WidenedModel):
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)
         """Stay in evaluation mode: it has nothing that trains."""
         return super().train(False)
-
-
-def _shares(config: JoinedConfig, head: int) -> PieceShares | None:
-    """Return how a head speaks of the new tokens that it does not know; None where it knows all."""
-    pieces = config.pieces()
-    first = [pieces[at][0] for at in config.unknown_tokens(head)]
-    own = sorted(set(config.own_pieces).intersection(first))
-    return PieceShares(first, own, config.token_ids(head)) if first else None

@@ -12,6 +12,7 @@ Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwe
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .routing import PieceShares, RouterMemory, evidence_of, log_prior, route
+from .routing import RouterMemory, evidence_of, log_prior, route, shares_of_router
 
 
 class RouterLayer:
@@ -129,7 +130,7 @@ class Routed(nn.Module):
         for own, parent in zip(self._columns, [None, *parents], strict=True):
             self._read.append([own] if parent is None else [*self._read[parent], own])
         self._parents, self._prior, self._switch_rate = parents, router["prior"], router["switch_rate"]
-        self._shares = PieceShares(**router["new_tokens"]) if "new_tokens" in router else None
+        self._shares = shares_of_router(router, config.vocab_size)
 
     @property
     def num_heads(self) -> int:
@@ -239,17 +240,20 @@ class Routed(nn.Module):
             heads = [base]
             for own, parent in zip(added, self._parents, strict=True):
                 heads.append(heads[parent] + own)
-            return torch.stack([self._of_base(heads[0]), *heads[1:]])
+            return self._of_all_tokens(heads)
         read_KBTD = rows_BTD.new_zeros(self.num_heads, *rows_BTD.shape)
         for row_BTD, columns in zip(read_KBTD, self._read, strict=True):
             for at in columns:
                 row_BTD[..., at] = rows_BTD[..., at]
-        logits: Tensor = head(read_KBTD).float()
-        return logits if self._shares is None else torch.cat([self._of_base(logits[:1]), logits[1:]])
+        return self._of_all_tokens(head(read_KBTD).float())
 
-    def _of_base(self, logits: Tensor) -> Tensor:
-        """Return what the base says of all tokens, those among them that it has not."""
-        return logits if self._shares is None else self._shares(logits[..., : -len(self._shares.first)])
+    def _of_all_tokens(self, heads: Sequence[Tensor] | Tensor) -> Tensor:
+        """Return (K, B, T, V) of what the heads say, also of tokens that one of them does not know."""
+        if isinstance(heads, Tensor) and not any(self._shares):
+            return heads
+        return torch.stack(
+            [of if shares is None else shares(of) for of, shares in zip(heads, self._shares, strict=True)]
+        )
 
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any

@@ -163,23 +163,29 @@ class PieceShares:
     Args:
         first: of every new token the first piece.
         own: of those, the ones that begin no text without the script.
-        ids: of the old tokens, and then of the new ones; counted on where they are not given.
+        ids: of the tokens that the head has, and then of the new ones; counted on where they are not given.
     """
 
     def __init__(self, first: Sequence[int], own: Sequence[int], ids: Sequence[int] | None = None) -> None:
         self.first, self.own, self.ids = list(first), list(own), ids
-        self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return (..., V + N) float32 of (..., V), in the order of ids."""
-        if logits.device not in self._made:
+        """Return (..., V + N) float32, by their ids, of (..., V) in the head's own order, or of (..., V + N) by ids.
+
+        Of the latter those are not read that the head does not have.
+        """
+        made = logits.device, logits.shape[-1]
+        if made not in self._made:
             sources, added = self.table(logits.shape[-1])
-            self._made[logits.device] = sources.to(logits.device), added.to(logits.device)
-        sources, added = self._made[logits.device]
+            self._made[made] = sources.to(logits.device), added.to(logits.device)
+        sources, added = self._made[made]
         return logits.float()[..., sources] + added
 
-    def table(self, num_old: int) -> tuple[Tensor, Tensor]:
-        """Return of every token, in the order of ids, whose logit it has, and what is added to that."""
+    def table(self, num_read: int) -> tuple[Tensor, Tensor]:
+        """Return of every token, by its id, which of so many logits it has, and what is added to that."""
+        by_ids = self.ids is not None and num_read == len(self.ids)
+        num_old = num_read - len(self.first) if by_ids else num_read
         first_N, own_N = torch.tensor(self.first), torch.tensor(self.own, dtype=torch.long)
         sharing_V = torch.bincount(first_N, minlength=num_old).double()
         kept_V = torch.zeros_like(sharing_V)
@@ -187,8 +193,43 @@ class PieceShares:
         given_V = math.log(_SHARE_OF_OTHERS) - sharing_V.log()
         given_V[own_N] = kept_V[own_N]
         sources = torch.cat([torch.arange(num_old), first_N])
-        places = slice(None) if self.ids is None else torch.tensor(self.ids).argsort()
-        return sources[places], torch.cat([kept_V, given_V[first_N]]).float()[places]
+        added = torch.cat([kept_V, given_V[first_N]]).float()
+        if self.ids is None:
+            return sources, added
+        ids = torch.tensor(self.ids)
+        places = ids.argsort()
+        return (ids[sources] if by_ids else sources)[places], added[places]
+
+
+def piece_shares(
+    first: Sequence[int], own: Sequence[int], known: Sequence[Sequence[int]], vocab_size: int
+) -> list[PieceShares | None]:
+    """Return how every head speaks of the new tokens that it does not know; None where it knows all.
+
+    Args:
+        first: of every new token the first piece.
+        own: of those, the ones that begin no text without the new tokens' scripts.
+        known: of every head the new tokens that it knows, as places among all: the first, and the one after the last.
+        vocab_size: of old tokens and new ones.
+    """
+    num_old, shares = vocab_size - len(first), list[PieceShares | None]()
+    for start, end in known:
+        unknown = [*range(start), *range(end, len(first))]
+        of_unknown = [first[at] for at in unknown]
+        ids = [*range(num_old), *(num_old + at for at in (*range(start, end), *unknown))]
+        own_of_unknown = sorted(set(own).intersection(of_unknown))
+        shares.append(PieceShares(of_unknown, own_of_unknown, ids) if unknown else None)
+    return shares
+
+
+def shares_of_router(router: dict[str, Any], vocab_size: int) -> list[PieceShares | None]:
+    """Return `piece_shares` of the heads of a plain export, from the `scale_router` of its config.json."""
+    num_heads, new = len(router["stream_sizes"]), router.get("new_tokens")
+    if new is None:
+        return [None] * num_heads
+    num_new = len(new["first"])
+    known = new.get("known", [(0, 0)] + [(0, num_new)] * (num_heads - 1))
+    return piece_shares(new["first"], new["own"], known, vocab_size)
 
 
 def logit_cosine(base: Tensor, adapted: Tensor) -> Tensor:

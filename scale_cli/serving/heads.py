@@ -3,7 +3,7 @@
     z_0 = H x        z_k = z_parent(k) + H'_k u_k        [H | H'_1 | ...] = lm_head.weight
 
 One product over all columns is what the plain model computes. Kept apart, the columns of each stream give every head at
-that price. Where the base lacks some tokens, its own head says what `model/routing.py` makes of z_0.
+that price. Where a head lacks some tokens it says what `model/routing.py` makes of its z.
 
 Shapes: T rows, D channels, K heads, V the vocabulary, or this device's share of it.
 """
@@ -32,8 +32,8 @@ class Shard:
     sum: Callable[[Tensor], Tensor]  # of a tensor, the sum over all devices
 
 
-class BasesShare:
-    """What the base's head says, on this device, of a vocabulary of which it lacks the last tokens.
+class SharedPieces:
+    """What a head that lacks some tokens says of them, on this device.
 
     Args:
         shares: of its pieces' probability.
@@ -43,45 +43,48 @@ class BasesShare:
     """
 
     def __init__(self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device) -> None:
-        sources_V, added_V = shares.table(vocab_size - len(shares.first))
-        self.sources_V, self.added_V = sources_V.to(device), added_V.to(device)
-        here, num_old = slice(shard.start, shard.start + shard.length), vocab_size - len(shares.first)
-        self.num_old = min(max(num_old - shard.start, 0), shard.length)
-        self.added_here_V = self.added_V[here]
-        self.pieces_P, piece_N = self.sources_V[num_old:].unique(return_inverse=True)
-        self.piece_here_N = piece_N[max(here.start - num_old, 0) : max(here.stop - num_old, 0)]
-        self.local_P = (self.pieces_P - shard.start).clamp(0, shard.length - 1)
-        self.is_here_P = self.pieces_P - shard.start == self.local_P
+        self.sources_V, self.added_V = (table.to(device) for table in shares.table(vocab_size))
+        lacking_N = (self.sources_V != torch.arange(vocab_size, device=device)).nonzero()[:, 0]
+        pieces_P, piece_N = self.sources_V[lacking_N].unique(return_inverse=True)
+        self.local_P = (pieces_P - shard.start).clamp(0, shard.length - 1)
+        self.is_here_P = pieces_P - shard.start == self.local_P
+        here_N = (lacking_N >= shard.start) & (lacking_N < shard.start + shard.length)
+        self.lacking_here_N, self.piece_here_N = lacking_N[here_N] - shard.start, piece_N[here_N]
+        self.added_here_V = self.added_V[shard.start : shard.start + shard.length]
         self.shard = shard
 
-    def __call__(self, part_TV: Tensor) -> Tensor:
-        """Return (T, V) of the logits that the base's columns give."""
-        pieces_TP = self.shard.sum(torch.where(self.is_here_P, part_TV[:, self.local_P].float(), 0.0))
-        of_new_TN = pieces_TP[:, self.piece_here_N]
-        said_TV = torch.cat([part_TV[:, : self.num_old].float(), of_new_TN], dim=-1) + self.added_here_V
-        return torch.cat([said_TV, part_TV[:, self.shard.length :].float()], dim=-1)
+    def __call__(self, logits_TV: Tensor) -> Tensor:
+        """Return (T, V) of the float32 logits that the head's columns give."""
+        pieces_TP = self.shard.sum(torch.where(self.is_here_P, logits_TV[:, self.local_P], 0.0))
+        said_TV = logits_TV.index_copy(-1, self.lacking_here_N, pieces_TP[:, self.piece_here_N])
+        said_TV[:, : self.shard.length] += self.added_here_V
+        return said_TV
 
 
-def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None, length: int) -> Tensor:
+def sizes_of(parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None], length: int) -> Tensor:
     """Return (T, K): the log-sum-exps of the heads' logits over the first `length` tokens."""
-    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, of_base)], dim=-1)
+    return torch.stack([torch.logsumexp(of[:, :length], dim=-1) for of in _heads(parts, parents, said)], dim=-1)
 
 
 def scores_of(
-    parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None, taken_KT: Tensor, added_KT: Tensor
+    parts: Sequence[Tensor],
+    parents: Sequence[int],
+    said: Sequence[Tensor | None],
+    taken_KT: Tensor,
+    added_KT: Tensor,
 ) -> Tensor:
     """Return (T, V): the scores of the heads' mixture, from `model/routing.score_shifts`."""
-    return mix_shifted(_heads(parts, parents, of_base), taken_KT, added_KT)
+    return mix_shifted(_heads(parts, parents, said), taken_KT, added_KT)
 
 
-def _heads(parts: Sequence[Tensor], parents: Sequence[int], of_base: Tensor | None) -> list[Tensor]:
-    base, *others = _added_up(parts, parents)
-    return [base if of_base is None else of_base, *others]
+def _heads(parts: Sequence[Tensor], parents: Sequence[int], said: Sequence[Tensor | None]) -> list[Tensor]:
+    added = _added_up(parts, parents)
+    return [own if instead is None else instead for own, instead in zip(added, said, strict=True)]
 
 
 def _added_up(parts: Sequence[Tensor], parents: Sequence[int]) -> list[Tensor]:
     heads = [parts[0].float()]
-    for parent, part in zip(parents, parts[1:], strict=True):
+    for parent, part in zip(parents, parts[1:], strict=False):  # of the lowest heads alone, where there are fewer parts
         heads.append(heads[parent] + part.float())
     return heads
 
@@ -99,18 +102,18 @@ class StreamHeads:
     # (V, D), all columns, where they can be read one by one: a token's logits are then its row times the hidden row;
     # None where they are quantised
     weight: Tensor | None
-    base: BasesShare | None = None  # of z_0 what the base's head says; None where that is z_0 itself
+    shared: Sequence[SharedPieces | None]  # of every head's z what it says; None where that is z itself
     sizes_of: Callable[..., Tensor] = sizes_of  # or a compiled one
     scores_of: Callable[..., Tensor] = scores_of  # likewise
 
     def mix(self, rows_TD: Tensor, log_weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of this device's share of the vocabulary, and (T, K) the heads' log-sum-exps over all."""
         parts = self._parts(rows_TD)
-        of_base = None if self.base is None else self.base(parts[0])
-        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, of_base, self.shard.length))
+        said = self._said(parts)
+        sizes_TK = self._over_all_devices(self.sizes_of(parts, self.parents, said, self.shard.length))
         # Apart from what is compiled: in it, what belongs to a row would be computed anew for every token of it.
         shifts = score_shifts(log_weights_TK.T, sizes_TK.T)
-        return self.scores_of(parts, self.parents, of_base, *shifts), sizes_TK
+        return self.scores_of(parts, self.parents, said, *shifts), sizes_TK
 
     def observe(self, rows_TD: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (T, K) logits of `ids_T`, and (T, K) log-sum-exps; of few rows and tokens at once."""
@@ -124,9 +127,14 @@ class StreamHeads:
     def _observe(self, parts: Sequence[Tensor], start: int, ids_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `observe` does, of one tile: 0 for the logits of tokens that are not in it."""
         length = max(0, min(parts[0].shape[-1], self.shard.length - start))  # without the padding
-        of_base = None if self.base is None else self.base(parts[0])
         chosen_TK = self._chosen(partial(_columns, parts), ids_T, start, length)
-        return chosen_TK, self.sizes_of(parts, self.parents, of_base, length)
+        return chosen_TK, self.sizes_of(parts, self.parents, self._said(parts), length)
+
+    def _said(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what the heads say that lack some tokens; None of the others."""
+        sharing = [head for head, shared in enumerate(self.shared) if shared is not None]
+        added = _added_up(parts[: sharing[-1] + 1], self.parents) if sharing else []
+        return [None if shared is None else shared(added[head]) for head, shared in enumerate(self.shared)]
 
     def logits_of(self, rows_TD: Tensor, ids_T: Tensor) -> Tensor:
         """Return (T, K) logits of `ids_T`."""
@@ -148,7 +156,7 @@ class StreamHeads:
 
     def _parts_of_tiles(self, rows_TD: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield where a tile starts, and every stream's part of its logits; all of them where pieces are asked for."""
-        if self.base is not None:
+        if any(self.shared):
             yield 0, self._parts(rows_TD)
             return
         start = 0
@@ -173,11 +181,12 @@ class StreamHeads:
         local_T, ours_T = self._local(ids_T, start, length)
         chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)
         chosen_TK = torch.where(ours_T[:, None], chosen_TK, 0.0)
-        if self.base is None:
-            return chosen_TK
-        local_T, ours_T = self._local(self.base.sources_V[ids_T], start, length)
-        of_base_T = torch.where(ours_T, parts_of(local_T)[0].float() + self.base.added_V[ids_T], 0.0)
-        return torch.cat([of_base_T[:, None], chosen_TK[:, 1:]], dim=-1)
+        for head, shared in enumerate(self.shared):
+            if shared is not None:
+                local_T, ours_T = self._local(shared.sources_V[ids_T], start, length)
+                said_T = _added_up(parts_of(local_T)[: head + 1], self.parents)[head] + shared.added_V[ids_T]
+                chosen_TK[:, head] = torch.where(ours_T, said_T, 0.0)
+        return chosen_TK
 
     def _local(self, ids_T: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
         local_T = ids_T.long() - (self.shard.start + start)

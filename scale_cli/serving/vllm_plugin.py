@@ -25,9 +25,9 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
-from ..model.routing import PieceShares, log_prior
+from ..model.routing import log_prior, shares_of_router
 from .block_router import BlockRouter, Step, attach_state, detach_state
-from .heads import BasesShare, Shard, StreamHeads, scores_of, sizes_of
+from .heads import Shard, SharedPieces, StreamHeads, scores_of, sizes_of
 
 _PROFILED_ROWS = 512
 # On a processor, where the logits of so many stay in its cache.
@@ -55,17 +55,18 @@ class Routed:
         prior_K = log_prior(routing["prior"], len(routing["stream_sizes"]))
         self.router = BlockRouter(prior_K, routing["switch_rate"]).to(device)
         self.columns, tiles, weight = head_products(self.lm_head, routing["stream_sizes"])
-        shard, base = shard_of(self.lm_head), None
-        if "new_tokens" in routing:
-            shares = PieceShares(**routing["new_tokens"])
-            base = BasesShare(shares, self.config.vocab_size, shard, device)
+        shard, vocab_size = shard_of(self.lm_head), self.config.vocab_size
+        shared = [
+            None if shares is None else SharedPieces(shares, vocab_size, shard, device)
+            for shares in shares_of_router(routing, vocab_size)
+        ]
         self.heads = StreamHeads(
             tiles,
             routing["stream_sizes"],
             routing["parents"],
             shard,
             weight,
-            base,
+            shared,
             _compiled(sizes_of),
             _compiled(scores_of),
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import Expansion, ExpansionLayer, ExpansionLinear
-from scale_cli.model.vocabulary_scale import new_tokens_among
+from scale_cli.model.vocabulary_scale import brought_by
 
 
 @torch.no_grad()
@@ -46,8 +46,7 @@ def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: S
 def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
     """Return (V, channels of all streams) in float32: the token embedding of a base and of what widens it."""
     frozen = base.model.embed_tokens.weight.detach().float()
-    if (new := new_tokens_among(expansions)) is not None:
-        frozen = torch.cat([frozen, new.embed_tokens.weight.float()])
+    frozen = torch.cat([frozen, *(new.embed_tokens.weight.float() for new in brought_by(expansions))])
     return torch.cat([frozen, *(expansion.embed_tokens.weight.float() for expansion in expansions)], dim=1)
 
 

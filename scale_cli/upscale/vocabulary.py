@@ -128,14 +128,19 @@ def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def write_run_tokenizer(folder: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a run's tokenizer; where its base has a SentencePiece model too, that with the new tokens."""
+    """Save a run's tokenizer."""
     if config.method.vocabulary is None:
         tokenizer.save_pretrained(folder)
-        return
+    else:
+        write_grown_tokenizer(folder, config.model, tokenizer)
+
+
+def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a tokenizer that has new tokens; where its base has a SentencePiece model too, that with them."""
     write_grown(folder, tokenizer)
-    found = tokenizer_place(config.model).file(SENTENCEPIECE)
-    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, config.model.base).byte_level:
-        first_id = load_base_config(config.model).vocab_size
+    found = tokenizer_place(base).file(SENTENCEPIECE)
+    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
+        first_id = load_base_config(base).vocab_size
         grown = with_new_pieces(found.read_bytes(), tokenizer.backend_tokenizer, first_id)
         (folder / SENTENCEPIECE).write_bytes(grown)
 

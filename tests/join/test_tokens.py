@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, PreservationError, RunFolderError
+from scale_cli.export.router_keys import routed_class
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -52,11 +54,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def _trained(shared_data: Path, folder: Path, vocabulary: object, seed: int = 0) -> RunConfig:
     folder.mkdir()
-    config = config_of(shared_data, folder, vocabulary=vocabulary)
-    if "russian" in folder.name:
-        (folder / "ko.txt").write_text("\n\n".join([RUSSIAN] * 8), encoding="utf-8")
-    elif "other" in folder.name:
-        (folder / "ko.txt").write_text("\n\n".join([KOREAN[::-1]] * 8), encoding="utf-8")
+    text = {"russian": RUSSIAN, "other-korean": KOREAN[::-1]}.get(folder.name, KOREAN)
+    config = config_of(shared_data, folder, new_text=text, vocabulary=vocabulary)
     config = config.model_copy(update={"seed": seed, "output_dir": folder / folder.name})
     upscale(config)
     train(config, None, lambda _: None)
@@ -131,8 +130,25 @@ def test_one_plain_model_holds_the_new_tokens_that_all_its_heads_have_alike(
         (("korean", "again"), "again has rows of its own for the new tokens that another has rows for"),
         (("korean", "plain"), "plain lacks new tokens that another has"),
     ):
+        rule = "mean" if "plain" in names else "posterior"
         with pytest.raises(ConfigError, match=f"^--format llama: {said}; take --format transformers$"):
-            join(folders(runs, *names), tmp_path / "none", None, 0.0, "llama")
+            join(folders(runs, *names), tmp_path / "none", None, 0.0, "llama", rule)
+
+
+@torch.no_grad()
+def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
+    runs: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    names, output = ("korean", "plain", "russian"), tmp_path / "plain"
+    join(folders(runs, *names), output, 0.4, 0.01, "llama")
+    assert verify(output).checks[0].held == ["hashes", "logits, routed and plain"]
+    tokenizer, joined = AutoTokenizer.from_pretrained(output), join_runs(folders(runs, *names), 0.4, 0.01)
+    routed: Any = routed_class(output).from_pretrained(output).eval()
+    for text in (KOREAN, RUSSIAN, ENGLISH, f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"):
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :90]
+        assert ids.tolist() == joined.tokenizer(text, return_tensors="pt").input_ids[:, :90].tolist()
+        expected = joined.model(input_ids=ids).logits.log_softmax(-1)
+        torch.testing.assert_close(routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(

@@ -14,6 +14,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.routing import piece_shares
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.vocabulary import NewPieces
 from tests.widening import TINY, joined, tiny_llama
@@ -129,3 +130,15 @@ def test_any_document_is_routed_within_the_bound_and_generation_goes_on_from_the
     if ids.shape[1] > 2:
         rest = model(input_ids=ids[:, 1:-1], past_key_values=part.past_key_values, use_cache=True).logits
         assert torch.allclose(whole[:, -1], rest[:, -1], atol=1e-3)
+
+
+def test_a_head_says_the_same_of_logits_by_ids_whatever_stands_at_the_tokens_that_it_does_not_know() -> None:
+    """As a plain export holds them, where the columns of a head give something for every token."""
+    config = together().config
+    shares = piece_shares(FIRST, OWN, config.known_by_heads(), config.vocab_size)
+    for head, of_head in enumerate(shares):
+        if of_head is not None:
+            ids = torch.tensor(config.token_ids(head))
+            by_ids = torch.randn(3, config.vocab_size, generator=torch.Generator().manual_seed(head))
+            num_known = len(ids) - len(config.unknown_tokens(head))
+            assert torch.equal(of_head(by_ids), of_head(by_ids[:, ids[:num_known]]))

@@ -42,8 +42,8 @@ from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.generation.gguf import routed_by_llama_cpp
 from scale_cli.upscale.session import open_final
 from tests.serving_page import commands, run, write_small_config
-from tests.vocabulary.grown_run import config_of
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from tests.vocabulary.grown_run import config_of, two_scripts_in_one
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import TINY
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
@@ -319,27 +319,32 @@ def sentencepiece_base(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("made", ["one script", "two scripts joined"])
 @pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
 def test_with_new_tokens_ids_and_greedy_continuations_are_the_same(
-    kind: str, sentencepiece_base: Path, llama_cpp: Path, shared_data: Path, texts: list[str], tmp_path: Path
+    kind: str, made: str, sentencepiece_base: Path, llama_cpp: Path, shared_data: Path, texts: list[str], tmp_path: Path
 ) -> None:
     base = shared_data / "ckpt-novels-en" / "hf" if kind == "byte-level" else sentencepiece_base
-    config = config_of(shared_data, tmp_path, base=base)
-    upscale(config)
-    train(config, None, print)
-    folder, file = export(config).folder, tmp_path / "grown.gguf"
-    write_gguf(file, folder, "f32", llama_cpp)
+    trained: Any
+    if made == "one script":
+        config = config_of(shared_data, tmp_path, base=base)
+        upscale(config)
+        train(config, None, print)
+        folder, trained, in_new = export(config).folder, open_final(config).load(), [KOREAN]
+    else:
+        folder, trained = two_scripts_in_one(shared_data, tmp_path, base)
+        in_new = [KOREAN, RUSSIAN]
+    write_gguf(file := tmp_path / "grown.gguf", folder, "f32", llama_cpp)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = in_transformers(folder)
     routed: Any = routed_by_llama_cpp(folder, file)
-    trained: Any = open_final(config).load()
     first_new = AutoTokenizer.from_pretrained(base).vocab_size
     with opened(file) as model:
-        for text in [*texts, ENGLISH, KOREAN, f"{ENGLISH[:50]}{KOREAN}"]:
+        for text in [*texts, ENGLISH, *in_new, f"{ENGLISH[:50]}{''.join(in_new)}"]:
             assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text, add_special_tokens=False).input_ids
-        for text in (ENGLISH, KOREAN):
+        for text in (ENGLISH, *in_new):
             ids = tokenizer(text).input_ids[:60]
-            assert (max(ids) >= first_new) == (text is KOREAN)
+            assert (max(ids) >= first_new) == (text in in_new)
             ids_1T = torch.tensor([ids])
             options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
             assert continued(model, ids) == reference.generate(ids_1T, **options)[0, len(ids) :].tolist()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scale_cli.model.routing import PieceShares, mix_logits
-from scale_cli.serving.heads import BasesShare, Shard, StreamHeads
+from scale_cli.model.routing import PieceShares, mix_logits, piece_shares
+from scale_cli.serving.heads import Shard, SharedPieces, StreamHeads
 
 STREAMS, PARENTS = [6, 3, 2, 2], [0, 1, 0]
 VOCABULARY, PADDED, TILE = 11, 16, 2
@@ -22,12 +22,20 @@ GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT_VD = torch.randn(VOCABULARY, sum(STREAMS), generator=GENERATOR)
 ROWS_TD = torch.randn(9, sum(STREAMS), generator=GENERATOR)
 IDS_T = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])
+Shares = list[PieceShares | None]
 EVEN_TK = torch.full((9, 4), 0.25).log()
-# All tokens are the base's, or it lacks the last so many: of some the first piece lies on the other device.
+# Every head has all tokens, or the base lacks the last so many, or all lack those of the others' scripts: of some the
+# first piece lies on the other device.
+ALL_BUT_BASE = [(0, 0), (0, 5), (0, 5), (0, 5)]
 every_vocabulary = pytest.mark.parametrize(
     "shares",
-    [None, PieceShares([2, 1], [2]), PieceShares([0, 0, 3, 4, 0], [0, 4])],
-    ids=["all old", "2 new", "5 new"],
+    [
+        [None] * 4,
+        piece_shares([2, 1], [2], [(0, 0), (0, 2), (0, 2), (0, 2)], VOCABULARY),
+        piece_shares([0, 0, 3, 4, 0], [0, 4], ALL_BUT_BASE, VOCABULARY),
+        piece_shares([0, 0, 3, 4, 0], [0, 4], [(0, 0), (0, 3), (0, 3), (3, 5)], VOCABULARY),
+    ],
+    ids=["all old", "2 new", "5 new", "3 and 2 new"],
 )
 
 
@@ -48,31 +56,32 @@ class Devices:
         return self.gather(rank, tensor).sum(dim=0)
 
 
-def heads(weight_VD: Tensor, shard: Shard, shares: PieceShares | None, *, readable: bool) -> StreamHeads:
+def heads(weight_VD: Tensor, shard: Shard, shares: Shares, *, readable: bool) -> StreamHeads:
     tiles: list[list[Callable[[Tensor], Tensor]]] = [
         [partial(F.linear, weight=part) for part in tile.split(STREAMS, dim=1)] for tile in weight_VD.split(TILE)
     ]
-    base = None if shares is None else BasesShare(shares, VOCABULARY, shard, weight_VD.device)
-    return StreamHeads(tiles, STREAMS, PARENTS, shard, weight_VD if readable else None, base)
+    shared = [None if of is None else SharedPieces(of, VOCABULARY, shard, weight_VD.device) for of in shares]
+    return StreamHeads(tiles, STREAMS, PARENTS, shard, weight_VD if readable else None, shared)
 
 
-def alone(shares: PieceShares | None = None, *, readable: bool = True) -> StreamHeads:
+def alone(shares: Shares, *, readable: bool = True) -> StreamHeads:
     shard = Shard(0, VOCABULARY, lambda tensor: tensor[None], lambda tensor: tensor)
     return heads(WEIGHT_VD, shard, shares, readable=readable)
 
 
-def expected_logits(shares: PieceShares | None = None) -> Tensor:
+def expected_logits(shares: Shares) -> Tensor:
     """(T, K, V): every head as a product with the columns of its stream and of its ancestors'."""
     masks = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]])
     wide = masks.repeat_interleave(torch.tensor(STREAMS), dim=1)
     logits_TKV = torch.einsum("td,kd,vd->tkv", ROWS_TD, wide.float(), WEIGHT_VD)
-    if shares is not None:
-        logits_TKV[:, 0] = shares(logits_TKV[:, 0, : -len(shares.first)])
+    for head, of_head in enumerate(shares):
+        if of_head is not None:
+            logits_TKV[:, head] = of_head(logits_TKV[:, head])
     return logits_TKV
 
 
 @every_vocabulary
-def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: PieceShares | None) -> None:
+def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: Shares) -> None:
     log_weights_TK = torch.randn(9, 4, generator=GENERATOR).log_softmax(dim=-1)
     scores_TV, sizes_TK = alone(shares).mix(ROWS_TD, log_weights_TK)
     torch.testing.assert_close(scores_TV, mix_logits(log_weights_TK.T, expected_logits(shares).transpose(0, 1)))
@@ -81,7 +90,7 @@ def test_mixed_scores_are_of_every_parents_and_its_own_columns(shares: PieceShar
 
 @every_vocabulary
 @pytest.mark.parametrize("readable", [True, False])
-def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool, shares: PieceShares | None) -> None:
+def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool, shares: Shares) -> None:
     expected = expected_logits(shares).gather(-1, IDS_T[:, None, None].expand(-1, 4, 1))[..., 0]
     torch.testing.assert_close(alone(shares, readable=readable).logits_of(ROWS_TD, IDS_T), expected)
     logits_TK, sizes_TK = alone(shares, readable=readable).observe(ROWS_TD, IDS_T)
@@ -91,7 +100,7 @@ def test_a_tokens_logits_are_those_of_the_whole_product(readable: bool, shares: 
 
 @every_vocabulary
 @pytest.mark.parametrize("readable", [True, False])
-def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool, shares: PieceShares | None) -> None:
+def test_devices_that_share_the_vocabulary_say_what_one_does(readable: bool, shares: Shares) -> None:
     devices, padding = Devices(), torch.full((PADDED - VOCABULARY, sum(STREAMS)), math.nan)
     halves = torch.cat([WEIGHT_VD, padding]).split(PADDED // 2)
 

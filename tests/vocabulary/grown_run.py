@@ -5,15 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from scale_cli.commands.join import join
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from scale_cli.join.members import join_runs
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 from tests.widening import lower_stories
 
 
 def config_of(
-    shared_data: Path, folder: Path, variant: str = "route", base: Path | None = None, **method: Any
+    shared_data: Path,
+    folder: Path,
+    variant: str = "route",
+    base: Path | None = None,
+    new_text: str = KOREAN,
+    **method: Any,
 ) -> RunConfig:
-    for name, text in (("ko", "\n\n".join([KOREAN] * 8)), ("en", ENGLISH)):
+    for name, text in (("ko", "\n\n".join([new_text] * 8)), ("en", ENGLISH)):
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     return RunConfig.model_validate(
         {
@@ -34,3 +44,17 @@ def config_of(
             },
         }
     )
+
+
+def two_scripts_in_one(shared_data: Path, folder: Path, base: Path) -> tuple[Path, JoinedForCausalLM]:
+    """Join two runs with tokens of their own; return a plain folder of both, and the model that it was made of."""
+    runs = []
+    for script, text in (("hangul", KOREAN), ("cyrillic", RUSSIAN)):
+        (of_run := folder / script).mkdir()
+        vocabulary = {"new_tokens": 64, "min_count": 2, "script": script}
+        config = config_of(shared_data, of_run, base=base, new_text=text, vocabulary=vocabulary)
+        upscale(config)
+        train(config, None, print)
+        runs.append(config.output_dir)
+    join(runs, folder / "joined", None, 0.0, "llama")
+    return folder / "joined", join_runs(runs, None, 0.0).model

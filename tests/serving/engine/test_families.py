@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_cli.model.routing import PieceShares, log_prior, mix_logits, posterior_log_weights
+from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights, shares_of_router
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
 
@@ -34,10 +34,14 @@ SIZES: dict[str, Any] = {
 }
 OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}}
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
-LACKING = f"{SHARED}; the base lacks some tokens"
+LACKING = f"{SHARED}; every head lacks some tokens"
 COMPILED = "Qwen3, its trunk compiled"
 NUM_NEW = 40
-NEW_TOKENS = {"first": [index % 7 for index in range(NUM_NEW)], "own": [0, 3, 5]}
+NEW_TOKENS: dict[str, Any] = {
+    "first": [index % 7 for index in range(NUM_NEW)],
+    "own": [0, 3, 5],
+    "known": [[0, 0], [0, 25], [0, 25], [25, NUM_NEW]],
+}
 SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -52,7 +56,7 @@ IDS = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manu
 
 
 @torch.no_grad()
-def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, list[int]] | None = None) -> Tensor:
+def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, Any] | None = None) -> Tensor:
     """(B, T - 1): of each token after the first, routed in torch over what the plain model's head reads."""
     hidden = model.model(input_ids=IDS).last_hidden_state
     parts = [
@@ -63,7 +67,8 @@ def routed_log_probs(model: Any, switch_rate: float, new_tokens: dict[str, list[
     for parent, part in zip(PARENTS, parts[1:], strict=True):
         heads.append(heads[parent] + part)
     if new_tokens is not None:
-        heads[0] = PieceShares(**new_tokens)(heads[0][..., :-NUM_NEW])
+        shares = shares_of_router({"stream_sizes": STREAMS, "new_tokens": new_tokens}, VOCABULARY)
+        heads = [of if shared is None else shared(of) for of, shared in zip(heads, shares, strict=True)]
     logits_KBTV = torch.stack(heads)
     next_ids = IDS[:, 1:, None].expand(len(STREAMS), -1, -1, -1)
     said_KBT = logits_KBTV.log_softmax(-1)[:, :, :-1].gather(-1, next_ids)[..., 0]

@@ -1,11 +1,13 @@
-"""A run with new tokens, routed by vLLM, beside the trained model in transformers."""
+"""Runs with new tokens, routed by vLLM, beside the trained model in transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoTokenizer
 
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
@@ -13,31 +15,44 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.upscale.session import open_final
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
-from tests.vocabulary.grown_run import config_of
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from tests.vocabulary.grown_run import config_of, two_scripts_in_one
+from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
-TEXTS = [f"{ENGLISH[:40]}{KOREAN[:20]}", KOREAN[:80], ENGLISH[:160], f"{KOREAN[40:70]}{ENGLISH[:90]}{KOREAN[90:]}"]
+TEXTS = [
+    f"{ENGLISH[:40]}{KOREAN[:20]}",
+    KOREAN[:80],
+    ENGLISH[:160],
+    f"{KOREAN[40:70]}{ENGLISH[:90]}{KOREAN[90:]}",
+    f"{RUSSIAN[:50]}{KOREAN[:30]}{ENGLISH[:30]}{RUSSIAN[50:90]}",
+]
+OLD = 8192
 
 
+@pytest.mark.parametrize("made", ["one script", "two scripts joined"])
 def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
-    ask: Ask, shared_data: Path, tmp_path: Path
+    made: str, ask: Ask, shared_data: Path, tmp_path: Path
 ) -> None:
-    config = config_of(shared_data, tmp_path, base=shared_data / "ckpt-novels-en" / "hf")
-    upscale(config)
-    train(config, None, print)
-    session = open_final(config)
-    model: Any = session.load()
+    base = shared_data / "ckpt-novels-en" / "hf"
+    trained: Any
+    if made == "one script":
+        config = config_of(shared_data, tmp_path, base=base)
+        upscale(config)
+        train(config, None, print)
+        folder, trained = export(config).folder, open_final(config).load()
+    else:
+        folder, trained = two_scripts_in_one(shared_data, tmp_path, base)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     rounds = [{"prompts": TEXTS, "sampling": sampling} for sampling in (GREEDY, SCORED)]
-    job = {"folder": str(export(config).folder), "engine": ENGINE, "rounds": rounds}
+    job = {"folder": str(folder), "engine": ENGINE, "rounds": rounds}
     continued, scored = ask({"new tokens": job}, tmp_path)["new tokens"]["rounds"]
 
-    prompts = [session.tokenizer(text).input_ids for text in TEXTS]
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
     assert continued["prompts"] == prompts
-    assert [max(ids) >= 8192 for ids in prompts] == [True, True, False, True]
-    for ids, made, told in zip(prompts, continued["tokens"], scored["prompt_log_probs"], strict=True):
+    assert [max(ids) >= OLD for ids in prompts] == [True, True, False, True, True]
+    for ids, written, told in zip(prompts, continued["tokens"], scored["prompt_log_probs"], strict=True):
         ids_1T = torch.tensor([ids])
-        expected = model.generate(ids_1T, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
-        assert made[0] == expected[0, len(ids) :].tolist()
+        expected = trained.generate(ids_1T, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+        assert written[0] == expected[0, len(ids) :].tolist()
         with torch.no_grad():
-            log_probs = model(input_ids=ids_1T).logits[0, :-1].log_softmax(dim=-1).gather(-1, ids_1T[0, 1:, None])
+            log_probs = trained(input_ids=ids_1T).logits[0, :-1].log_softmax(dim=-1).gather(-1, ids_1T[0, 1:, None])
         torch.testing.assert_close(torch.tensor(told[1:]), log_probs[:, 0], atol=1e-3, rtol=0)
