@@ -179,30 +179,19 @@ class MethodConfig(Section):
         return self.distillation.weight > 0
 
     @model_validator(mode="after")
-    def _preserve_has_no_collaboration(self) -> MethodConfig:
-        if self.variant == "preserve" and self.collaboration.layers not in (None, "none", []):
+    def _parts_go_together(self) -> MethodConfig:
+        collaborates = self.collaboration.layers not in (None, "none", [])
+        if self.variant == "preserve" and collaborates:
             raise ValueError(
                 "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_grow(self) -> MethodConfig:
-        if self.vocabulary is None:
-            return self
-        if not self.takes_new_tokens:
+        if self.vocabulary is not None and not self.takes_new_tokens:
             raise ValueError(f"vocabulary: {self.variant} takes no new tokens; preserve, adapt, route and full do")
-        return self
-
-    @model_validator(mode="after")
-    def _the_base_is_there_to_distil(self) -> MethodConfig:
-        if not self.distils:
-            return self
-        if not self.widens:
+        if self.distils and not self.widens:
             raise ValueError(
                 f"distillation.weight: {self.variant} has no base beside it in memory; only preserve and route have"
             )
-        if self.variant == "adapt" or self.collaboration.layers not in (None, "none", []):
+        if self.distils and (self.variant == "adapt" or collaborates):
             raise ValueError(
                 "distillation.weight: where layers collaborate the base's predictions are not at hand; take preserve, "
                 "or route with collaboration.layers none"
@@ -289,23 +278,15 @@ class RunConfig(Section):
         return tree
 
     @model_validator(mode="after")
-    def _distils_on_replay(self) -> RunConfig:
+    def _has_what_the_method_needs(self) -> RunConfig:
         if self.method.distils and not any(source.role == "replay" and source.weight for source in self.corpus.sources):
             raise ValueError(
                 "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_held_to_the_base(self) -> RunConfig:
         if self.method.variant in ("osf", "adept") and self.train.sharding != "none":
             raise ValueError(f"method.variant: {self.method.variant} trains unsharded only; set train.sharding to none")
         if self.train.decay_to_base and not self.method.trains_base_weights:
             raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
-        return self
-
-    @model_validator(mode="after")
-    def _has_what_the_method_needs(self) -> RunConfig:
         variant, phase = self.method.variant, self.method.elo.phase
         if variant == "adept" and all(source.role == "new" for source in self.corpus.sources):
             raise ValueError(

@@ -72,10 +72,6 @@ class TextSource(Section):
     def _one_origin(self) -> TextSource:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
-        return self
-
-    @model_validator(mode="after")
-    def _only_files_are_one_document(self) -> TextSource:
         if self.documents == "file" and self.path is None:
             raise ValueError("documents: 'file' is for .txt files; a dataset's rows are its documents")
         return self

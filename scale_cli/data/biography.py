@@ -193,14 +193,7 @@ def _values(person: Person) -> dict[str, Translated]:
         en=f"{ENGLISH_MONTHS[date.month - 1]} {date.day}, {date.year}",
         ko=f"{date.year}년 {date.month}월 {date.day}일",
     )
-    return {
-        "birth_date": birth_date,
-        "birth_city": person.birth_city,
-        "university": person.university,
-        "major": person.major,
-        "employer": person.employer,
-        "work_city": person.work_city,
-    }
+    return {attribute: getattr(person, attribute) for attribute in ATTRIBUTES} | {"birth_date": birth_date}
 
 
 def _english_sentence(person: Person, attribute: str, mention: _Mention, rng: random.Random) -> str:

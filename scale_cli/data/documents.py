@@ -20,9 +20,8 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.decompression import decompressed, unpacked
 from scale_cli.data.encoding import Spans
-from scale_cli.data.files import SourceFile, source_files
+from scale_cli.data.files import SourceFile, decompressed, source_files, unpacked
 from scale_cli.data.hub import check_dataset, dataset_rows, named_dataset_errors
 from scale_cli.errors import CorpusError
 

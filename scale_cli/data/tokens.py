@@ -91,13 +91,14 @@ def tokenised(
     """Open a source's tokenised form, making it first where the cache does not hold it."""
     reading = reading or ReadingConfig()
     hashes = SourceHashes(cache_dir)
-    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
+    name, earlier_name = _folder_names(source, tokenizer, hashes, reading)
+    folder = cache_dir / name
     if not is_tokenised(folder):
         template_of = None if source.messages_field is None else tokenizer
         recipe = _recipe(tokenizer, conversations=template_of is not None)
         tokenise(source, recipe, folder, reading, show_progress=show_progress, template_of=template_of)
     hashes.remember()
-    corpus = replace(_opened(folder, tokenizer), earlier_name=_earlier_name(source, tokenizer, hashes, reading))
+    corpus = replace(_opened(folder, tokenizer), earlier_name=earlier_name)
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
     check_unknown_fraction(described(source), corpus.ledger, reading.max_unknown_fraction)
     return corpus
@@ -108,7 +109,7 @@ def content_name(
 ) -> str:
     """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
     hashes = SourceHashes(cache_dir)
-    name = _folder_name(source, tokenizer, hashes, reading, _FORMAT_VERSION)
+    name, _ = _folder_names(source, tokenizer, hashes, reading)
     hashes.remember()
     return name
 
@@ -117,8 +118,8 @@ def already_tokenised(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> TokenisedCorpus | None:
     """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
-    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading, _FORMAT_VERSION)
-    return _opened(folder, tokenizer) if is_tokenised(folder) else None
+    name, _ = _folder_names(source, tokenizer, SourceHashes(cache_dir), reading)
+    return _opened(cache_dir / name, tokenizer) if is_tokenised(cache_dir / name) else None
 
 
 def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
@@ -131,20 +132,12 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
 
 
-def _earlier_name(
+def _folder_names(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
-) -> str | None:
-    """Return the name that the same ids had in an earlier version's cache; None where it framed documents otherwise."""
-    framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id
-    return None if framed_otherwise else _folder_name(source, tokenizer, hashes, reading, _EARLIER_VERSION)
-
-
-def _folder_name(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig, version: int
-) -> str:
+) -> tuple[str, str | None]:
+    """Return the name of a source's folder, and that of the same ids by an earlier version; None: it had others."""
     # A new key of a source that decides its text has to be here, or a stale cache is read.
     described = {
-        "format": version,
         "content": _content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,
@@ -155,7 +148,12 @@ def _folder_name(
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
-    return f"{source.name}-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}"
+    name, earlier_name = (
+        f"{source.name}-{hashlib.sha256(json.dumps(version | described, sort_keys=True).encode()).hexdigest()[:16]}"
+        for version in ({"format": _FORMAT_VERSION}, {"format": _EARLIER_VERSION})
+    )
+    framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id
+    return name, None if framed_otherwise else earlier_name
 
 
 def _content(source: TextSource, hashes: SourceHashes) -> list[object]:

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.lock import claimed, make_folder, sync
@@ -93,7 +93,7 @@ def _is_of_writing(error: Exception, folder: Path) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new, never a part of it."""
-    beside = path.with_name(f".{path.name}.partial")
+    beside = partial_folder(path)
     try:
         with writing(path):
             make_folder(path.parent)
@@ -118,14 +118,22 @@ def _json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of ours; StorageError where it is missing or not JSON."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what the system says of a read that failed into one line that names the file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        yield
     except FileNotFoundError:
         raise StorageError(f"{path}: missing") from None
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of ours; StorageError where it is missing or not JSON."""
+    try:
+        with _reading(path):
+            return json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StorageError(f"{path}: damaged, not JSON ({error})") from None
 
@@ -140,19 +148,17 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read named tensors."""
+    from safetensors.torch import load_file
+
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise StorageError(f"{path}: missing") from None
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
+        with _reading(path):
+            return load_file(path)
     except SafetensorError as error:
         raise StorageError(f"{path}: damaged ({error})") from None
 
 
 def partial_folder(path: Path) -> Path:
-    """Return where `new_folder` fills what will be at `path`."""
+    """Return where a file or folder is filled that will be at `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -343,9 +349,7 @@ def verify_folder(folder: Path) -> None:
 def _verify_file(file: Path, num_bytes: int, sha256: str) -> None:
     if not file.is_file():
         raise StorageError(f"{file}: missing")
-    try:
+    with _reading(file):
         good = file.stat().st_size == num_bytes and file_sha256(file) == sha256
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be read ({error.strerror or error})") from None
     if not good:
         raise StorageError(f"{file}: damaged, its content is not what was written")

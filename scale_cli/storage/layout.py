@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 
+class _Place:
+    """What has a name of its own in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, _: type[RunFolder]) -> Path:
+        return run.root / self._name
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The folders and files of one run."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.upscaled = root / "upscaled"  # the expansion as `scale upscale` made it
-        self.checkpoints = root / "checkpoints"  # where `scale train` saves what it needs to go on
-        self.final = root / "final"  # the trained expansion
-        self.metrics = root / "metrics.jsonl"  # an object a line, for every logged step and every periodic evaluation
-        self.tensorboard = root / "tensorboard"  # TensorBoard's files, made from metrics.jsonl
-        self.tracking = root / "tracking.json"  # by which id a tracker knows the run, and how far it was told of it
-        self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
-        self.evaluation = root / "evaluation"  # the forgetting report
-        self._exports = root / "export"
-        self._folders = (self.upscaled, self.checkpoints, self.final, self.tensorboard, self.tokens, self.evaluation)
+    root: Path
+
+    upscaled = _Place("upscaled")  # the expansion as `scale upscale` made it
+    checkpoints = _Place("checkpoints")  # where `scale train` saves what it needs to go on
+    final = _Place("final")  # the trained expansion
+    metrics = _Place("metrics.jsonl")  # an object a line, for every logged step and every periodic evaluation
+    tensorboard = _Place("tensorboard")  # TensorBoard's files, made from metrics.jsonl
+    tracking = _Place("tracking.json")  # by which id a tracker knows the run, and how far it was told of it
+    tokens = _Place("tokens")  # tokenised corpora, unless corpus.cache_dir says otherwise
+    evaluation = _Place("evaluation")  # the forgetting report
+    exports = _Place("export")  # a folder for each format
 
     def checkpoint(self, step: int) -> Path:
         """Return the checkpoint after an optimiser step."""
@@ -32,7 +43,7 @@ class RunFolder:
 
     def export(self, export_format: str, dtype: str = "float32") -> Path:
         """Return the exported model; one in another dtype than float32 lies beside it."""
-        return self._exports / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
+        return self.exports / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
 
     @property
     def config(self) -> Path:
@@ -50,16 +61,27 @@ class RunFolder:
         for link in self._links():
             if not Path(os.path.realpath(link)).is_relative_to(root):
                 raise RunFolderError(f"{link}: leads out of output_dir, to {link.readlink()}; nothing is written there")
-        for place in (*self._folders, self._exports):
+        for place in self._folders():
             if os.path.lexists(place) and not place.is_dir():
                 raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
         for file in (self.metrics, self.tracking):
             if file.is_dir():
                 raise RunFolderError(f"{file}: is a folder, and a file is to be written there; move it away")
 
+    def _folders(self) -> tuple[Path, ...]:
+        return (
+            self.upscaled,
+            self.checkpoints,
+            self.final,
+            self.tensorboard,
+            self.tokens,
+            self.evaluation,
+            self.exports,
+        )
+
     def _links(self) -> Iterator[Path]:
         """Yield the symbolic links where something of ours may be written, half-written folders included."""
-        for place in (*self._folders, self.metrics, self.tracking, self._exports):
+        for place in (*self._folders(), self.metrics, self.tracking):
             for path in (place, *self.root.glob(f".{place.name}.*")):
                 inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
                 yield from (found for found in (path, *inside) if found.is_symlink())

@@ -96,11 +96,10 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
     RunFolder(config.output_dir).check()
     if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
         check_folder("corpus.cache_dir", config.corpus.cache_dir)
-    base_config = load_base_config(config.model)
-    check_context(config, base_config)
-    check_processes(config, num_processes)
     base = any_base_without_weights(config.model)
     vocab_size = base.config.vocab_size
+    check_context(config, base.config)
+    check_processes(config, num_processes)
     with torch.device("meta"):
         build_model(base, config.method, config.seed)
     tokenizer = load_tokenizer(config.model)
