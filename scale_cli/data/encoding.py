@@ -123,11 +123,6 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def encode_all(texts: Iterator[str | Conversation], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all texts in order, which are read as they are needed, a few chunks ahead at the most.
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.conversations import conversations
 from scale_cli.data.documents import CorpusReader, Record, described
-from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all, usable_cores
+from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.progress import progress_bar
@@ -75,7 +75,8 @@ def tokenise(
             documents = ledger.kept_of(records, lambda: reader.path)
             texts = (d.text if d.learned is None else Conversation(d.text, d.learned) for d in documents)
             next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
-            encoded = encode_all(texts, recipe, reading.num_workers or usable_cores())
+            usable_cores = len(os.sched_getaffinity(0))
+            encoded = encode_all(texts, recipe, reading.num_workers or usable_cores)
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):
                 shards.append(part)
             ledger.num_tokens, ledger.num_unknown_tokens = shards.num_tokens, shards.num_unknown

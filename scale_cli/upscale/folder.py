@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -138,13 +139,17 @@ def load_trained(model: MethodModel, folder: Path) -> None:
     if has_shards(folder):
         load_shards(folder, wanted)
         return
-    tensors = load_tensors(folder / TRAINED)
+    model.load_state_dict(_fitting(folder / TRAINED, wanted), strict=False)
+
+
+def _fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read tensors that have the names and shapes of those of a model."""
+    tensors = load_tensors(path)
     if odd := sorted(wanted.keys() ^ tensors.keys()):
-        raise StorageError(f"{folder / TRAINED}: does not fit this model ({odd[0]} is in only one of them)")
-    try:
-        model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
-        raise StorageError(f"{folder / TRAINED}: does not fit this model ({error})") from None
+        raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
+    if odd := sorted(name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape):
+        raise StorageError(f"{path}: does not fit this model ({odd[0]} has another shape)")
+    return tensors
 
 
 def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
@@ -159,15 +164,9 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
 
 def _load_peft(model: Any, folder: Path) -> None:
     """Load adapters into a PeftModel that has the same ones."""
-    path, wanted = folder / PEFT_WEIGHTS, _adapters(model)
-    tensors = load_tensors(path)
-    if odd := sorted(wanted.keys() ^ tensors.keys()):
-        raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
-    if odd := sorted(name for name, tensor in tensors.items() if tensor.shape != wanted[name].shape):
-        raise StorageError(f"{path}: does not fit this model ({odd[0]} has another shape)")
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(model, tensors)
+    set_peft_model_state_dict(model, _fitting(folder / PEFT_WEIGHTS, _adapters(model)))
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:

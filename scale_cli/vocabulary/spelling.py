@@ -14,21 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.errors import BaseModelError
 
 _SPACE = "▁"  # for a space, beside byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's character of every byte: itself where it is printable, else the next one from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
+_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 spells bytes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from scale_cli.upscale.folder import load_model, read_method
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from tests.training.conftest import MakeConfig
-from tests.upscale.test_bypass import windows
+from tests.upscale.test_base_losses import windows
 from tests.widening import tiny_llama
 
 ADEPT = (
