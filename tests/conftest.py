@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import Scale, command_line
 from tests.unwaited import let_nothing_wait_for_the_disk
 
 
@@ -61,3 +62,9 @@ def shared_data() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return folder
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+    """The command line, without a process of its own, which would spend seconds on importing torch."""
+    return command_line(monkeypatch, capfd)

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -212,3 +214,13 @@ def pretended_device() -> Iterator[torch.device]:
             yield torch.device(NAME, 0)
     finally:
         _backend.is_available = lambda: False
+
+
+@contextmanager
+def accelerate_on(device: torch.device) -> Iterator[None]:
+    """Let Accelerate, and so every verb, compute on a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)

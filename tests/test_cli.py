@@ -7,57 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
-from scale_cli.cli import main
 from scale_cli.console import numbers
 from scale_cli.errors import ConfigError
+from tests.command_line import Outcome, Scale
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a command line ended with."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    def error(self) -> str:
-        """Return its error message, having checked that there is one, and that it is all the user is bothered with."""
-        assert "Traceback" not in self.stdout + self.stderr
-        shown = [line for line in re.split(r"[\r\n]+", self.stderr) if line.strip()]
-        errors = [line for line in shown if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert self.stderr.count("error:") == 1
-        return errors[0].removeprefix("error: ")
-
-
-ScaleHere = Callable[..., Finished]
-
-
-@pytest.fixture
-def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> ScaleHere:
-    """A command line, without a process of its own, which would spend seconds on importing torch."""
-
-    def run(*arguments: str | Path) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["scale", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capfd.readouterr()
-        code = caught.value.code
-        assert code is None or isinstance(code, int)
-        return Finished(code or 0, captured.out, captured.err)
-
-    return run
 
 
 def write_config(folder: Path, base: Path | str, name: str = "config") -> Path:
@@ -96,18 +56,18 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_help_shows_every_verb_but_the_alias_in_a_line_that_is_whole(
-    scale_here: ScaleHere, monkeypatch: pytest.MonkeyPatch
+    scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    _, _, commands = scale_here("--help").stdout.partition("Commands:\n")
+    _, _, commands = scale("--help").stdout.partition("Commands:\n")
     shown = dict(line.split(maxsplit=1) for line in commands.splitlines() if line)
     assert {*VERBS} - {"eval"} <= shown.keys()
     assert "eval" not in shown
     assert all(line.endswith(".") and not line.endswith("...") for line in shown.values())
 
 
-def test_the_version_is_told(scale_here: ScaleHere) -> None:
-    assert scale_here("--version") == Finished(0, f"scale {version('scale-cli')}\n", "")
+def test_the_version_is_told(scale: Scale) -> None:
+    assert scale("--version") == Outcome(0, f"scale {version('scale-cli')}\n", "")
 
 
 @pytest.mark.parametrize(("typed", "offered"), [("scale pre", "prepare"), ("scale train --res", "--resume")])
@@ -118,9 +78,9 @@ def test_a_shell_completes_verbs_and_options(typed: str, offered: str) -> None:
     assert done.stdout.split() == [offered]
 
 
-def test_eval_is_evaluate(config: Path, scale_here: ScaleHere) -> None:
-    asked = [scale_here(verb, "--help").stdout.replace(verb, "VERB") for verb in ("evaluate", "eval")]
-    refused = [scale_here(verb, config) for verb in ("evaluate", "eval")]
+def test_eval_is_evaluate(config: Path, scale: Scale) -> None:
+    asked = [scale(verb, "--help").stdout.replace(verb, "VERB") for verb in ("evaluate", "eval")]
+    refused = [scale(verb, config) for verb in ("evaluate", "eval")]
     assert "--max-forgetting" in asked[0]
     assert "--max-forgetting" in asked[1]
     assert refused[0] == refused[1]
@@ -128,8 +88,8 @@ def test_eval_is_evaluate(config: Path, scale_here: ScaleHere) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"]], ids=" ".join)
-def test_a_command_line_that_makes_no_sense_exits_2(scale_here: ScaleHere, arguments: list[str]) -> None:
-    done = scale_here(*arguments)
+def test_a_command_line_that_makes_no_sense_exits_2(scale: Scale, arguments: list[str]) -> None:
+    done = scale(*arguments)
     assert done.exit_code == 2
     assert done.stderr
     assert "Traceback" not in done.stderr
@@ -150,9 +110,9 @@ def test_a_command_line_that_makes_no_sense_exits_2(scale_here: ScaleHere, argum
 )
 @pytest.mark.parametrize("verb", ["upscale", "train"])
 def test_a_bad_override_is_one_message_that_names_it(
-    config: Path, scale_here: ScaleHere, verb: str, override: str, named: list[str]
+    config: Path, scale: Scale, verb: str, override: str, named: list[str]
 ) -> None:
-    done = scale_here(verb, config, override)
+    done = scale(verb, config, override)
     message = done.error()
     assert done.stderr == f"error: {message}\n"
     assert all(part in message for part in named)
@@ -161,13 +121,13 @@ def test_a_bad_override_is_one_message_that_names_it(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_missing_config_is_one_message_that_names_it(scale_here: ScaleHere, verb: str) -> None:
-    assert scale_here(verb, "absent.yaml") == Finished(2, "", "error: absent.yaml: no such config file\n")
+def test_a_missing_config_is_one_message_that_names_it(scale: Scale, verb: str) -> None:
+    assert scale(verb, "absent.yaml") == Outcome(2, "", "error: absent.yaml: no such config file\n")
 
 
-def test_a_config_that_is_not_utf8_is_one_message_that_names_it(tmp_path: Path, scale_here: ScaleHere) -> None:
+def test_a_config_that_is_not_utf8_is_one_message_that_names_it(tmp_path: Path, scale: Scale) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: caf\xe9\n")
-    done = scale_here("train", tmp_path / "latin.yaml")
+    done = scale("train", tmp_path / "latin.yaml")
     assert "latin.yaml" in done.error()
     assert done.exit_code == 2
 
@@ -175,9 +135,9 @@ def test_a_config_that_is_not_utf8_is_one_message_that_names_it(tmp_path: Path, 
 # Errors of the base
 
 
-def test_a_base_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path, scale_here: ScaleHere) -> None:
+def test_a_base_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path, scale: Scale) -> None:
     config = write_config(tmp_path, write_base_config(tmp_path / "gpt2-like", "gpt2"))
-    done = scale_here("upscale", config)
+    done = scale("upscale", config)
     message = done.error()
     assert done.stderr == f"error: {message}\n"
     assert "model.base" in message
@@ -188,21 +148,21 @@ def test_a_base_that_is_not_supported_is_named_with_those_that_are(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_base_of_no_known_family_is_named(tmp_path: Path, scale_here: ScaleHere) -> None:
-    done = scale_here("upscale", write_config(tmp_path, write_base_config(tmp_path / "unheard-of", "unheard")))
+def test_a_base_of_no_known_family_is_named(tmp_path: Path, scale: Scale) -> None:
+    done = scale("upscale", write_config(tmp_path, write_base_config(tmp_path / "unheard-of", "unheard")))
     assert str(tmp_path / "unheard-of") in done.error()
     assert done.exit_code == 2
 
 
-def test_a_missing_base_is_named(config: Path, scale_here: ScaleHere) -> None:
-    done = scale_here("upscale", config)
+def test_a_missing_base_is_named(config: Path, scale: Scale) -> None:
+    done = scale("upscale", config)
     assert str(config.parent / "absent-base") in done.error()
     assert done.exit_code == 2
     assert not (config.parent / "run").exists()
 
 
-def test_training_without_upscaling_says_what_to_run_first(config: Path, scale_here: ScaleHere) -> None:
-    done = scale_here("train", config)
+def test_training_without_upscaling_says_what_to_run_first(config: Path, scale: Scale) -> None:
+    done = scale("train", config)
     message = done.error()
     assert "scale upscale" in message
     assert str(config.parent / "run") in message
@@ -234,12 +194,12 @@ def upscaled(upscaled_once: Path, tmp_path: Path, shared_data: Path) -> Path:
 
 
 def test_a_corpus_of_which_too_much_is_bad_is_named_with_its_lines_and_nothing_is_trained(
-    upscaled: Path, scale_here: ScaleHere
+    upscaled: Path, scale: Scale
 ) -> None:
     corpus = upscaled.parent / "news.txt"
     corpus.write_bytes(b"fine\n\nalso fine\ncaf\xe9\n")
     before = files_of(upscaled.parent / "run")
-    done = scale_here("train", upscaled)
+    done = scale("train", upscaled)
     assert re.match(r"news \(.*/news\.txt\): 50\.000 % of it is bad, more than", done.error())
     assert done.error().endswith(f"1 not UTF-8: {corpus}:4")
     assert done.exit_code == 2
@@ -247,9 +207,9 @@ def test_a_corpus_of_which_too_much_is_bad_is_named_with_its_lines_and_nothing_i
     assert {name: content for name, content in after.items() if not name.startswith("tokens/")} == before
 
 
-def test_a_missing_corpus_is_named(upscaled: Path, scale_here: ScaleHere) -> None:
+def test_a_missing_corpus_is_named(upscaled: Path, scale: Scale) -> None:
     before = files_of(upscaled.parent / "run")
-    done = scale_here("train", upscaled, "corpus.sources.0.path=absent/*.jsonl")
+    done = scale("train", upscaled, "corpus.sources.0.path=absent/*.jsonl")
     message = done.error()
     assert "news" in message
     assert "absent/*.jsonl" in message
@@ -257,41 +217,41 @@ def test_a_missing_corpus_is_named(upscaled: Path, scale_here: ScaleHere) -> Non
     assert files_of(upscaled.parent / "run") == before
 
 
-def test_another_method_than_was_upscaled_is_refused(upscaled: Path, scale_here: ScaleHere) -> None:
-    done = scale_here("train", upscaled, "method.expansion.ratio=0.5")
+def test_another_method_than_was_upscaled_is_refused(upscaled: Path, scale: Scale) -> None:
+    done = scale("train", upscaled, "method.expansion.ratio=0.5")
     assert "method.expansion.ratio: 0.25 -> 0.5" in done.error()
     assert done.exit_code == 2
 
 
-def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale_here: ScaleHere) -> None:
+def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -> None:
     run = upscaled.parent / "run"
-    assert scale_here("train", upscaled).exit_code == 0
+    assert scale("train", upscaled).exit_code == 0
     finished = files_of(run)
-    assert scale_here("train", upscaled).error() == f"{run}: holds a finished run; choose another output_dir"
+    assert scale("train", upscaled).error() == f"{run}: holds a finished run; choose another output_dir"
     assert files_of(run) == finished
     shutil.rmtree(run / "final")
-    done = scale_here("train", upscaled)
+    done = scale("train", upscaled)
     assert str(run) in done.error()
     assert "--resume" in done.error()
     assert done.exit_code == 2
     assert not (run / "final").exists()
-    assert scale_here("train", upscaled, "--resume", "auto").exit_code == 0
+    assert scale("train", upscaled, "--resume", "auto").exit_code == 0
     assert (run / "final").is_dir()
 
 
-def test_upscaling_over_a_run_is_refused(upscaled: Path, scale_here: ScaleHere) -> None:
+def test_upscaling_over_a_run_is_refused(upscaled: Path, scale: Scale) -> None:
     (upscaled.parent / "run" / "checkpoints").mkdir()
-    done = scale_here("upscale", upscaled)
+    done = scale("upscale", upscaled)
     assert str(upscaled.parent / "run") in done.error()
     assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_checkpoint_that_is_none_is_named(upscaled: Path, scale_here: ScaleHere, there: bool) -> None:
+def test_a_checkpoint_that_is_none_is_named(upscaled: Path, scale: Scale, there: bool) -> None:
     folder = upscaled.parent / "checkpoint"
     if there:
         folder.mkdir()
-    done = scale_here("train", upscaled, "--resume", folder)
+    done = scale("train", upscaled, "--resume", folder)
     assert str(folder) in done.error()
     assert done.exit_code == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -57,7 +55,7 @@ from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scale_cli.vocabulary import proofs
-from tests.pretended_device import pretended_device
+from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import as_if_trained, joined, tiny_llama, widen
@@ -67,16 +65,6 @@ VARIANTS = ("preserve", "adapt", "route", "full", "lora", "freeze", "llama-pro")
 SMALL = {"vocab_size": 280, "num_hidden_layers": 2}
 PROMPTS = ["12 7", "30 31 32 33"]
 TWO_STEPS = {"max_steps": 2, "warmup_steps": 1, "save_every_steps": 2, "eval_every_steps": 1}
-
-
-@contextmanager
-def accelerate_on(device: torch.device) -> Iterator[None]:
-    """Let Accelerate, and so every verb, compute on a device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scale_cli.cli import main
 from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
@@ -24,6 +22,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError, VerificationError
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.storage.records import AveragedMember, AverageRecord
+from tests.command_line import Scale
 from tests.comparison.finished_run import Made, write_json, write_run
 from tests.widening import lower_stories
 
@@ -317,22 +316,16 @@ def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
     return load_config(path)
 
 
-def test_two_real_runs_end_to_end(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scale) -> None:
     configs = [real_config(shared_data, tmp_path, variant) for variant in ("full", "route")]
     for config in configs:
         upscale(config)
         train(config, None, print)
         evaluate(config)
-    arguments = ["scale", "compare", *(str(config.output_dir) for config in configs), "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    said = capfd.readouterr().out
-    assert "full + base" in said
-    assert str(tmp_path / "out" / "report.html") in said
+    done = scale("compare", *(config.output_dir for config in configs), "--output", tmp_path / "out")
+    assert done.exit_code == 0
+    assert "full + base" in done.stdout
+    assert str(tmp_path / "out" / "report.html") in done.stdout
     written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     for run, config in zip(written["runs"], configs, strict=True):
         assert run["cost"] == json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))

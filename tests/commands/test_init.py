@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from scale_cli.cli import main
 from scale_cli.commands import init as starter
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.init import SCHEMA_FILE, Answers, Sizes, fitting_sizes, starter_text
@@ -22,9 +21,9 @@ from scale_cli.config.safe_yaml import parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.planning.device import Device
+from tests.command_line import Scale
 from tests.widening import TINY
 
-Scale = Callable[..., tuple[int, str]]
 CPU = Device("cpu", 1e12, 0.4, "measured on cpu")
 SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 2**30, 2**34)
 
@@ -44,17 +43,9 @@ def once(count: Callable[..., Any]) -> Callable[..., Any]:
 COUNTED = {name: once(getattr(starter, name)) for name in ("count_flops", "count_saved_tensors")}
 
 
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Scale:
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "measured_device", lambda *_: CPU)
-
-    def run(*arguments: Any) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["scale", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), capsys.readouterr().err
-
-    return run
 
 
 @pytest.fixture
@@ -76,7 +67,8 @@ def test_what_is_written_can_be_planned_and_holds_out_what_it_trains_on_nowhere(
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     file = tmp_path / "mine.yaml"
-    assert scale("init", file, *flat(flags)) == (0, "")
+    done = scale("init", file, *flat(flags))
+    assert (done.exit_code, done.stderr) == (0, "")
     config = load_config(file)
     assert plan(config, flops=1e12, utilisation=None, num_processes=1).methods[0].chosen
     (corpus,), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
@@ -84,8 +76,7 @@ def test_what_is_written_can_be_planned_and_holds_out_what_it_trains_on_nowhere(
     assert corpus.skip_documents == held_out.max_documents
     assert file.with_name(SCHEMA_FILE).is_file()
     before = file.read_bytes()
-    code, error = scale("init", file, *flat(flags))
-    assert (code, error) == (2, f"error: {file}: is there already; give another name\n")
+    assert scale("init", file, *flat(flags)).error() == f"{file}: is there already; give another name"
     assert file.read_bytes() == before
 
 
@@ -94,9 +85,9 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     del flags["--language"]
-    code, error = scale("init", tmp_path / "mine.yaml", *flat(flags))
-    assert code == 2
-    assert error.startswith("error: --language: not given (of that text: ko, de, ...)") and error.count("\n") == 1
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags))
+    assert done.exit_code == 2
+    assert done.error().startswith("--language: not given (of that text: ko, de, ...)")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +101,9 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     flag: str, value: str, said: str, flags: dict[str, Path | str], scale: Scale, tmp_path: Path
 ) -> None:
-    code, error = scale("init", tmp_path / "mine.yaml", *flat(flags | {flag: value}))
-    assert code == 2
-    assert said in error.splitlines()[0] and error.startswith("error: ")
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags | {flag: value}))
+    assert done.exit_code == 2
+    assert said in done.stderr.splitlines()[0] and done.stderr.startswith("error: ")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,13 +11,12 @@ import pytest
 from scale_cli.commands import mixture as mixing
 from scale_cli.commands.sweep import SweepSummary, Trial
 from scale_cli.config.grid import Grid
-from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.load import load_config
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
-from tests.torture.tiny_run import write_base_and_texts
+from tests.torture.tiny_run import write_config_of_two_steps
 
 KEPT, LEARNED, BASE = PowerLaw(0.4, 3.0, 1.5), PowerLaw(0.2, -0.5, 2.0), 1.6
 # By the share of old text and of new; the first is forgotten the more the longer a run is.
@@ -27,30 +26,17 @@ LEARNED_BY_BUDGET = BudgetLaw(1.0, 3.0, 0.3, 0.28, 0.4, 0.01, 0.5, ())
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    write_base_and_texts(tmp_path)
     texts = {name: str(tmp_path / f"{name}.txt") for name in ("one", "two", "held-out")}
     held_out = [
         {"name": role, "path": texts["held-out"], "language": "en", "role": role}
         for role in ("acquisition", "retention")
     ]
-    tree: dict[str, Any] = {
-        "output_dir": tmp_path / "mixed",
-        "model": {"base": str(tmp_path / "base")},
-        "method": {"variant": "full"},
-        "corpus": {
-            "sequence_length": 16,
-            "sources": [
-                {"name": "a", "path": texts["one"], "language": "ko", "weight": 3.0},
-                {"name": "b", "path": texts["one"], "language": "ko"},
-                {"name": "old", "path": texts["two"], "language": "en", "role": "replay"},
-            ],
-        },
-        "train": {"max_steps": 2, "global_batch_size": 4},
-        "evaluation": {"bootstrap_resamples": 100, "perplexity": held_out},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
-    return path
+    sources = [
+        {"name": "a", "path": texts["one"], "language": "ko", "weight": 3.0},
+        {"name": "b", "path": texts["one"], "language": "ko"},
+        {"name": "old", "path": texts["two"], "language": "en", "role": "replay"},
+    ]
+    return write_config_of_two_steps(tmp_path, "mixed", sources, held_out)
 
 
 def follow_the_law(monkeypatch: pytest.MonkeyPatch, config: Path) -> list[Any]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,7 +8,6 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, LlamaConfig
 
-from scale_cli.cli import main
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
@@ -18,6 +16,7 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
+from tests.command_line import Scale
 from tests.widening import tiny_llama
 
 
@@ -184,13 +183,6 @@ def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_pla
 # The command line
 
 
-def scale_plan(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["scale", "plan", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(str(caught.value.code or 0))
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4))
@@ -200,13 +192,14 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
     written = small.parent / "plan.json"
     absent = "evaluation.benchmarks=[{name: questions, path: nowhere.jsonl, language: ko}]"
-    assert scale_plan(monkeypatch, small, absent, "--flops", "4.0e14", "--output", written) == 0
-    shown = capsys.readouterr().out
+    done = scale("plan", small, absent, "--flops", "4.0e14", "--output", written)
+    assert done.exit_code == 0
+    shown = done.stdout
     assert "questions: no file matches nowhere.jsonl; the plan needs no text" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
     methods = json.loads(written.read_text(encoding="utf-8"))["methods"]
@@ -227,23 +220,15 @@ def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
     ],
 )
 def test_what_cannot_be_planned_is_one_line_that_names_it(
-    small: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    named: list[str],
+    small: Path, scale: Scale, arguments: list[str], named: list[str]
 ) -> None:
-    assert scale_plan(monkeypatch, small, *arguments, "--flops", "1e12") == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    message, *more = captured.err.splitlines()
-    assert not more and message.startswith("error: ")
-    assert all(part in message for part in named)
+    done = scale("plan", small, *arguments, "--flops", "1e12")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert all(part in done.error() for part in named)
 
 
-def test_a_family_that_is_not_supported_is_named(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_is_not_supported_is_named(small: Path, scale: Scale) -> None:
     (small.parent / "base" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
-    assert scale_plan(monkeypatch, small) == 2
-    assert "gpt2" in capsys.readouterr().err
+    done = scale("plan", small)
+    assert done.exit_code == 2
+    assert "gpt2" in done.stderr

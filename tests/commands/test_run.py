@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scale_cli.cli import main
 from scale_cli.commands import plan
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
+from tests.command_line import Scale
 from tests.export.conftest import configured
-
-Scale = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -27,52 +23,43 @@ def config(shared_data: Path, tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def scale(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Scale:
-    """Run a verb on the config; return its exit code and its error."""
+def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
+    """Run a verb on the config."""
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
-
-    def run(verb: str, *arguments: Any) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["scale", verb, str(path), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), capsys.readouterr().err
-
-    return run
+    return lambda verb, *arguments: scale(verb, path, *arguments)
 
 
 def test_a_held_out_file_without_text_is_refused_by_its_place_before_training(
-    config: RunConfig, tmp_path: Path, scale: Scale
+    config: RunConfig, tmp_path: Path, of_config: Scale
 ) -> None:
     (tmp_path / "empty.txt").touch()
-    code, error = scale("run", f"evaluation.perplexity.1.path={tmp_path}/empty.txt")
-    assert code == 2
-    assert f"petitions-held-out ({tmp_path}/empty.txt): no document with text" in error
+    done = of_config("run", f"evaluation.perplexity.1.path={tmp_path}/empty.txt")
+    assert done.exit_code == 2
+    assert f"petitions-held-out ({tmp_path}/empty.txt): no document with text" in done.stderr
     assert not RunFolder(config.output_dir).final.exists()
 
 
 @pytest.mark.parametrize("verb", ["run", "evaluate"])
 def test_a_gate_without_a_retention_corpus_is_refused_before_anything(
-    config: RunConfig, scale: Scale, verb: str
+    config: RunConfig, of_config: Scale, verb: str
 ) -> None:
-    code, error = scale(verb, "evaluation.perplexity.0.role=acquisition", "--max-forgetting", "0.1")
-    assert (code, "no corpus of role retention" in error) == (2, True)
+    done = of_config(verb, "evaluation.perplexity.0.role=acquisition", "--max-forgetting", "0.1")
+    assert (done.exit_code, "no corpus of role retention" in done.stderr) == (2, True)
     assert not config.output_dir.exists()
 
 
 @pytest.mark.parametrize("layers", ["none", "top:1"], ids=["in one folder", "in two, where layers collaborate"])
 def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
-    config: RunConfig, scale: Scale, layers: str
+    config: RunConfig, of_config: Scale, layers: str
 ) -> None:
     asked = ("export={}", f"method.collaboration.layers={layers}")
-    assert scale("run", *asked)[0] == 0
+    assert of_config("run", *asked).exit_code == 0
     run = RunFolder(config.output_dir)
     folders = [run.export("llama"), *([] if layers == "none" else [run.export("transformers")])]
     assert folders == sorted((run.root / "export").iterdir())
     before = {folder: (folder / "model.safetensors").stat().st_ino for folder in folders}
-    assert scale("run", *asked, "evaluation.perplexity.0.max_documents=3")[0] == 0
+    assert of_config("run", *asked, "evaluation.perplexity.0.max_documents=3").exit_code == 0
     kept = read_json(run.evaluation / "report.json")["corpora"][0]
     assert kept["num_documents"] == 3
     for folder in folders:
@@ -83,21 +70,21 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
             bytes_per_token = kept["num_bytes"] / kept["num_tokens"]
             assert "| 3 | {:.2f} | {:.3f} | {:.3f} |".format(bytes_per_token, *figures) in card
         assert (folder / "model.safetensors").stat().st_ino == before[folder], "the weights are not written again"
-    code, error = scale("export", *asked, "--push-to-hub", "me/model")
-    assert (code, "say which is sent" in error) == ((0, False) if layers == "none" else (2, True))
+    done = of_config("export", *asked, "--push-to-hub", "me/model")
+    assert (done.exit_code, "say which is sent" in done.stderr) == ((0, False) if layers == "none" else (2, True))
 
 
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(
-    config: RunConfig, scale: Scale
+    config: RunConfig, of_config: Scale
 ) -> None:
-    assert scale("run")[0] == 0
-    code, error = scale("run", "train.max_steps=14")
-    assert code == 2
-    assert "(--accept train.max_steps)" in error
-    code, error = scale("evaluate", "train.max_steps=14")
-    assert code == 2
-    assert "--accept" not in error, "evaluate does not know it"
-    assert scale("run", "train.max_steps=14", "--accept", "train.max_steps")[0] == 0
+    assert of_config("run").exit_code == 0
+    done = of_config("run", "train.max_steps=14")
+    assert done.exit_code == 2
+    assert "(--accept train.max_steps)" in done.stderr
+    done = of_config("evaluate", "train.max_steps=14")
+    assert done.exit_code == 2
+    assert "--accept" not in done.stderr, "evaluate does not know it"
+    assert of_config("run", "train.max_steps=14", "--accept", "train.max_steps").exit_code == 0
     position = read_json(config.output_dir / "final" / "position.json")
     assert position["step"] == 14
     report = read_json(RunFolder(config.output_dir).evaluation / "report.json")
@@ -105,35 +92,29 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
 
 
 def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
-    config: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: RunConfig, of_config: Scale, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert scale("run")[0] == 0
+    assert of_config("run").exit_code == 0
     moved = config.output_dir.rename(tmp_path / "moved")
     monkeypatch.setattr(plan, "methods_beside", lambda _: [])
     for verb, *options in (["evaluate"], ["export", "export.format=adapter"], ["verify"], ["plan"]):
-        monkeypatch.setattr("sys.argv", ["scale", verb, str(moved), *options])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code
+        assert scale(verb, moved, *options).exit_code == 0
     assert (moved / "export" / "adapter").is_dir()
     assert not config.output_dir.exists()
 
 
-def test_a_folder_that_is_no_run_is_told_so(scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.argv", ["scale", "evaluate", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+def test_a_folder_that_is_no_run_is_told_so(scale: Scale, tmp_path: Path) -> None:
+    assert scale("evaluate", tmp_path).exit_code == 2
 
 
-def test_another_tokenizer_is_refused_by_every_verb(config: RunConfig, scale: Scale, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_by_every_verb(config: RunConfig, of_config: Scale, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(config.model.base, base)
-    assert scale("run", f"model.base={base}")[0] == 0
+    assert of_config("run", f"model.base={base}").exit_code == 0
     changed = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
     changed["model"]["merges"].pop()
     (base / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
     for verb, *options in (["evaluate"], ["export"], ["train", "--resume", "auto"]):
-        code, error = scale(verb, f"model.base={base}", *options)
-        assert code == 2, verb
-        assert "the tokenizer of" in error, verb
+        done = of_config(verb, f"model.base={base}", *options)
+        assert done.exit_code == 2, verb
+        assert "the tokenizer of" in done.stderr, verb

@@ -12,31 +12,18 @@ from hypothesis import strategies as st
 from scale_cli.commands import sweep as sweeping
 from scale_cli.commands.run import run_without_export
 from scale_cli.config.grid import name_of, parse_grid
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, NonFiniteError
 from scale_cli.storage.atomic import read_json
-from tests.torture.tiny_run import write_base_and_texts
+from tests.torture.tiny_run import write_config_of_two_steps
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    write_base_and_texts(tmp_path)
+    source = {"name": "one", "path": str(tmp_path / "one.txt"), "language": "ko"}
     held_out = {"name": "held", "path": str(tmp_path / "held-out.txt"), "language": "ko", "role": "acquisition"}
-    tree: dict[str, Any] = {
-        "output_dir": tmp_path / "sweep",
-        "model": {"base": str(tmp_path / "base")},
-        "method": {"variant": "full"},
-        "corpus": {
-            "sequence_length": 16,
-            "sources": [{"name": "one", "path": str(tmp_path / "one.txt"), "language": "ko"}],
-        },
-        "train": {"max_steps": 2, "global_batch_size": 4},
-        "evaluation": {"bootstrap_resamples": 100, "perplexity": [held_out]},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
-    return path
+    return write_config_of_two_steps(tmp_path, "sweep", [source], [held_out])
 
 
 def swept(config: Path, *arguments: str, max_runs: int | None = None) -> list[sweeping.Trial]:

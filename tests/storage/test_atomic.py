@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -20,15 +19,12 @@ from scale_cli.storage import atomic
 from scale_cli.storage.atomic import (
     MANIFEST,
     changed_versions,
-    load_tensors,
     new_folder,
     read_json,
     remove_folder,
     remove_leftovers,
     save_tensors,
     verify_folder,
-    write_json,
-    write_text,
 )
 
 FILES = {"a.txt": b"first", "deep/er/b.bin": bytes(range(256)), "empty": b""}
@@ -319,94 +315,3 @@ def test_a_manifest_of_another_shape_is_damage(copied: Path, manifest: str) -> N
     (copied / MANIFEST).write_text(manifest, encoding="utf-8")
     with pytest.raises(StorageError, match="damaged"):
         verify_folder(copied)
-
-
-# Files
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_json_is_refused_and_nothing_is_written(tmp_path: Path, number: float) -> None:
-    write_json(tmp_path / "file.json", {"old": 1})
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "file.json", {"nested": [number]})
-    assert read_json(tmp_path / "file.json") == {"old": 1}
-    assert [child.name for child in tmp_path.iterdir()] == ["file.json"]
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab가", max_size=2), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@settings(deadline=None, max_examples=50)
-@given(JSON)
-def test_json_reads_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "value.json"
-    write_json(path, value)
-    assert read_json(path) == value
-    assert json.loads(path.read_bytes()) == value
-
-
-@pytest.mark.parametrize("owner", [(os, "fsync"), (Path, "replace")])
-@pytest.mark.parametrize("text", ["new", "half a surrogate pair: \ud800"])
-def test_a_file_that_cannot_be_written_keeps_its_old_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: tuple[Any, str], text: str
-) -> None:
-    write_text(tmp_path / "file.txt", "old")
-    monkeypatch.setattr(*owner, failing(getattr(*owner), 1))
-    with pytest.raises((StorageError, UnicodeEncodeError)):
-        write_text(tmp_path / "file.txt", text)
-    assert (tmp_path / "file.txt").read_text(encoding="utf-8") == "old"
-    assert [child.name for child in tmp_path.iterdir()] == ["file.txt"]
-
-
-def test_text_is_written_byte_for_byte(tmp_path: Path) -> None:
-    write_text(tmp_path / "new" / "file.txt", "가\r\nb\n")
-    assert (tmp_path / "new" / "file.txt").read_bytes() == "가\r\nb\n".encode()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff"])
-def test_a_damaged_json_file_is_a_storage_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file.json").write_bytes(content)
-    with pytest.raises(StorageError) as caught:
-        read_json(tmp_path / "file.json")
-    assert str(tmp_path / "file.json") in str(caught.value)
-
-
-# Tensors
-
-
-def test_tensors_read_back_bit_for_bit(tmp_path: Path) -> None:
-    tensors = {
-        "f": torch.tensor([float("nan"), -0.0, 1e-45]),
-        "b": torch.randn(3, 4, dtype=torch.bfloat16).t(),
-        "none": torch.zeros(0, 2),
-    }
-    save_tensors(tmp_path / "t.safetensors", tensors)
-    loaded = load_tensors(tmp_path / "t.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert loaded[name].shape == tensor.shape
-        assert torch.equal(loaded[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_cut_tensor_file_is_a_storage_error(tmp_path: Path, kept: float) -> None:
-    path = tmp_path / "t.safetensors"
-    save_tensors(path, {"a": torch.ones(100)})
-    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
-    with pytest.raises(StorageError) as caught:
-        load_tensors(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_missing_tensor_file_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="missing"):
-        load_tensors(tmp_path / "absent.safetensors")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands.verify import verify
-from tests.torture.command_line import Scale, command_line
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import run_verb
 
@@ -39,11 +38,6 @@ def runs(whole_runs: Runs, tmp_path: Path) -> Runs:
     for name in ("whole", "kept"):
         (tmp_path / name).symlink_to(whole_runs.root / name)
     return Runs(tmp_path, whole_runs.root)
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
-    return command_line(monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command_line import Scale
 from tests.torture.attacker import (
     Evil,
     edit_json,
@@ -21,7 +22,6 @@ from tests.torture.attacker import (
     remote_model_of_its_own_family,
     write_config,
 )
-from tests.torture.command_line import Scale
 
 
 def test_the_payloads_bite(canary: Path) -> None:

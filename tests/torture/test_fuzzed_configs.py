@@ -19,7 +19,7 @@ import scale_cli.commands.plan
 import scale_cli.commands.prepare
 import scale_cli.commands.run
 import scale_cli.commands.upscale
-from tests.torture.command_line import Outcome, Scale, command_line, model_loads
+from tests.command_line import Outcome, Scale, command_line, model_loads
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))]
@@ -36,11 +36,11 @@ VERBS = {
 
 
 @pytest.fixture
-def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
+def scale_here(monkeypatch: pytest.MonkeyPatch, scale: Scale) -> Scale:
     """The command line, up to the model."""
     for module, name in VERBS.values():
         monkeypatch.setattr(module, name, model_loads)
-    return command_line(monkeypatch, capfd)
+    return scale
 
 
 # Values that a key may be given instead of its own, as YAML

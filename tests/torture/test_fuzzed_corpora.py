@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.documents import CorpusReader, Document
+from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS
-from tests.torture.command_line import Scale, command_line
 
 LIMIT = 2000  # corpus.max_document_bytes
 
@@ -206,11 +206,6 @@ def base(shared_data: Path) -> Path:
     return shared_data / "ckpt-stories260K" / "hf"
 
 
-@pytest.fixture
-def scale_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Scale:
-    return command_line(monkeypatch, capfd)
-
-
 def write_config(folder: Path, base: Path, source: Path | str, max_bad_fraction: float = 0.001) -> Path:
     source_of = {"name": "x", "path": str(source), "language": "en"}
     reading = {"max_document_bytes": LIMIT, "max_bad_fraction": max_bad_fraction, "num_workers": 1}
@@ -225,7 +220,7 @@ def write_config(folder: Path, base: Path, source: Path | str, max_bad_fraction:
 
 
 def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
-    scale_here: Scale, base: Path, in_full: bool, record_property: Callable[[str, object], None]
+    scale: Scale, base: Path, in_full: bool, record_property: Callable[[str, object], None]
 ) -> None:
     counted, tokenizer = Counted(), AutoTokenizer.from_pretrained(base)
 
@@ -241,7 +236,7 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
         with tempfile.TemporaryDirectory() as name:
             folder, cache = Path(name), Path(name) / "run" / "tokens"
             (folder / file.name).write_bytes(file.content)
-            done = scale_here("prepare", write_config(folder, base, folder / file.name, max_bad_fraction))
+            done = scale("prepare", write_config(folder, base, folder / file.name, max_bad_fraction))
             ledger = check_caches(cache)
             if done.exit_code == 0:
                 assert ledger is not None
@@ -270,9 +265,7 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "broken link", "link to itself", "unreadable"])
 @pytest.mark.parametrize("pattern", ["x.jsonl", "*.jsonl"])
-def test_what_is_no_file_is_refused_by_name(
-    scale_here: Scale, base: Path, tmp_path: Path, kind: str, pattern: str
-) -> None:
+def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: Path, kind: str, pattern: str) -> None:
     place = tmp_path / "corpus" / "x.jsonl"
     place.parent.mkdir()
     if kind == "folder":
@@ -283,7 +276,7 @@ def test_what_is_no_file_is_refused_by_name(
         # Of the last, every byte is refused even to root.
         targets = {"device": "/dev/zero", "broken link": "absent", "link to itself": "x.jsonl"}
         place.symlink_to(targets.get(kind, "/proc/self/mem"))
-    done = scale_here("prepare", write_config(tmp_path, base, place.parent / pattern))
+    done = scale("prepare", write_config(tmp_path, base, place.parent / pattern))
     assert done.error().startswith(f"x: {place}")
     assert done.exit_code == 2
     assert not (tmp_path / "run").exists()

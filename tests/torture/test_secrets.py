@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from scale_cli.config import safe_yaml
-from tests.torture.command_line import command_line
+from tests.command_line import Scale
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py"))
@@ -83,10 +83,8 @@ def test_a_token_in_the_environment_is_in_nothing_that_is_written_or_said(
     record_property("files searched for planted tokens", len(written))
 
 
-def test_a_password_in_a_url_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    scale, config = command_line(monkeypatch, capfd), write_config(tmp_path, tmp_path / "absent")
+def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "absent")
     url = "https://user:hunter2@example.org/x.jsonl"
     for key in (
         "model.base",
@@ -107,7 +105,7 @@ def test_a_password_in_a_url_is_not_repeated(
 
 
 def test_a_whole_run_neither_reads_nor_writes_a_pickle(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, shared_data: Path
+    monkeypatch: pytest.MonkeyPatch, scale: Scale, tmp_path: Path, shared_data: Path
 ) -> None:
     """Of files, that is: several processes of one run talk to each other in pickles, which is not tried here."""
     config = write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
@@ -126,7 +124,6 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
         monkeypatch.setattr(pickle, name, instead)
     monkeypatch.setattr(torch, "load", refused)
     monkeypatch.setattr(torch, "save", refused)
-    scale = command_line(monkeypatch, capfd)
     for command in (["run", config], ["verify", tmp_path / "run"], ["export", config, "export.format=adapter"]):
         done = scale(*command)
         assert done.exit_code == 0, done.stderr

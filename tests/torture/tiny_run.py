@@ -48,6 +48,22 @@ def write_base_and_texts(root: Path, **sizes: Any) -> None:
     write_base(root / "base", tiny_llama(vocab_size=len(tokenizer), **sizes), tokenizer)
 
 
+def write_config_of_two_steps(root: Path, output: str, sources: list[Any], held_out: list[Any]) -> Path:
+    """Write that base, those corpora, and the config of a run that trains all of the base on them."""
+    write_base_and_texts(root)
+    tree = {
+        "output_dir": root / output,
+        "model": {"base": str(root / "base")},
+        "method": {"variant": "full"},
+        "corpus": {"sequence_length": 16, "sources": sources},
+        "train": {"max_steps": 2, "global_batch_size": 4},
+        "evaluation": {"bootstrap_resamples": 100, "perplexity": held_out},
+    }
+    path = root / "config.yaml"
+    path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
+    return path
+
+
 @dataclass(frozen=True)
 class Runs:
     """Runs of one config, each in a folder of its own below `root`.

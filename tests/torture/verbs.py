@@ -78,7 +78,7 @@ def run_verb(*arguments: str, hook: Hook | None = None) -> Ended:
     return Verb(*arguments, hook=hook).ended()
 
 
-def start_group(*arguments: str, num_processes: int) -> list[Verb]:
+def start_group(*arguments: str, num_processes: int, hook: Hook | None = None) -> list[Verb]:
     """Start a verb in several processes that know of each other, as a launcher would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -90,7 +90,7 @@ def start_group(*arguments: str, num_processes: int) -> list[Verb]:
         "WORLD_SIZE": str(num_processes),
     }
     ranks = [str(rank) for rank in range(num_processes)]
-    return [Verb(*arguments, environment={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
+    return [Verb(*arguments, hook=hook, environment={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
 
 
 def ended_group(verbs: list[Verb], within_s: float = PATIENCE_S) -> list[Ended]:

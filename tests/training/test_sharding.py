@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.load import dump_config
+from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
@@ -76,12 +77,21 @@ class Runs:
         return [record[key] for record in self.records(name) if key in record]
 
 
-def train_in_processes(configs: Iterable[RunConfig], num_processes: int, folder: Path) -> None:
+def train_each(configs: Iterable[Path]) -> None:
     for config in configs:
-        path = folder / f"{config.output_dir.name}-{num_processes}.yaml"
-        path.write_text(dump_config(config), encoding="utf-8")
-        for ended in ended_group(start_group("train", str(path), "--resume", "auto", num_processes=num_processes)):
-            assert ended.exit_code == 0, ended.printed
+        train(load_config(config), "auto", print)
+
+
+def train_in_processes(configs: Iterable[RunConfig], num_processes: int, folder: Path) -> None:
+    """Train some runs, one after another, in one group of processes."""
+    paths = []
+    for config in configs:
+        paths.append(folder / f"{config.output_dir.name}-{num_processes}.yaml")
+        paths[-1].write_text(dump_config(config), encoding="utf-8")
+    *before, last = paths
+    command = ("train", str(last), "--resume", "auto")
+    for ended in ended_group(start_group(*command, num_processes=num_processes, hook=partial(train_each, before))):
+        assert ended.exit_code == 0, ended.printed
 
 
 def cut_after_saved_step(whole: RunConfig, name: str, *, sharding: str, micro_batch_size: int) -> RunConfig:

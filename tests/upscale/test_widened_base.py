@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from scale_cli.cli import main
 from scale_cli.commands.plan import plan
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -26,6 +25,7 @@ from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
 from scale_cli.upscale.folder import load_any_base, load_model
+from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained
 from tests.widening import as_if_trained, load_widened, tiny_llama, widen
@@ -43,33 +43,26 @@ def stacked(shared_data: Path, folder: Path, base: Path, **method: Any) -> RunCo
     return config.model_copy(update={"model": config.model.model_copy(update={"base": str(base)})})
 
 
-def scale(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["scale", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 def test_every_verb_takes_a_finished_run_for_its_base(
-    shared_data: Path, below: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    shared_data: Path, below: RunConfig, tmp_path: Path, scale: Scale
 ) -> None:
     config = stacked(shared_data, tmp_path / "upon", below.output_dir)
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     before = {file: file.read_bytes() for file in (below.output_dir / "final").iterdir()}
-    for verb in ("upscale", "train", "evaluate"):
-        assert scale(monkeypatch, verb, str(path)) == 0
-    assert "hidden 64 + 16 + 16" in capsys.readouterr().out
+    done = [scale(verb, path) for verb in ("upscale", "train", "evaluate")]
+    assert [of_verb.exit_code for of_verb in done] == [0, 0, 0]
+    assert "hidden 64 + 16 + 16" in done[0].stdout
     for name in ("llama", "transformers", "adapter"):
-        assert scale(monkeypatch, "export", str(path), f"export.format={name}") == 0
+        assert scale("export", str(path), f"export.format={name}").exit_code == 0
     parity = json.loads((tmp_path / "upon" / "export" / "llama" / "parity.json").read_text())
     assert parity["max_logit_difference"] <= 1e-4
     assert not [check for check in verify(tmp_path / "upon").checks if check.failed or check.unchecked]
-    assert scale(monkeypatch, "generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3") == 0
+    assert scale("generate", str(tmp_path / "upon"), "--prompt", "Lily", "--max-new-tokens", "3").exit_code == 0
     assert {file: file.read_bytes() for file in before} == before
 
     report = json.loads((tmp_path / "upon" / "evaluation" / "report.json").read_text())
-    assert scale(monkeypatch, "evaluate", str(below.output_dir / "final" / "scale.yaml")) == 0
+    assert scale("evaluate", str(below.output_dir / "final" / "scale.yaml")).exit_code == 0
     of_parent = json.loads((below.output_dir / "evaluation" / "report.json").read_text())
     for mine, parents in zip(report["corpora"], of_parent["corpora"], strict=True):
         adapted = parents["heads"]["adapted"]["nats_per_token"]

@@ -24,17 +24,11 @@ def model_loads(*_: object, **__: object) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command line ended with.
+    """What a command line ended with."""
 
-    Args:
-        exit_code: None where the model would have loaded.
-        stdout: of it.
-        stderr: of it, without progress bars.
-    """
-
-    exit_code: int | None
+    exit_code: int | None  # None where the model would have loaded
     stdout: str
-    stderr: str
+    stderr: str  # without progress bars
 
     def error(self) -> str:
         """Return its error message, having checked that there is one, of one line, and nothing else."""
