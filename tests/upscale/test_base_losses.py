@@ -1,4 +1,4 @@
-"""Scores of windows are made once and decide what is trained on; ADEPT copies the layers that its official code does."""
+"""Windows' scores are made once and decide what is trained on; ADEPT copies the layers that its own code does."""
 
 from __future__ import annotations
 
