@@ -106,15 +106,12 @@ class CorpusReader:
         records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
         documents = (record for record in records if isinstance(record, Document))
         next(islice(documents, self.source.skip_documents, self.source.skip_documents), None)
-        most = self.source.max_documents
-        if most is None:
-            yield from records
-            return
-        kept = dropped = 0
+        most, kept, dropped = self.source.max_documents, 0, 0
         for record in records:
             yield record
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
-            if kept == most or dropped > most:  # the latter is no corpus, and a dataset on the hub may be endless
+            # The latter is no corpus, and a dataset on the hub may be endless.
+            if most is not None and (kept == most or dropped > most):
                 return
 
     def _from_files(self) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from scale_cli.config.sources import CorpusSource, SelectConfig
+from scale_cli.config.sources import CorpusSource
 from scale_cli.data.batches import IGNORED, Windows
 
 Scores = npt.NDArray[np.float64]
@@ -58,16 +58,12 @@ def chosen_windows(source: CorpusSource, windows: Windows, scores: Scores) -> Ch
     """Return what is trained on of a source, by the scores of its windows."""
     chosen = np.argsort(scores, kind="stable")
     if source.select is not None:
-        chosen = _kept(chosen, source.select, int(np.isfinite(scores).sum()))
+        num_scored = int(np.isfinite(scores).sum())  # what has no target has no score, and is last
+        number = max(1, round(source.select.keep * num_scored))
+        first = {"low": 0, "middle": (num_scored - number) // 2, "high": num_scored - number}[source.select.side]
+        chosen = chosen[first : first + number]
     easy_first = source.order == "easy_first"
     return ChosenWindows(windows, chosen if easy_first else np.sort(chosen), in_order=easy_first)
-
-
-def _kept(ranked: npt.NDArray[np.int64], select: SelectConfig, num_scored: int) -> npt.NDArray[np.int64]:
-    """Return some of the windows, ranked from the lowest score on; what has no target has none, and is last."""
-    number = max(1, round(select.keep * num_scored))
-    first = {"low": 0, "middle": (num_scored - number) // 2, "high": num_scored - number}[select.side]
-    return ranked[first : first + number]
 
 
 def ngram_scores(windows: Windows, vocab_size: int) -> Scores:

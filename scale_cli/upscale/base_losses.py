@@ -106,13 +106,10 @@ def bypass_losses(base: Any, probe: Sequence[MicroBatch]) -> list[float]:
     """Return of every layer the loss without it, in nats per token of some windows."""
     layers = range(base.config.num_hidden_layers)
     num_tokens = sum(int((window.targets != IGNORED).sum()) for window in probe)
+    here = [window.to(base.device) for window in probe]
     losses = []
     for bypassed in layers:
         model = ChunkedLossModel(base, False, [layer for layer in layers if layer != bypassed])
-        losses.append(sum(_loss(model, window, base.device, num_tokens) for window in probe))
+        each = (model(window.input_ids, window.targets, num_tokens, window.position_ids).loss for window in here)
+        losses.append(sum(map(float, each)))
     return losses
-
-
-def _loss(model: ChunkedLossModel, window: MicroBatch, device: torch.device, num_tokens: int) -> float:
-    here = window.to(device)
-    return float(model(here.input_ids, here.targets, num_tokens, here.position_ids).loss)

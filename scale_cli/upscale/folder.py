@@ -63,12 +63,12 @@ def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record
     save_tensors(folder / TRAINED, trained)
 
 
-def load_model(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
+def load_model(folder: Path, base: ModelConfig) -> MethodModel:
     """Load a base and what a folder makes of it, after checking both against their hashes."""
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
     verify_folder(folder)
-    return load_onto_base(folder, base, seed)
+    return load_onto_base(folder, base)
 
 
 def load_any_base(model: ModelConfig) -> PreTrainedModel:
