@@ -31,7 +31,7 @@ from scale_cli.storage.layout import check_replaceable
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
-from scale_cli.upscale.vocabulary import write_grown_tokenizer
+from scale_cli.upscale.tokenizer import write_grown_tokenizer
 
 KIND = "scale join"
 

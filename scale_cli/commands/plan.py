@@ -29,7 +29,8 @@ from scale_cli.storage.atomic import write_json
 from scale_cli.upscale.base import base_without_weights, load_base_config, stage_folder
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
-from scale_cli.upscale.vocabulary import NewPieces, known_run_tokenizer
+from scale_cli.upscale.tokenizer import known_run_tokenizer
+from scale_cli.upscale.vocabulary import NewPieces
 
 _WITHOUT = "no new tokens"  # the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them

@@ -11,7 +11,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.vocabulary import load_run_tokenizer
+from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 @dataclass(frozen=True)

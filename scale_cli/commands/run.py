@@ -28,7 +28,7 @@ from scale_cli.storage.lock import claimed
 from scale_cli.training.branching import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.session import check_before_writing
-from scale_cli.upscale.vocabulary import load_run_tokenizer
+from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:

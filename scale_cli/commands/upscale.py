@@ -24,14 +24,15 @@ from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.session import check_before_writing, text_to_find_in
-from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
-from scale_cli.upscale.vocabulary import (
+from scale_cli.upscale.tokenizer import (
+    check_tokenizer,
     load_run_tokenizer,
+    load_tokenizer,
     make_run_tokenizer,
-    new_pieces,
     prove_vocabulary,
     write_run_tokenizer,
 )
+from scale_cli.upscale.vocabulary import new_pieces
 
 
 @dataclass(frozen=True)

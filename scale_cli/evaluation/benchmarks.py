@@ -30,7 +30,7 @@ from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, is_main, share
 from scale_cli.storage.metrics import Losses
 from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.vocabulary import load_run_tokenizer
+from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 @dataclass(frozen=True)

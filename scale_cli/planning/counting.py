@@ -25,7 +25,8 @@ from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.upscale.folder import MethodModel, any_base_without_weights
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.vocabulary import NewPieces, load_run_tokenizer
+from scale_cli.upscale.tokenizer import load_run_tokenizer
+from scale_cli.upscale.vocabulary import NewPieces
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.tokenizer import load_tokenizer
-from scale_cli.upscale.vocabulary import known_run_tokenizer, sketched_run_tokenizer
+from scale_cli.upscale.tokenizer import known_run_tokenizer, load_tokenizer, sketched_run_tokenizer
 from scale_cli.vocabulary.tokenizer import num_added, read_texts
 
 _BYTES_COUNTED = 1 << 20  # of every source

@@ -58,7 +58,7 @@ from scale_cli.training.optimiser import (
 from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
-from scale_cli.upscale.vocabulary import copy_grown_tokenizer
+from scale_cli.upscale.tokenizer import copy_grown_tokenizer
 
 _OPTIMISER = "optimiser.safetensors"
 

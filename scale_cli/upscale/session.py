@@ -34,8 +34,7 @@ from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load_onto_base
 from scale_cli.upscale.method import build_model, set_router
 from scale_cli.upscale.sizes import check_context, check_processes
-from scale_cli.upscale.tokenizer import check_tokenizer, check_tokenizer_fits, load_tokenizer
-from scale_cli.upscale.vocabulary import learned_on, tokenizer_of
+from scale_cli.upscale.tokenizer import check_tokenizer, check_tokenizer_fits, learned_on, load_tokenizer, tokenizer_of
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,41 @@
-"""A model's tokenizer: where it comes from, what is missing there, and whether it is the one that was recorded."""
+"""Tokenizers: a model's, wherever it comes from, and a run's own, where its method adds tokens."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.sources import CorpusSource, TextSource
+from scale_cli.config.vocabulary import Script, VocabularyConfig
+from scale_cli.data.corpora import cache_dir, replay_sources
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError
+from scale_cli.storage.atomic import is_whole, read_json
+from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import REMEDY, one_line, stage_folder
-from scale_cli.vocabulary.extension import SENTENCEPIECE
-from scale_cli.vocabulary.tokenizer import load_grown
+from scale_cli.upscale.base import REMEDY, load_base_config, one_line, stage_folder
+from scale_cli.vocabulary.extension import SENTENCEPIECE, with_new_pieces
+from scale_cli.vocabulary.proofs import check_extension
+from scale_cli.vocabulary.spelling import Spelling
+from scale_cli.vocabulary.tokenizer import (
+    TOKENIZER_FILES,
+    Extension,
+    load_grown,
+    read_texts,
+    write_grown,
+)
+
+# Of every source that new tokens are learned on: text that has to come back from them.
+_BYTES_RETURNED = 1 << 22
 
 # Any of these is the beginning of a tokenizer; the first alone needs nothing else.
 _WHOLE = "tokenizer.json"
@@ -97,3 +115,102 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
             f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
             f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
         )
+
+
+def load_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run: the base's, or the one with new tokens, learned first where nobody has yet."""
+    upscaled = RunFolder(config.output_dir).upscaled
+    return load_grown(upscaled) if _is_upscaled(config) else make_run_tokenizer(config)
+
+
+def _is_upscaled(config: RunConfig) -> bool:
+    vocabulary, written = config.method.vocabulary, RunFolder(config.output_dir).upscaled / "scale.yaml"
+    return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
+
+
+def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a run that is about to be upscaled: as `load_run_tokenizer`, whatever was before."""
+    vocabulary = config.method.vocabulary
+    if vocabulary is None:
+        return load_tokenizer(config.model)
+    if stage_folder(config.model) is not None:
+        raise BaseModelError(f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens")
+    return _extension(config, vocabulary).tokenizer()
+
+
+def _extension(config: RunConfig, vocabulary: VocabularyConfig) -> Extension:
+    first_id = load_base_config(config.model).vocab_size
+    base, sources = load_tokenizer(config.model), learned_on(config)
+    return Extension(base, first_id, vocabulary, sources, config.corpus, cache_dir(config))
+
+
+def known_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    """Return a run's tokenizer; None where it would have to be learned first."""
+    vocabulary, cache = config.method.vocabulary, cache_dir(config)
+    if vocabulary is None or vocabulary.folder is not None or _is_upscaled(config):
+        return load_run_tokenizer(config)
+    if not any(cache.glob("vocabulary.*")):
+        return None  # and no text has to be looked at
+    folder = _extension(config, vocabulary).folder
+    return load_grown(folder) if is_whole(folder) else None
+
+
+def sketched_run_tokenizer(config: RunConfig, num_bytes: int) -> Tokenizer:
+    """Return about what a run's tokenizer will be, from so much of each of its texts."""
+    assert config.method.vocabulary is not None
+    return _extension(config, config.method.vocabulary).sketched(num_bytes)
+
+
+def learned_on(config: RunConfig) -> list[CorpusSource]:
+    """Return the sources that a run's new tokens are learned on."""
+    assert config.method.vocabulary is not None
+    named = config.method.vocabulary.sources
+    return [source for source in config.corpus.sources if (source.name in named if named else source.role == "new")]
+
+
+def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a method folder: its own where it has new tokens, else its base's."""
+    grown = read_json(folder / "config.json").get("new_tokens")
+    return load_grown(folder) if grown else load_tokenizer(model)
+
+
+def write_run_tokenizer(folder: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a run's tokenizer."""
+    if config.method.vocabulary is None:
+        tokenizer.save_pretrained(folder)
+    else:
+        write_grown_tokenizer(folder, config.model, tokenizer)
+
+
+def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a tokenizer that has new tokens; where its base has a SentencePiece model too, that with them."""
+    write_grown(folder, tokenizer)
+    found = tokenizer_place(base).file(SENTENCEPIECE)
+    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
+        first_id = load_base_config(base).vocab_size
+        grown = with_new_pieces(found.read_bytes(), tokenizer.backend_tokenizer, first_id)
+        (folder / SENTENCEPIECE).write_bytes(grown)
+
+
+def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Put a run's tokenizer into another of its folders, where it is not the base's."""
+    if config.method.vocabulary is not None:
+        for name in TOKENIZER_FILES:
+            if (file := RunFolder(config.output_dir).upscaled / name).is_file():
+                shutil.copyfile(file, folder / name)
+
+
+def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
+    """Hold a grown tokenizer to the base's; return how many texts were compared."""
+    vocabulary = config.method.vocabulary
+    assert vocabulary is not None
+    kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
+    kept += replay_sources(config)
+    return check_extension(
+        base.backend_tokenizer,
+        grown.backend_tokenizer,
+        Script.named(vocabulary.script),
+        read_texts(kept, config.corpus),
+        read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
+        config.seed,
+    )

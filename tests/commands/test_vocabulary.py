@@ -26,8 +26,7 @@ from scale_cli.planning import counting
 from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.session import open_final, open_start
-from scale_cli.upscale.tokenizer import load_tokenizer
-from scale_cli.upscale.vocabulary import load_run_tokenizer
+from scale_cli.upscale.tokenizer import load_run_tokenizer, load_tokenizer
 from scale_cli.vocabulary import proofs
 from tests.commands.test_train import raise_signal_after
 from tests.vocabulary.grown_run import config_of
