@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
-import json
 import lzma
 import shutil
 import tempfile
@@ -30,7 +28,7 @@ import pyarrow as pa
 
 from scale_cli.config.sources import TextSource
 from scale_cli.errors import CorpusError, StorageError
-from scale_cli.storage.atomic import file_sha256, read_json, write_json
+from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -154,8 +152,7 @@ def _stored(store: Any, path: str, told: dict[str, Any]) -> Stored:
         told = store.info(path)
     if told["size"] is None:
         raise ValueError(f"{path}: its server tells no size, so that a change would go unnoticed; download it")
-    content = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
-    return Stored(store, int(told["size"]), content)
+    return Stored(store, int(told["size"]), json_sha256(told))
 
 
 @contextmanager

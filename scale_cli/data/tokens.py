@@ -31,7 +31,7 @@ from scale_cli.data.hub import dataset_commit
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
 from scale_cli.errors import BaseModelError, CorpusError
-from scale_cli.storage.atomic import file_sha256, writing
+from scale_cli.storage.atomic import file_sha256, json_sha256, writing
 
 _FORMAT_VERSION, _EARLIER_VERSION = 4, 3
 # What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
@@ -149,7 +149,7 @@ def _folder_names(
         "tokenizer": tokenizer_sha256(tokenizer),
     }
     name, earlier_name = (
-        f"{source.name}-{hashlib.sha256(json.dumps(version | described, sort_keys=True).encode()).hexdigest()[:16]}"
+        f"{source.name}-{json_sha256(version | described)[:16]}"
         for version in ({"format": _FORMAT_VERSION}, {"format": _EARLIER_VERSION})
     )
     framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-_SEAL = "manifest_sha256"
+_SEAL = "manifest_sha256"  # of the rest of it: what it says of a file is held by that file, what it says beside by this
 # What a folder's numbers may hang on.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 # Only a write can fail so.
@@ -45,6 +45,11 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON, keys in order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager
@@ -206,7 +211,7 @@ def publish_folder(beside: Path, path: Path) -> None:
         for leftover in (beside / MANIFEST, *beside.rglob(".*.partial")):  # of one killed here before
             leftover.unlink(missing_ok=True)
         described = {"files": _describe_files(beside), "versions": _versions()}
-        write_json(beside / MANIFEST, {**described, _SEAL: _seal(described)})
+        write_json(beside / MANIFEST, {**described, _SEAL: json_sha256(described)})
         mode = (beside / MANIFEST).stat().st_mode  # as the umask has it; safetensors lets only the owner read
         for path_in_it in [*beside.rglob("*"), beside]:
             if path_in_it.is_file():
@@ -299,11 +304,6 @@ def changed_versions(folder: Path) -> list[str]:
     return [f"{name} {before[name]} -> {now}" for name, now in _versions().items() if before.get(name, now) != now]
 
 
-def _seal(described: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest's content: what it says of others is held by them, what it says beside by this."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
 class DescribedFile(NamedTuple):
     """A file as a manifest has it."""
 
@@ -338,7 +338,7 @@ def verify_folder(folder: Path) -> None:
         as_written = (folder / MANIFEST).read_text(encoding="utf-8") == _json_text(manifest)
     except ValueError:  # a NaN
         as_written = False
-    if not as_written or manifest.get(_SEAL) != _seal(described):
+    if not as_written or manifest.get(_SEAL) != json_sha256(described):
         raise StorageError(f"{folder / MANIFEST}: damaged, its content is not what was written")
     for name, (num_bytes, sha256) in files.items():
         if os.path.realpath(folder / name) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name

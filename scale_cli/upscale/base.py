@@ -15,6 +15,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
+from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 
@@ -185,8 +186,7 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 def config_sha256(base: PreTrainedModel) -> str:
     """Return one hash over what a configuration says about computing; names, versions and token ids do not count."""
-    computing = _computing(base.config.to_diff_dict())
-    return hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode()).hexdigest()
+    return json_sha256(_computing(base.config.to_diff_dict()))
 
 
 def _computing(fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,6 @@ all of a layer's weights to 0, norms included, which is a bypass: the layer then
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import MANIFEST, new_folder, verify_folder
+from scale_cli.storage.atomic import MANIFEST, json_sha256, new_folder, verify_folder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.baselines import copied_layers
 from scale_cli.upscale.folder import load_any_base
@@ -64,8 +62,7 @@ def _name(config: RunConfig, corpus: TokenisedCorpus, judge: str, record: BaseRe
         "isolate_documents": config.corpus.isolate_documents,
         "base": record.content_sha256 if judge == "base_loss" else None,
     }
-    sha256 = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    return f"{corpus.folder.name}.{judge}-{sha256[:12]}"
+    return f"{corpus.folder.name}.{judge}-{json_sha256(described)[:12]}"
 
 
 @torch.no_grad()
