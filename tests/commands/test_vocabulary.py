@@ -141,7 +141,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' are not what they were")
 
-    monkeypatch.setattr("scale_cli.upscale.vocabulary.check_extension", moved)
+    monkeypatch.setattr("scale_cli.upscale.tokenizer.check_extension", moved)
     again = config.model_copy(update={"output_dir": tmp_path / "again"})
     with pytest.raises(PreservationError):
         upscale(again)
