@@ -87,9 +87,9 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
 
 def _sample(model: HeadedModel, corpora: list[TokenisedCorpus], config: RunConfig, num_documents: int) -> Sample:
     said = [
-        document.tokens
+        tokens
         for corpus in corpora
-        for document in score_documents(model, corpus, Passes.of(config), max_documents=num_documents, share=share())
+        for _, tokens in score_documents(model, corpus, Passes.of(config), max_documents=num_documents, share=share())
     ]
     base, adapted = torch.cat([tokens.log_probs_KBT[:, 0] for tokens in said], dim=1).double().neg().numpy()
     return Sample(base, adapted, torch.cat([tokens.cosine_BT[0] for tokens in said]).double().numpy())

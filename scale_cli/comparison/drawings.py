@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from scale_cli.comparison.options import Option, corpora_in_words, corpus_of, front, languages_of
+from scale_cli.comparison.options import Option, corpora_in_words, front, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.display_names import language_name
 from scale_cli.report.figures import (
@@ -46,13 +46,7 @@ _FAR_FROM_BASE = 2.0
 
 
 def draw_trade_off(figure: Any, width: float, options: Sequence[Option]) -> None:
-    """Draw every option that has finite figures, its intervals, and the options that no other beats.
-
-    Args:
-        figure: to draw on.
-        width: in pixels.
-        options: of runs with corpora of both roles.
-    """
+    """Draw every option that has finite figures, its intervals, and the options that no other beats."""
     shown = [option for option in options if option.is_finite]
     small = width < 600
     size, left = (11.0, 52) if small else (12.5, 70)
@@ -90,7 +84,7 @@ def _point(option: Option) -> TradeOffPoint:
 
 def _is_far(intervals: Sequence[Interval]) -> bool:
     """Return whether all that differs would lie in a corner if zero, the base, were in the picture too."""
-    ends = [end for i in intervals for end in (i.value, i.low, i.high) if end is not None]
+    ends = [end for interval in intervals for end in interval.ends]
     low, high = min(ends), max(ends)
     return low * high > 0.0 and min(abs(low), abs(high)) > _FAR_FROM_BASE * (high - low) > 0.0
 
@@ -180,7 +174,7 @@ _Line = tuple[str, str, list[tuple[float, float | None]]]
 
 def _lines(runs: Sequence[ComparedRun], name: str) -> tuple[list[_Line], str]:
     """Return the lines of a corpus and their unit: of runs with different tokens bits/byte, by its bytes a token."""
-    corpora = {run.name: corpus_of(run.report, name) for run in runs}
+    corpora = {run.name: run.report.corpus(name) for run in runs}
     unit, of_a_nat = "nats/token", dict.fromkeys(corpora, 1.0)
     if len({corpus.num_tokens for corpus in corpora.values()}) > 1:
         unit = "bits/byte"
@@ -234,7 +228,8 @@ def draw_tasks(figure: Any, width: float, runs: Sequence[ComparedRun]) -> None:
     """Draw one panel for every benchmark (there is one), all on one scale, with a bar for every run."""
     results = benchmarks_of(runs)
     height = 90 + 22.0 * len(runs)
-    reach = [end for run in runs for result in results for end in _ends(_served(run, result.name))]
+    served = [_served(run, result.name) for run in runs for result in results]
+    reach = [0.0, *(end for of_one in served if of_one is not None for end in of_one[0].ends)]
     for result, (left, top, right) in zip(results, _grid(figure, width, len(results), height), strict=True):
         labels = min(0.3 * (right - left), max(text_width(run.name, _SIZE) for run in runs) + 4)
         axes = panel(figure, left + labels + 10, top + 44, right - 48, top + height - 46)
@@ -242,7 +237,7 @@ def draw_tasks(figure: Any, width: float, runs: Sequence[ComparedRun]) -> None:
         base = f"base {number(of_base.value, 1)} % of {result.num_items:,} items"
         _set_title(axes, f"{result.name}, {language_name(result.language)}", base, right - left, labels + 10)
         _set_rows(axes, [(run.name, run.method.variant) for run in runs], labels)
-        axes.set_xlim(min([0.0, *reach]) - 0.3, max([0.0, *reach]) + 0.3)
+        axes.set_xlim(min(reach) - 0.3, max(reach) + 0.3)
         axes.margins(x=0.05)
         axes.locator_params(axis="x", nbins=4)
         axes.axvline(0.0, color=LIGHT["axis"], linewidth=1.0, zorder=0.5)
@@ -259,11 +254,6 @@ def _served(run: ComparedRun, name: str) -> tuple[Interval, float | None] | None
     head = result.heads[run.report.served]
     points = in_points(head.differences[result.judged_by])
     return None if points.value is None else (points, head.p_holm)
-
-
-def _ends(served: tuple[Interval, float | None] | None) -> list[float]:
-    points = Interval(None, None, None) if served is None else served[0]
-    return [end for end in (points.value, points.low, points.high) if end is not None]
 
 
 def _draw_task_bar(axes: Any, row: int, run: ComparedRun, served: tuple[Interval, float | None] | None) -> None:

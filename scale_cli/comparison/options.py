@@ -45,9 +45,7 @@ class Option:
 def options_of(run: ComparedRun, untouched: Report) -> list[Option]:
     """Return the ways in which a trained model could be served: as configured, then mixed.
 
-    Args:
-        run: of the model.
-        untouched: the report whose base everything is held against.
+    Held against the base of another report, that of a run whose tokens are the base's own.
     """
     heads = [run.report.served] if run.report.served == "posterior" else [run.report.served, "posterior"]
     return [_option(run, head, untouched) for head in heads]
@@ -58,26 +56,19 @@ def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
 
     Of the same tokens it is the difference that was measured; of others one of means, without an interval.
     """
-    base, result = corpus_of(untouched, corpus.name), corpus.heads[head]
+    base, result = untouched.corpus(corpus.name), corpus.heads[head]
     if base.num_tokens == corpus.num_tokens:
         return result.bits_per_byte_difference
     before, now = base.heads["base"].bits_per_byte, result.bits_per_byte
     return NO_INTERVAL if before is None or now is None else Interval(now - before, None, None)
 
 
-def corpus_of(report: Report, name: str) -> CorpusResult:
-    """Return what a report says of a corpus; another config may list the same ones otherwise."""
-    return next(corpus for corpus in report.corpora if corpus.name == name)
-
-
 def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
     report, widened, mixed = run.report, run.method.widens, head != "adapted"
     beside = mixed and not widened
-    base, alone = _parameters(run)
-    held = alone
-    if beside and alone is not None and base is not None:
-        held = alone + base
-    base_share = report.base_share_by_language(head) if mixed else None
+    base, held = _parameters(run)
+    if beside and held is not None and base is not None:
+        held += base
     return Option(
         run=run,
         untouched=untouched,
@@ -90,7 +81,7 @@ def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
         parameters_of_base=base,
         lost=mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("retention")]),
         gained=-mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("acquisition")]),
-        base_share=base_share,
+        base_share=report.base_share_by_language(head) if mixed else None,
     )
 
 
@@ -148,11 +139,7 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return which points no other beats.
-
-    Args:
-        points: (lost, gained); one beats another where it loses no more and gains no less, and is not its equal.
-    """
+    """Return which points (lost, gained) no other beats: loses no more, gains no less, and is not its equal."""
 
     def beaten(lost: float, gained: float) -> bool:
         return any(

@@ -73,11 +73,7 @@ class ComparedRun:
 
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
-    """Read the runs to compare, in the order given.
-
-    Raises:
-        RunFolderError: a folder is given twice, is not a finished run, or cannot be compared with the first one.
-    """
+    """Read the runs to compare, in the order given; refuse what cannot be compared with the first."""
     names = _distinct_names(folders)
     runs = [_load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     for run in runs[1:]:

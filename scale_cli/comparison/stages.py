@@ -118,7 +118,7 @@ def stages_of(runs: Sequence[ComparedRun]) -> list[Stages]:
 
 
 def _learned(path: Sequence[ComparedRun], name: str) -> Learned:
-    results = [next(corpus for corpus in run.report.corpora if corpus.name == name) for run in path]
+    results = [run.report.corpus(name) for run in path]
     after = [result.heads[run.report.served].bits_per_byte for run, result in zip(path, results, strict=True)]
     losses = [results[0].heads["base"].bits_per_byte, *after]
     drops = [_difference(before, now) for before, now in zip(losses, after, strict=False)]

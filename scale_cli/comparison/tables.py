@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scale_cli.comparison.options import Option, beside_base, corpus_of, languages_of
+from scale_cli.comparison.options import Option, beside_base, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.display_names import language_name, method_in_words
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, HeadResult
@@ -24,7 +24,7 @@ from scale_cli.report.numbers import (
     quantity,
     worst_document,
 )
-from scale_cli.report.tables import Cell, Column, Row, Table
+from scale_cli.report.tables import Cell, Column, Row, Table, share_cell
 
 
 def side_titles(options: Sequence[Option]) -> tuple[str, str]:
@@ -144,7 +144,7 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     ]
     if any(row.corpus.num_prompts for row in rows):
         in_script = Cell("in its script", "letters after prompts, 95 %")
-        columns.append(Column(in_script, lambda row: _share(row.result.in_script)))
+        columns.append(Column(in_script, lambda row: share_cell(row.result.in_script)))
     meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
     title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
     return Table.of(columns, rows, name=title, methods=[row.method for row in rows])
@@ -152,23 +152,16 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
 
 def _scored(options: Sequence[Option], corpus: str) -> list[_Scored]:
     """Return the base that the options are held against, those of other tokens, and the options."""
-    base = corpus_of(options[0].untouched, corpus)
+    base = options[0].untouched.corpus(corpus)
     bases = {base.num_tokens: _Scored("base", "base", base, "base", None)}
     rows = []
     for option in options:
-        result, variant = corpus_of(option.run.report, corpus), option.run.method.variant
+        result, variant = option.run.report.corpus(corpus), option.run.method.variant
         difference = beside_base(option.untouched, result, option.head)
         rows.append(_Scored(option.label, variant, result, option.head, difference))
         label, of_tokens = f"base, tokens of {option.run.name}", beside_base(options[0].untouched, result, "base")
         bases.setdefault(result.num_tokens, _Scored(label, "base", result, "base", of_tokens))
     return [*bases.values(), *rows]
-
-
-def _share(share: Interval | None) -> Cell:
-    """Return a share in percent, with its interval; a dash where it was not measured, or is of nothing."""
-    if share is None or share.value is None:
-        return Cell(DASH)
-    return Cell(percent(share.value), bounds(in_points(share), 1, ""))
 
 
 def benchmark_tables(options: Sequence[Option]) -> list[Table]:
@@ -188,7 +181,7 @@ def _benchmark_table(options: Sequence[Option], result: BenchmarkResult) -> Tabl
     rows = [_benchmark_cells(option, result.name, list(metrics)) for option in options]
     before: Row = [*(_points(metric) for metric in metrics.values()), DASH, DASH, DASH]
     title = f"{result.name}: {language_name(result.language)}, {result.role}, {result.num_items:,} items"
-    return _beside_base(title, titles, {"base": before}, options, rows)
+    return _beside_base(title, titles, before, options, rows)
 
 
 def _benchmark_cells(option: Option, name: str, metrics: Sequence[str]) -> Row:
@@ -218,7 +211,7 @@ def _averages_table(options: Sequence[Option]) -> Table:
     titles = [Cell(language_name(code), f"acc, mean of {of.num_benchmarks}") for code, of in averages.items()]
     before = [_points(average.acc["base"]) for average in averages.values()]
     title = "Averages: the base’s accuracy in %, and differences from it in points"
-    return _beside_base(title, titles, {"base": before}, options, rows)
+    return _beside_base(title, titles, before, options, rows)
 
 
 def _points(share: Interval, sign: str = "", bounds_sign: str | None = None) -> Cell:
@@ -227,15 +220,8 @@ def _points(share: Interval, sign: str = "", bounds_sign: str | None = None) -> 
     return Cell(number(points.value, 1, sign), "" if bounds_sign is None else bounds(points, 1, bounds_sign))
 
 
-def _beside_base(
-    name: str,
-    titles: Row,
-    bases: Mapping[str, Row],
-    options: Sequence[Option],
-    rows: Sequence[Row],
-) -> Table:
-    """Return a table with the base's figures in its first rows, by label, and one row for every option."""
-    labelled = [[label, *row] for label, row in bases.items()]
-    labelled += [[option.label, *row] for option, row in zip(options, rows, strict=True)]
-    methods = [*["base"] * len(bases), *(option.run.method.variant for option in options)]
+def _beside_base(name: str, titles: Row, base: Row, options: Sequence[Option], rows: Sequence[Row]) -> Table:
+    """Return a table with the base's figures in its first row, and one row for every option."""
+    labelled = [["base", *base], *([option.label, *row] for option, row in zip(options, rows, strict=True))]
+    methods = ["base", *(option.run.method.variant for option in options)]
     return Table(["method", *titles], labelled, "l" + "r" * len(titles), name, methods)

@@ -52,11 +52,7 @@ class _Form:
 
 
 def find_files(source: BenchmarkSource) -> list[Path]:
-    """Return the files of a benchmark; those of a task of lm-eval's are not ours to look for.
-
-    Raises:
-        CorpusError: none matches.
-    """
+    """Return the files of a benchmark; those of a task of lm-eval's are not ours to look for."""
     if source.path is None:
         return []
     paths = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
@@ -66,11 +62,7 @@ def find_files(source: BenchmarkSource) -> list[Path]:
 
 
 def read_items(source: BenchmarkSource) -> LocalItems:
-    """Read a benchmark's files.
-
-    Raises:
-        CorpusError: nothing matches, or a file or line cannot be read; the message names file:line.
-    """
+    """Read a benchmark's files; what is wrong with a line names file:line."""
     assert source.path is not None
     form: _Form | None = None
     rows: list[Row] = []

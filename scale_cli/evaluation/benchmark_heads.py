@@ -41,28 +41,18 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
 class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
-    """A model of lm-eval's whose answers are those of `head`, which may be changed between two evaluations.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: of the base.
-        router: settings of both rules, whatever the model serves.
-        max_length: tokens that the model reads at once.
-        batch_size: requests at once.
-        mixed_precision: `no` | `bf16`.
-        share: of the batches of requests, that is this process's; every one of them answers them all.
-    """
+    """A model of lm-eval's whose answers are those of `head`, which may be changed between two evaluations."""
 
     def __init__(
         self,
-        model: HeadedModel,
+        model: HeadedModel,  # in evaluation mode
         tokenizer: PreTrainedTokenizerBase,
-        router: RouterConfig,
+        router: RouterConfig,  # settings of both rules, whatever the model serves
         *,
-        max_length: int,
-        batch_size: int,
+        max_length: int,  # tokens that the model reads at once
+        batch_size: int,  # requests at once
         mixed_precision: str,
-        share: Share = ALONE,
+        share: Share = ALONE,  # of the batches of requests, that is this process's; every one of them answers them all
     ) -> None:
         super().__init__()
         self.head = "base"
@@ -72,15 +62,13 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
         self._share = share
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
-        self._texts: dict[
-            str, dict[tuple[str, str], list[str]]
-        ] = {}  # of every head, by request; in turn, if asked often
+        # Of every head, by request; in turn, if asked often.
+        self._texts: dict[str, dict[tuple[str, str], list[str]]] = {}
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        token: int = self.tokenizer.eos_token_id
-        return token
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -93,16 +81,10 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids: list[int] = self.tokenizer.encode(string, **options)
-        return ids
+        return self.tokenizer.encode(string, **options)
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the chosen head's log-likelihood of each continuation; none is ever called greedy.
-
-        Args:
-            requests: lm-eval's instances; those that have been observed are not observed again.
-            **_: lm-eval's own progress bar is not shown.
-        """
+        """Return the chosen head's log-likelihood of each continuation, observed once; none is ever called greedy."""
         unseen = {request.args: request for request in requests if request.args not in self._scores}
         if unseen:
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
@@ -178,14 +160,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         return answers
 
     def generate(self, requests: list[Any]) -> None:
-        """Let every head answer, by lm-eval's own `hf` model.
-
-        Args:
-            requests: lm-eval's instances, each as often as it is asked.
-
-        Raises:
-            RunError: the model cannot read as much as a task lets it write.
-        """
+        """Let every head answer requests, each as often as it is there, by lm-eval's own `hf` model."""
         answering = SelectableHeads(self._model, self._router)
         lm_eval_model = HFLM(
             answering,
@@ -235,12 +210,7 @@ def _key(request: Instance) -> tuple[str, str]:
 
 
 def _gathered_texts(mine: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
-    """Return the texts of every process, in their order.
-
-    Args:
-        mine: of this process.
-        lengths: how many each has.
-    """
+    """Return the texts of every process, of which each has so many, in their order."""
     encoded = [text.encode("utf-8", "surrogatepass") + b"\0" for text in mine]
     sizes = gathered(torch.tensor([len(text) for text in encoded], dtype=torch.long), lengths)
     whole = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)

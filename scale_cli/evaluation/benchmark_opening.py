@@ -16,6 +16,7 @@ def open_benchmarks_of(config: RunConfig) -> OpenedBenchmarks | None:
     if not config.evaluation.benchmarks:
         return None
     require("lm_eval", "evaluation.benchmarks")
+    from scale_cli.evaluation.benchmark_tasks import open_benchmarks
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 
-    return OpenedBenchmarks.open(config.evaluation.benchmarks)
+    return OpenedBenchmarks(*open_benchmarks(config.evaluation.benchmarks))

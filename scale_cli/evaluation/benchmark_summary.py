@@ -11,15 +11,6 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.paired import (
-    Values,
-    holm,
-    macro_f1,
-    paired_p,
-    percentile_interval,
-    resampled_macro_f1,
-    resampled_means,
-)
 from scale_cli.evaluation.results import (
     HEADS,
     BenchmarkHead,
@@ -28,7 +19,16 @@ from scale_cli.evaluation.results import (
     SkippedBenchmark,
     SubtaskResult,
 )
-from scale_cli.evaluation.statistics import finite
+from scale_cli.evaluation.statistics import (
+    Values,
+    finite,
+    holm,
+    macro_f1,
+    paired_p,
+    percentile_interval,
+    resampled_macro_f1,
+    resampled_means,
+)
 from scale_cli.report.numbers import Interval
 
 
@@ -133,13 +133,7 @@ class _Figure:
 def summarise_benchmarks(
     measured: list[BenchmarkItems], *, num_resamples: int, seed: int
 ) -> tuple[list[BenchmarkResult], list[LanguageAverage]]:
-    """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language.
-
-    Args:
-        measured: items by benchmark.
-        num_resamples: bootstrap resamples.
-        seed: of the resampling.
-    """
+    """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language."""
     results, figures = [], []
     for index, benchmark in enumerate(measured):
         # Each has random numbers of its own: an average over benchmarks needs independent resamples.

@@ -67,15 +67,7 @@ class Benchmark:
 
 
 def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], list[SkippedBenchmark]]:
-    """Open every benchmark.
-
-    Returns:
-        Those that can be measured, and those that cannot: no data here and no hub, or neither chosen nor generated.
-
-    Raises:
-        ConfigError: lm-eval has no task of that name, or a prompt does not fit.
-        CorpusError: a local file cannot be read.
-    """
+    """Return the benchmarks that can be measured, and those that cannot, where that is not the config's mistake."""
     benchmarks: list[Benchmark] = []
     skipped: list[SkippedBenchmark] = []
     local = {source.name: read_items(source) for source in sources if source.path is not None}

@@ -12,7 +12,6 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import resolve_max_length
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
 from scale_cli.evaluation.benchmark_summary import (
@@ -23,7 +22,7 @@ from scale_cli.evaluation.benchmark_summary import (
     judging_metric,
     summarise_benchmarks,
 )
-from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks, quiet_lm_eval
+from scale_cli.evaluation.benchmark_tasks import Benchmark, quiet_lm_eval
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
@@ -40,23 +39,8 @@ class OpenedBenchmarks:
     ready: list[Benchmark]  # what can be measured
     skipped: list[SkippedBenchmark]  # what cannot, and why
 
-    @classmethod
-    def open(cls, sources: list[BenchmarkSource]) -> OpenedBenchmarks:
-        """Open every benchmark of a config.
-
-        Raises:
-            ConfigError: lm-eval has no task of that name, or a prompt does not fit.
-            CorpusError: a local file cannot be read.
-        """
-        return cls(*open_benchmarks(sources))
-
     def measure(self, model: HeadedModel, config: RunConfig) -> MeasuredBenchmarks:
-        """Measure every benchmark under every head.
-
-        Args:
-            model: in evaluation mode.
-            config: for the base's tokenizer, the router's settings, the sizes of batches and the bootstrap.
-        """
+        """Measure every benchmark under every head of a model in evaluation mode."""
         measured, skipped = [], list(self.skipped)
         for benchmark, items in self._items(model, config, share()):
             if isinstance(items, RunError):
@@ -69,7 +53,7 @@ class OpenedBenchmarks:
         return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
 
     def accuracies(self, model: HeadedModel, config: RunConfig, max_items: int, share: Share) -> Losses:
-        """Return what each is judged by of every head, on the first items of every task; arguments as of `measure`."""
+        """Return what each is judged by of every head, on the first items of every task."""
         return {
             benchmark.name: {
                 head: finite(float(np.mean([item.heads[head].metrics[judged_by] for item in items]))) for head in HEADS
@@ -102,12 +86,7 @@ class OpenedBenchmarks:
 
 
 def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
-    """Return a benchmark's items, with lm-eval's metrics of each under every head.
-
-    Args:
-        benchmark: what is measured.
-        answers: every head's.
-        max_items: of every task, where that is less than the benchmark's own limit.
+    """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
 
     Raises:
         RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
@@ -149,10 +128,7 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
 def _generated_item(task: Any, task_name: str, logged: dict[str, Sequence[dict[str, Any]]]) -> Item:
     """Return an item whose answers are generated, with those metrics that are means over items, larger being better.
 
-    Args:
-        task: lm-eval's.
-        task_name: of it.
-        logged: by filter, what lm-eval logged under every head.
+    Of what lm-eval logged, by filter, under every head.
     """
     means = [
         metric

@@ -14,11 +14,9 @@ NOT_COVERED = (
 
 
 def bound_nats(prior: float, switch_rate: float) -> float | None:
-    """Return by how much routing may cost a document more than one of the heads would, whatever the heads do.
+    """Return by how much routing may cost a document more than a head of some weight at the start, whatever heads do.
 
-    Args:
-        prior: weight of that head at the first token.
-        switch_rate: of the posterior rule; with one there is no figure that holds for documents of every length.
+    With a switch rate there is no figure that holds for documents of every length.
     """
     return None if switch_rate else -math.log(prior)
 

@@ -48,27 +48,16 @@ class _Prompt:
 
 def continue_prompts(
     answers: SelectableHeads,
-    names: Sequence[str],
+    names: Sequence[str],  # of the heads and rules that are asked
     corpus: TokenisedCorpus,
     tokenizer: PreTrainedTokenizerBase,
     asked: ContinuationsConfig,
-    passes: Passes,
+    passes: Passes,  # how many prompts at once, and how precisely
     *,
-    progress: str | None = None,
-    share: Share = ALONE,
+    progress: str | None = None,  # what to call it on a progress bar; None for no bar
+    share: Share = ALONE,  # of the prompts' batches, that is this process's; every one of them returns the whole
 ) -> Letters:
-    """Let every head go on greedily after the beginnings of a corpus's first documents, and count letters.
-
-    Args:
-        answers: the heads.
-        names: of the heads and rules that are asked.
-        corpus: whose documents' beginnings are the prompts, those that have a letter.
-        tokenizer: of its ids.
-        asked: how many prompts, how long.
-        passes: how many prompts at once, and how precisely.
-        progress: what to call it on a progress bar; None for no bar.
-        share: of the prompts' batches, that is this process's; every one of them returns the whole.
-    """
+    """Let heads go on greedily after the beginnings of a corpus's first documents that have a letter; count letters."""
     # Batches before they are shared out, so that the figures do not hang on how many share them.
     prompts = sorted(_prompts(corpus, tokenizer, asked), key=lambda prompt: -len(prompt.ids))
     batches = [prompts[first : first + passes.batch_size] for first in range(0, len(prompts), passes.batch_size)]

@@ -28,13 +28,12 @@ from scale_cli.report.numbers import (
     number,
     p_value,
     percent,
-    percent_with_bounds,
     perplexity,
     shows_difference,
     with_interval,
     worst_document,
 )
-from scale_cli.report.tables import Column, Table, aligned
+from scale_cli.report.tables import Column, Table, aligned, share_cell
 
 _PANEL_WIDTH = 390.0
 _ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
@@ -131,13 +130,7 @@ def _verdict(head: BenchmarkHead) -> str:
 
 
 def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
-    """Return report.md.
-
-    Args:
-        report: what was measured.
-        method: that it was measured of.
-        picture: name of a file beside it; None where there is none.
-    """
+    """Return report.md; its picture is a file beside it, where there is one."""
     served = "the trained head" if report.served == "adapted" else f"both heads, routed by the {report.served} rule"
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     router, has_own_tokens = method.router, method.vocabulary is not None
@@ -187,7 +180,7 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
         "nats/token - base [95 %]", beside_base(lambda result: with_interval(result.nats_per_token_difference, 4))
     )
     in_script: Column[str] = Column(
-        "letters in the prompt's script [95 %]", lambda head: percent_with_bounds(corpus.heads[head].in_script)
+        "letters in the prompt's script [95 %]", lambda head: share_cell(corpus.heads[head].in_script)
     )
     columns: list[Column[str]] = [
         Column("head", lambda head: Markup(f"**{_TITLES[head]}** (served)") if head == served else _TITLES[head], "l"),

@@ -138,6 +138,10 @@ class Report(RunRecord):
         """Return the corpora of one role."""
         return [corpus for corpus in self.corpora if corpus.role == role]
 
+    def corpus(self, name: str) -> CorpusResult:
+        """Return what was measured of a corpus; another config may list the same ones otherwise."""
+        return next(corpus for corpus in self.corpora if corpus.name == name)
+
     def benchmark(self, name: str) -> BenchmarkResult | None:
         """Return what was measured of a benchmark; None where it was not."""
         return next((result for result in self.benchmarks if result.name == name), None)

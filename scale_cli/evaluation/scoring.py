@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
@@ -70,14 +71,6 @@ class DocumentLosses:
 
 
 @dataclass(frozen=True)
-class ScoredDocument:
-    """What the heads said of one document's tokens."""
-
-    index: int  # of the document in its corpus
-    tokens: TokenLogProbs  # B is 1
-
-
-@dataclass(frozen=True)
 class Passes:
     """How texts pass a model."""
 
@@ -103,13 +96,7 @@ class _Window:
 
 
 def score_tokens(tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS) -> TokenScores:
-    """Return what the heads said, and what every rule makes of it: cosine of two heads, posterior of any.
-
-    Args:
-        tokens: of whole documents.
-        router: settings of both rules, whatever the model serves.
-        heads: their names.
-    """
+    """Return what the heads said of documents, and what the rules make of it: cosine of two heads, posterior of any."""
     log_probs_KBT = tokens.log_probs_KBT.double()
     rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
     log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
@@ -120,30 +107,21 @@ def score_tokens(tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[
 def score_corpus(
     model: HeadedModel,
     corpus: TokenisedCorpus,
-    router: RouterSettings,
+    router: RouterSettings,  # of both rules, whatever the model serves
     passes: Passes,
     *,
-    heads: Sequence[str] = TWO_HEADS,
+    heads: Sequence[str] = TWO_HEADS,  # the names of the model's
     max_documents: int | None = None,
-    progress: str | None = None,
-    share: Share = ALONE,
+    progress: str | None = None,  # what to call it on a progress bar; None for no bar
+    share: Share = ALONE,  # of the work, that is this process's; every one of them returns the whole
 ) -> DocumentLosses:
-    """Score the documents of a corpus.
-
-    Args:
-        model: in evaluation mode.
-        corpus: what is scored.
-        router: settings of both rules, whatever the model serves.
-        passes: how its texts pass the model.
-        heads: the names of the model's.
-        max_documents: only the first so many.
-        progress: what to call it on a progress bar; None for no bar.
-        share: of the work, that is this process's; every one of them returns the whole.
-    """
+    """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""
     indices, scores = [], []
-    for document in score_documents(model, corpus, passes, max_documents=max_documents, progress=progress, share=share):
-        indices.append(document.index)
-        scores.append(score_tokens(document.tokens, router, heads))
+    for index, tokens in score_documents(
+        model, corpus, passes, max_documents=max_documents, progress=progress, share=share
+    ):
+        indices.append(index)
+        scores.append(score_tokens(tokens, router, heads))
     if not scores:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
     rules = scores[0].rules
@@ -167,8 +145,8 @@ def score_documents(
     max_documents: int | None = None,
     progress: str | None = None,
     share: Share = ALONE,
-) -> Iterator[ScoredDocument]:
-    """Yield what the heads say of every token of a corpus's documents; arguments as of `score_corpus`."""
+) -> Iterator[tuple[int, TokenLogProbs]]:
+    """Yield the place of every document in a corpus, and what the heads say of its tokens; as for `score_corpus`."""
     num_documents = min(len(corpus), max_documents or len(corpus))
     with progress_bar(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
         for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
@@ -179,7 +157,7 @@ def score_documents(
 
 def _score_together(
     model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
-) -> list[ScoredDocument]:
+) -> list[tuple[int, TokenLogProbs]]:
     """Return what the heads said of some documents, each scored window by window.
 
     Windows are put into batches before the batches are shared out, so the figures do not hang on how many share them.
@@ -202,14 +180,17 @@ def _score_together(
             length = len(window.next_ids)
             said_CT[window.document][:, window.start : window.start + length] = said_TC[start : start + length].T
             start += length
-    return [ScoredDocument(index, TokenLogProbs(of_one[:-1, None], of_one[-1:])) for index, of_one in said_CT.items()]
+    return [(index, TokenLogProbs(of_one[:-1, None], of_one[-1:])) for index, of_one in said_CT.items()]
 
 
 def _score_batch(model: HeadedModel, batch: list[_Window], mixed_precision: str) -> list[Tensor]:
     """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
     device = next(model.parameters()).device
-    input_ids, next_ids = (_padded([getattr(w, name) for w in batch], device) for name in ("input_ids", "next_ids"))
     # Padding stands on the right, where causal attention keeps it out of every real position.
+    input_ids, next_ids = (
+        pad_sequence([torch.from_numpy(getattr(window, name)) for window in batch], batch_first=True).to(device)
+        for name in ("input_ids", "next_ids")
+    )
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
         tokens = token_log_probs(model, input_ids, next_ids)
     said_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT.unsqueeze(0)])
@@ -223,10 +204,3 @@ def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Itera
     for start in range(0, len(ids) - 1, sequence_length):
         stop = min(start + sequence_length, len(ids) - 1)
         yield _Window(index, start, ids[start:stop], ids[start + 1 : stop + 1])
-
-
-def _padded(rows: list[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
-    padded = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return torch.from_numpy(padded).to(device)

@@ -21,14 +21,9 @@ from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, 
 
 
 class SelectableHeads(PreTrainedModel, GenerationMixin):
-    """A model whose answers are those of `head`, which may be changed between two generations.
+    """A model in evaluation mode whose answers are those of `head`, which may be changed between two generations.
 
     All heads are computed whichever answers, as they are when texts are scored: what one says does not depend on it.
-
-    Args:
-        model: in evaluation mode.
-        router: settings of both rules, whatever the model serves.
-        heads: the names of the model's.
     """
 
     # Whatever attention the model has.
@@ -56,23 +51,14 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        logits_to_keep: int = 0,
-        **_: Any,
+        input_ids: Tensor,  # (B, T)
+        attention_mask: Tensor | None = None,  # (B, past + T), 1 for tokens; padding stands on the left
+        position_ids: Tensor | None = None,  # (B, T); counted from the cache's length where not given
+        past_key_values: Any = None,  # of this class's own making, or an empty one of transformers, which is replaced
+        logits_to_keep: int = 0,  # of the last so many positions only, 0 for all
+        **_: Any,  # transformers' own, of which none changes an answer
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the head that answers, and the cache.
-
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, past + T), 1 for tokens; padding stands on the left.
-            position_ids: (B, T); counted from the cache's length where not given.
-            past_key_values: of this class's own making, or an empty one of transformers, which is replaced.
-            logits_to_keep: return logits of the last so many positions only, 0 for all.
-            **_: transformers' own, of which none changes an answer.
-        """
+        """Return the logits of the head that answers, and the cache."""
         cache = past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":

@@ -21,9 +21,9 @@ from scale_cli.evaluation.guarantee import guarantee
 from scale_cli.evaluation.results import Report
 from scale_cli.export.licence import Licence
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report.numbers import number, percent, percent_with_bounds, with_interval, worst_document
+from scale_cli.report.numbers import number, percent, with_interval, worst_document
 from scale_cli.report.pages import code, markdown
-from scale_cli.report.tables import Row, Table
+from scale_cli.report.tables import Row, Table, share_cell
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stage_folder
@@ -50,15 +50,7 @@ def _stages(config: RunConfig) -> list[_Stage]:
 
 
 def model_card(config: RunConfig, report: Report | None, parity: Parity, licence: Licence, architecture: str) -> str:
-    """Return the README.md of an export.
-
-    Args:
-        config: the resolved config.
-        report: the forgetting report of this training; None where it has not been evaluated.
-        parity: of the export with the trained model.
-        licence: of the base.
-        architecture: the class that the exported config.json names.
-    """
+    """Return the README.md of an export; `architecture` is the class that its config.json names."""
     stages = _stages(config)
     record = BaseRecord.load(stages[0].folder)
     (export_format,) = config.export.formats
@@ -97,17 +89,13 @@ def loading(kind: str, architecture: str = "", dtype: str = "") -> Markup:
 
 
 def shared_values(
-    record: BaseRecord, runs: Sequence[RunConfig], licence: Licence, kind: str, library: str = "transformers"
+    record: BaseRecord,  # of the plain base
+    runs: Sequence[RunConfig],  # the trainings that made the model, the first of them on that base
+    licence: Licence,
+    kind: str,  # of model, for the hub's tags
+    library: str = "transformers",  # that loads it, by the hub's name
 ) -> dict[str, Any]:
-    """Return what every card holds: the hub's metadata, what the base is called, what was taught, the licence.
-
-    Args:
-        record: of the plain base.
-        runs: the trainings that made the model, the first of them on that base.
-        licence: of the base.
-        kind: of model, for the hub's tags.
-        library: that loads it, by the hub's name.
-    """
+    """Return what every card holds: the hub's metadata, what the base is called, what was taught, the licence."""
     base = runs[0].model.base
     taught = [source.language for run in runs for source in run.corpus.sources if source.role == "new"]
     metadata = ModelCardData(
@@ -263,7 +251,7 @@ def _figures(report: Report, answers: str) -> Table:
         difference = with_interval(head.bits_per_byte_difference, 4)
         rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
         if any(of_one.num_prompts for of_one in report.corpora):
-            in_script = (percent_with_bounds(of_one.in_script) for of_one in (corpus.heads["base"], head))
+            in_script = (str(share_cell(of_one.in_script)) for of_one in (corpus.heads["base"], head))
             rows[-1].append(", ".join(in_script))
     titles = [
         "held-out",

@@ -17,13 +17,9 @@ _CROSSES_LINE, _LEADS = 3.0, 6.0
 
 
 def place_labels(points: Sequence[Place], sizes: Sequence[Place], lines: Sequence[Place], bounds: Box) -> list[Box]:
-    """Return a box for the label of each point: near it, clear of the other labels and of the mark of every point.
+    """Return a box for the label, of a width and height, of each point: near it, clear of other labels and of marks.
 
-    Args:
-        points: what is labelled.
-        sizes: (width, height) of each label.
-        lines: points along lines, which a label covers only where it must.
-        bounds: of the figure.
+    Points along lines are covered only where it must be.
     """
     taken = [(x - _MARK, y - _MARK, x + _MARK, y + _MARK) for x, y in points]
     placed: dict[int, Box] = {}

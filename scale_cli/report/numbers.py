@@ -23,6 +23,11 @@ class Interval:
     low: float | None  # None where there is one document, or no finite value
     high: float | None
 
+    @property
+    def ends(self) -> list[float]:
+        """The value and the two ends, those that there are."""
+        return [end for end in (self.value, self.low, self.high) if end is not None]
+
     def __neg__(self) -> Interval:
         """Return the interval of the difference taken the other way round."""
         return Interval(*(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low)))
@@ -62,13 +67,6 @@ def digits_for(differences: Iterable[Interval]) -> int:
 def percent(share: float, digits: int = 1) -> str:
     """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
-
-
-def percent_with_bounds(share: Interval | None) -> str:
-    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash where it is of nothing."""
-    if share is None or share.value is None:
-        return DASH
-    return f"{percent(share.value)} {bounds(in_points(share), 1, '')}".strip()
 
 
 def quantity(value: float | None, unit: str = "") -> str:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 
+from scale_cli.report.numbers import DASH, Interval, bounds, in_points, percent
 from scale_cli.report.pages import plain
 
 
@@ -27,6 +28,13 @@ class Cell:
 
     def __str__(self) -> str:
         return self.text + self.after
+
+
+def share_cell(share: Interval | None) -> Cell:
+    """Return a share in percent with its interval: 98.2 % [96.1, 99.5]; a dash where it is of nothing."""
+    if share is None or share.value is None:
+        return Cell(DASH)
+    return Cell(percent(share.value), bounds(in_points(share), 1, ""))
 
 
 Row = Sequence[str | Cell]

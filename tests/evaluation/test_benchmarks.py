@@ -18,8 +18,8 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.evaluation import benchmark_tasks
+from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
-from scale_cli.evaluation.benchmarks import OpenedBenchmarks
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report
 from scale_cli.storage.layout import RunFolder
@@ -134,7 +134,9 @@ def test_the_untrained_model_on_blimp_is_the_base_model_on_blimp(shared_data: Pa
     blimp = {"name": "blimp", "path": str(shared_data / "eval-blimp" / "BLiMP.zip"), "language": "en", "limit": 10}
     config = configured(shared_data, tmp_path, [blimp | {"delimiter": ""}])  # the evidence had no space before it
     model = widen(real_base(shared_data, "ckpt-stories260K"), "route")
-    (result,) = OpenedBenchmarks.open(config.evaluation.benchmarks).measure(model, config).results
+    opened = open_benchmarks_of(config)
+    assert opened is not None
+    (result,) = opened.measure(model, config).results
     assert result.num_items == 670
     for head in HEADS:
         value = result.heads[head].metrics["acc"].value

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,8 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import stats
+from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 
-from scale_cli.evaluation.statistics import finite, paired_difference
+from scale_cli.evaluation.statistics import (
+    finite,
+    holm,
+    macro_f1,
+    mcnemar_p,
+    paired_difference,
+    paired_p,
+    percentile_interval,
+    resampled_macro_f1,
+    resampled_means,
+)
 from scale_cli.report.numbers import Interval
 
 Values = npt.NDArray[np.float64]
@@ -128,3 +142,151 @@ def test_equal_heads_differ_by_nothing() -> None:
 
 def test_finite_figures_stay_and_others_are_none() -> None:
     assert [finite(value) for value in (1.5, math.inf, -math.inf, math.nan)] == [1.5, None, None, None]
+
+
+probabilities = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8)
+
+
+def correlated(seed: int, num_items: int, before: float, after: float, alike: float = 0.7) -> Any:
+    """Right and wrong answers of two heads that agree on a share of the items because it is the same answer."""
+    rng = np.random.default_rng(seed)
+    first = (rng.random(num_items) < before).astype(np.float64)
+    second = np.where(rng.random(num_items) < alike, first, rng.random(num_items) < after)
+    return np.column_stack([first, second])
+
+
+def scipy_interval(data: tuple[Any, ...], statistic: Any) -> tuple[float, float]:
+    result = stats.bootstrap(
+        data,
+        statistic,
+        paired=True,
+        vectorized=False,
+        n_resamples=2000,
+        method="percentile",
+        rng=np.random.default_rng(5),
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def test_the_interval_of_an_accuracy_difference_is_scipys() -> None:
+    outcomes = correlated(0, 150, 0.4, 0.55)
+    drawn = resampled_means(outcomes, 20_000, np.random.default_rng(1))
+    value = float(outcomes[:, 1].mean() - outcomes[:, 0].mean())
+    interval = percentile_interval(value, drawn[:, 1] - drawn[:, 0], len(outcomes))
+    expected = scipy_interval((outcomes[:, 1], outcomes[:, 0]), lambda a, b: a.mean() - b.mean())
+    assert interval.value == value
+    assert (interval.low, interval.high) == pytest.approx(expected, abs=0.012)
+
+
+def test_the_interval_of_a_macro_f1_difference_is_scipys() -> None:
+    rng = np.random.default_rng(2)
+    gold = rng.integers(0, 4, 120)
+    predicted = np.column_stack(
+        [np.where(rng.random(120) < share, gold, rng.integers(0, 4, 120)) for share in (0.2, 0.5)]
+    )
+    drawn = resampled_macro_f1(gold, predicted, 20_000, np.random.default_rng(1))
+    interval = percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], 120)
+
+    def by_sklearn(gold: Any, after: Any, before: Any) -> float:
+        return float(f1_score(gold, after, average="macro") - f1_score(gold, before, average="macro"))
+
+    data = (gold, predicted[:, 1], predicted[:, 0])
+    expected = stats.bootstrap(
+        data, by_sklearn, paired=True, vectorized=False, n_resamples=250, method="percentile", rng=rng
+    ).confidence_interval
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=0.03)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
+    gold, predicted = np.array(pairs).T
+    expected = f1_score(gold, predicted, average="macro", zero_division=0.0)
+    assert macro_f1(np.ones(len(pairs), dtype=np.int64), gold, predicted) == pytest.approx(expected)
+    rows, counts = np.unique(pairs, axis=0, return_counts=True)
+    assert macro_f1(counts, *rows.T) == pytest.approx(expected)
+
+
+def test_intervals_of_accuracy_and_macro_f1_differences_cover_the_truth_about_as_often_as_they_say() -> None:
+    covered = {"acc": 0, "macro_f1": 0}
+    num_worlds, num_items = 200, 120
+    gold_of_all = np.random.default_rng(0).integers(0, 2, 400_000)
+    outcomes_of_all = correlated(1, 400_000, 0.5, 0.6)
+    predicted_of_all = np.where(outcomes_of_all == 1.0, gold_of_all[:, None], 1 - gold_of_all[:, None]).astype(np.int64)
+    once = np.ones(400_000, dtype=np.int64)
+    f1_of_all = [float(macro_f1(once, gold_of_all, column)) for column in predicted_of_all.T]
+    truth = {"acc": 0.3 * 0.1, "macro_f1": f1_of_all[1] - f1_of_all[0]}
+    rng = np.random.default_rng(2)
+    for _ in range(num_worlds):
+        chosen = rng.integers(0, 400_000, num_items)
+        means = resampled_means(outcomes_of_all[chosen], 400, rng)
+        f1 = resampled_macro_f1(gold_of_all[chosen], predicted_of_all[chosen], 400, rng)
+        for name, drawn in (("acc", means), ("macro_f1", f1)):
+            interval = percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], num_items)
+            assert interval.low is not None and interval.high is not None
+            covered[name] += interval.low <= truth[name] <= interval.high
+    # Five standard errors of a binomial around 95 %, and a little for the percentile method's small-sample bias.
+    assert all(0.86 <= count / num_worlds <= 0.995 for count in covered.values()), covered
+
+
+def test_heads_that_answer_alike_differ_by_exactly_nothing() -> None:
+    outcomes = np.repeat(correlated(3, 50, 0.5, 0.5)[:, :1], 2, axis=1)
+    drawn = resampled_means(outcomes, 500, np.random.default_rng(0))
+    assert percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], 50) == Interval(0.0, 0.0, 0.0)
+
+
+def test_there_is_no_interval_of_one_item_or_of_what_is_not_finite() -> None:
+    assert percentile_interval(1.0, np.ones(10), 1) == Interval(1.0, None, None)
+    assert percentile_interval(math.nan, np.ones(10), 9) == Interval(None, None, None)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_mcnemar_is_a_fair_coin_counted_out(gained: int, lost: int) -> None:
+    num_tosses = gained + lost
+    at_most = sum(math.comb(num_tosses, heads) for heads in range(min(gained, lost) + 1))
+    expected = min(Fraction(1), Fraction(2 * at_most, 2**num_tosses))
+    assert mcnemar_p(gained, lost) == pytest.approx(float(expected))
+    assert mcnemar_p(gained, lost) == pytest.approx(mcnemar_p(lost, gained))
+
+
+def test_right_and_wrong_answers_are_tested_by_mcnemar() -> None:
+    outcomes = correlated(4, 80, 0.3, 0.7)
+    difference = outcomes[:, 1] - outcomes[:, 0]
+    expected = mcnemar_p(int((difference == 1).sum()), int((difference == -1).sum()))
+    assert paired_p(outcomes[:, 0], outcomes[:, 1], np.random.default_rng(0)) == expected
+
+
+def test_scores_in_between_are_tested_by_flipping_signs() -> None:
+    rng = np.random.default_rng(6)
+    before = rng.random(10)
+    after = before + rng.normal(0.05, 0.1, 10)
+    difference = after - before
+    signs = np.array(np.meshgrid(*[[-1, 1]] * 10)).reshape(10, -1)
+    means = difference @ signs / 10
+    expected = float((np.abs(means) >= abs(difference.mean()) - 1e-12).mean())
+    assert paired_p(before, after, rng) == pytest.approx(expected, abs=0.01)
+    assert paired_p(before, np.full(10, math.nan), rng) is None
+
+
+@given(probabilities)
+def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
+    adjusted = holm(p_values)
+    for level in (0.01, 0.05, 0.2):
+        rejected, remaining = set(), sorted(range(len(p_values)), key=lambda index: p_values[index])
+        while remaining and p_values[remaining[0]] * len(remaining) <= level:
+            rejected.add(remaining.pop(0))
+        assert {index for index, p in enumerate(adjusted) if p <= level} == rejected
+
+
+@given(probabilities)
+def test_holm_is_between_no_correction_and_bonferroni_and_keeps_the_order(p_values: list[float]) -> None:
+    adjusted = holm(p_values)
+    for p, p_holm in zip(p_values, adjusted, strict=True):
+        assert p <= p_holm <= min(1.0, len(p_values) * p)
+    in_order = [p_holm for _, p_holm in sorted(zip(p_values, adjusted, strict=True))]
+    assert in_order == sorted(in_order)
+
+
+def test_holm_on_a_case_worked_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
