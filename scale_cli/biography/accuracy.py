@@ -13,33 +13,26 @@ from torch import Tensor
 
 from scale_cli.biography.tasks import Question
 from scale_cli.config.schema import RouterConfig
+from scale_cli.evaluation.results import HEADS
 from scale_cli.model.heads import HeadedModel, log_probs_of
 from scale_cli.model.routing import head_log_probs, mix_log_probs
 
-# The two heads alone, and both routing rules over them.
-SERVED = ("base", "adapted", "posterior", "cosine")
 _QUESTIONS_AT_ONCE = 256
 
 
 def first_token_accuracy(
     model: HeadedModel, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
 ) -> dict[str, float]:
-    """Return the share of questions answered, for each of SERVED.
+    """Return the share of questions answered, for each of HEADS, by a model in evaluation mode.
 
     The router has seen the question before it comes to the answer, as it has when the model is served.
-
-    Args:
-        model: in evaluation mode.
-        questions: what is asked.
-        router: settings of both rules.
-        mixed_precision: `no` | `bf16`.
 
     Source: SCALE, arXiv 2511.03270 (its biography benchmark).
     """
     by_length = defaultdict(list)
     for asked in questions:
         by_length[len(asked.prompt)].append(asked)  # questions of one length need no padding
-    answered = dict.fromkeys(SERVED, 0)
+    answered = dict.fromkeys(HEADS, 0)
     for group in by_length.values():
         for first in range(0, len(group), _QUESTIONS_AT_ONCE):
             batch = group[first : first + _QUESTIONS_AT_ONCE]
@@ -59,9 +52,9 @@ def _answered(
         logits_at = model.head_logits(prompt_BT)
         logits_KBV = torch.stack([logits[:, 0].float() for logits in logits_at(slice(-1, None))])
         tokens = log_probs_of(logits_at, next_BT, model.config.vocab_size)
-    likeliest = dict(zip(SERVED[:2], logits_KBV.argmax(dim=-1), strict=True))
+    likeliest = dict(zip(HEADS[:2], logits_KBV.argmax(dim=-1), strict=True))
     log_probs_KBV = head_log_probs(logits_KBV)
-    for rule in SERVED[2:]:
+    for rule in HEADS[2:]:
         weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
         likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(dim=-1)
     return {name: ids_B == answer_B for name, ids_B in likeliest.items()}

@@ -36,13 +36,8 @@ class Curriculum:
 
     def sequences(self, questions: list[Question]) -> list[list[int]]:
         """Return questions as what is trained on: boundary, question, answer, boundary."""
-        return [[*asked.prompt, *asked.answer, self.boundary] for asked in questions]
-
-    @property
-    def boundary(self) -> int:
-        """The token between documents."""
-        eos: int = self.tokenizer.eos_token_id
-        return eos
+        boundary = self.tokenizer.eos_token_id
+        return [[*asked.prompt, *asked.answer, boundary] for asked in questions]
 
 
 def write_curriculum(config: BiographyConfig) -> Curriculum:
@@ -76,5 +71,4 @@ def _questions(people: list[Person], config: BiographyConfig) -> list[tuple[str,
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return ids
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]

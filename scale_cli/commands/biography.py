@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.biography.accuracy import SERVED, first_token_accuracy
-from scale_cli.biography.report import write_report
-from scale_cli.biography.results import MethodResult, served_lines, verdicts
+from scale_cli.biography.accuracy import first_token_accuracy
+from scale_cli.biography.report import MethodResult, served_lines, verdicts, write_report
 from scale_cli.biography.tasks import Curriculum, write_curriculum
 from scale_cli.config.biography import BiographyConfig, ComparedMethod
 from scale_cli.config.load import dump_config
@@ -22,6 +21,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, SequenceWindows, known_windows
 from scale_cli.data.biography import ATTRIBUTES
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.evaluation.results import HEADS
 from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import placed
@@ -77,7 +77,7 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> Biogra
         result = _finished(file, settings)
         if result is None:
             result = _learn_task_1(config, curriculum, base, compared)
-            write_json(file, result.to_json())
+            write_json(file, asdict(result))
         for line in served_lines([result]):
             log(
                 f"{line.label:<21}Task 0 {percent(line.task_0[0]):>7} -> {percent(line.task_0[-1]):>7}   "
@@ -178,7 +178,7 @@ def _learn_task_1(
     num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
     observed: tuple[MethodModel, HeadedModel] | None = None
     steps: list[int] = []
-    accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in SERVED} for task in ("task_0", "task_1")}
+    accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in HEADS} for task in ("task_0", "task_1")}
     training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
     for model, step in _learning(config, curriculum, base, compared):
         if step % config.measure_every_steps and step != config.task_1.max_steps:

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from scale_cli.biography.accuracy import SERVED
-from scale_cli.biography.results import MethodResult, served_lines, verdicts
+from scale_cli.biography.report import MethodResult, served_lines, verdicts
+from scale_cli.evaluation.results import HEADS
 
 
 def a_result(variant: str, task_0: list[float], task_1: list[float]) -> MethodResult:
     steps = list(range(len(task_0)))
-    return MethodResult(
-        variant, variant, {}, 1, 1.0, steps, dict.fromkeys(SERVED, task_0), dict.fromkeys(SERVED, task_1)
-    )
+    return MethodResult(variant, variant, {}, 1, 1.0, steps, dict.fromkeys(HEADS, task_0), dict.fromkeys(HEADS, task_1))
 
 
 def test_route_is_shown_under_both_rules_and_every_other_method_once() -> None:

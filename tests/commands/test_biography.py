@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from scale_cli.biography.accuracy import SERVED
 from scale_cli.commands.biography import run_biography
 from scale_cli.config.biography import BiographyConfig, ComparedMethod
 from scale_cli.config.load import checked
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.evaluation.results import HEADS
 
 
 def quietly(line: str) -> None:
@@ -23,7 +23,7 @@ def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(sm
     assert full.steps == route.steps == [0, 2, 4, 5]
     for result in summary.results:
         for accuracy in (result.task_0, result.task_1):
-            assert accuracy.keys() == set(SERVED)
+            assert accuracy.keys() == set(HEADS)
             assert all(len(shares) == 4 for shares in accuracy.values())
             # Nothing is trained at step 0: both heads and both rules are the base.
             assert len({shares[0] for shares in accuracy.values()}) == 1
