@@ -45,12 +45,7 @@ class AverageSummary:
 
 
 def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None) -> AverageSummary:
-    """Write the weighted mean of some checkpoints, `final/`s or finished runs to `output/final`.
-
-    Raises:
-        ConfigError: fewer than two are given, or another number of weights.
-        RunFolderError: one is no folder of a run, or of another base or method; or there is one at the output.
-    """
+    """Write the weighted mean of some checkpoints, `final/`s or finished runs to `output/final`."""
     shares = _shares(len(given), weights)
     folders = [RunFolder(path).final if RunFolder(path).final.is_dir() else path for path in given]
     run = RunFolder(output)

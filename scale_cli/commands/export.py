@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +20,10 @@ from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import model_card
-from scale_cli.export.dense import plain_model
+from scale_cli.export.dense import lower_weights, plain_model
 from scale_cli.export.licence import Licence, base_licence
 from scale_cli.export.parity import Logits, check_parity, measure_parity, served_logits, trained_logits
 from scale_cli.export.plain_folder import copy_tokenizer, write_plain
-from scale_cli.export.precision import lower_weights
 from scale_cli.export.publish import Publication, check_repository, planned, publish
 from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
@@ -65,21 +64,14 @@ class ExportSummary:
             lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
         elif self.export_format == "llama" and self.variant == "route":
             lines.append("note           it holds the trained head; this router needs export.format=transformers")
-        return [
-            *lines,
-            *(f"{name:<15}{line}" for name, line in self._parities()),
-            f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md",
-        ]
-
-    def _parities(self) -> Iterator[tuple[str, str]]:
         for name, parity in (("parity", self.parity), ("parity, routed", self.parity.routed)):
             if parity is not None:
-                yield (
-                    name,
-                    f"max |dlogit| {parity.max_logit_difference:.1e}, mean {parity.mean_logit_difference:.1e}, over "
-                    f"{parity.num_positions:,} positions (the trained model's own rounding: max "
-                    f"{parity.own_max_difference:.1e})",
+                lines.append(
+                    f"{name:<15}max |dlogit| {parity.max_logit_difference:.1e}, mean "
+                    f"{parity.mean_logit_difference:.1e}, over {parity.num_positions:,} positions (the trained model's "
+                    f"own rounding: max {parity.own_max_difference:.1e})"
                 )
+        return [*lines, f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md"]
 
 
 def one_by_one(config: RunConfig) -> list[RunConfig]:
@@ -168,11 +160,7 @@ def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
-    """Compare an export that is there with the trained model that is beside it.
-
-    Raises:
-        ExportParityError: it computes something else, or belongs to another training.
-    """
+    """Compare an export that is there with the trained model that is beside it, if it is of that training."""
     run = RunFolder(config.output_dir)
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.final}")

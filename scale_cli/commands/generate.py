@@ -58,13 +58,7 @@ def continue_and_print(
 ) -> None:
     """Continue prompts and print them: one alone as it comes, what was measured of them on standard error.
 
-    Args:
-        generator: of the text.
-        prompts: texts, or what a user says.
-        sampling: how tokens are chosen.
-        as_json: whether an object a prompt is printed.
-        show_heads: in the text, with a legend on standard error.
-        chat: whether each prompt is the first turn of a conversation.
+    In a chat each prompt is the first turn of a conversation.
     """
     if show_heads and not as_json:
         typer.echo(Speakers(generator.head_names()).legend(), err=True)
@@ -101,16 +95,10 @@ def _said_by(role: str, content: str) -> dict[str, str]:
 def write_samples(
     base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]
 ) -> SamplesSummary:
-    """Let a base write texts, and write them as a corpus: one object with its `text` a line.
+    """Let a base, widened already or not, write texts, and write them as a corpus: one object with its `text` a line.
 
-    The same base, seed and sizes give the same texts on the same machine.
-
-    Args:
-        base: which one; widened already or not.
-        num_samples: how many texts.
-        file: a new .jsonl.
-        sampling: how tokens are chosen; every batch has a seed of its own.
-        prompts: what the texts begin with, in turn; an empty one leaves it to the base.
+    Texts begin with the prompts in turn; an empty one leaves it to the base. Every batch has a seed of its own, and the
+    same base, seed and sizes give the same texts on the same machine.
     """
     if file.suffix != ".jsonl":
         raise ConfigError(f"--output {file}: is read as a source only if it is named .jsonl")

@@ -85,22 +85,12 @@ class JoinSummary:
 def join(
     runs: Sequence[Path],
     output: Path,
-    prior: float | None,
+    prior: float | None,  # this, the switch rate and the rule as for `stack_reads`
     switch_rate: float,
-    folder_format: str = "transformers",
+    folder_format: str = "transformers",  # computes every head bit for bit; or `llama`, one plain model
     rule: str = "posterior",
 ) -> JoinSummary:
-    """Put the expansions of finished runs on one base, measure them, and write the joined model.
-
-    Args:
-        runs: finished ones on one base.
-        output: the folder that is written.
-        prior: weight of the base head at the first token; None for an even share of every head.
-        switch_rate: of the posterior rule.
-        folder_format: `transformers`, which computes every head bit for bit, or `llama`, one plain model that vLLM
-            routes too.
-        rule: `posterior`, or `mean` of all heads but the base's.
-    """
+    """Put the expansions of finished runs on one base, measure them, and write the joined model."""
     check_replaceable(output, KIND)
     joined = join_runs(runs, prior, switch_rate, rule)
     if folder_format == "llama":
@@ -117,7 +107,8 @@ def join(
         ],
         router_prior=joined.model.config.router_prior,
         router_switch_rate=switch_rate,
-        max_cost_nats=_max_cost_nats(joined.model),
+        # ln(K + 1) where the prior is even
+        max_cost_nats=bound_nats(float(joined.model.log_prior().exp().min()), switch_rate),
         corpora=[score(joined.model, name, held_out) for name, held_out in corpora.items()],
         format=folder_format,
         rule=rule,
@@ -137,12 +128,7 @@ def join(
 
 
 def _check_one_head_holds_all(joined: JoinedRuns) -> None:
-    """Refuse what one plain vocabulary head cannot say.
-
-    Raises:
-        ConfigError: an expansion writes into x, has rows of its own for another's new tokens, or lacks in a mean some
-            that another has.
-    """
+    """Refuse what one plain vocabulary head cannot say."""
     config, brought = joined.model.config, list[range]()
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
@@ -164,11 +150,6 @@ def _write_plain(joined: JoinedRuns, folder: Path) -> None:
         if has_new := bool(joined.model.config.new_tokens):
             write_grown_tokenizer(Path(grown), base, joined.tokenizer)
         write_plain(plain, joined.tokenizer, base, folder, router, Path(grown) if has_new else None)
-
-
-def _max_cost_nats(model: JoinedForCausalLM) -> float | None:
-    """Return the most that a document may cost over its best head: ln(K + 1) where the prior is even."""
-    return bound_nats(float(model.log_prior().exp().min()), model.config.router_switch_rate)
 
 
 @torch.no_grad()
@@ -238,12 +219,7 @@ _CHECKS = {"transformers": _check_written, "llama": _check_plain}
 
 
 def check_plain_join(folder: Path) -> None:
-    """Hold a joined folder of the format `llama` to the runs that it was made of.
-
-    Raises:
-        BaseModelError: they are not at hand.
-        ExportParityError: it computes something else.
-    """
+    """Hold a joined folder of the format `llama` to the runs that it was made of, if they are at hand."""
     report = JoinReport.load(folder)
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:

@@ -117,26 +117,12 @@ def mixture(
     path: Path,
     overrides: Sequence[str],
     ratios: Sequence[float],
-    tolerance: float,
+    tolerance: float,  # bits/byte that may be lost of the base's text
     log: Callable[[str], None],
-    steps: Sequence[float] = (),
-    predict_steps: int | None = None,
+    steps: Sequence[float] = (),  # budgets, each of which every share is run for; none: the config's own
+    predict_steps: int | None = None,  # a longer budget, to predict and to measure
 ) -> MixtureSummary:
-    """Run a config at some shares of new text, for some budgets, fit the laws, and measure what they predict.
-
-    Args:
-        path: of the config.
-        overrides: of the config.
-        ratios: shares of new text.
-        tolerance: bits/byte that may be lost of the base's text.
-        log: what is told on the way.
-        steps: budgets, each of which every share is run for; none: the config's own.
-        predict_steps: a longer budget, to predict and to measure.
-
-    Raises:
-        ConfigError: too few shares or budgets, or the config has nothing to mix or nothing to measure with.
-        TrainingError: a run stopped.
-    """
+    """Run a config at some shares of new text, for some budgets, fit the laws, and measure what they predict."""
     config = load_config(path, list(overrides))
     _check(config, ratios)
     _check_budgets(steps, predict_steps)

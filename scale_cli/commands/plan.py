@@ -51,10 +51,7 @@ class MethodPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--output` holds of it."""
-        totals = {
-            "memory_bytes": self.memory.total,
-            "checkpoint_bytes": self.parameters.checkpoint_bytes,
-        }
+        totals = {"memory_bytes": self.memory.total, "checkpoint_bytes": self.parameters.checkpoint_bytes}
         return asdict(self) | totals
 
 
@@ -127,10 +124,8 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
     for method in methods_beside(config.method):
         try:
             planned.append(_plan_method(config, base_config, method, device, num_processes, growth))
-        except (
-            ConfigError,
-            MissingExtraError,
-        ) as error:  # the config does not ask for it: the others are planned all the same
+        except (ConfigError, MissingExtraError) as error:
+            # The config does not ask for it: the others are planned all the same.
             refused[method.variant] = str(error)
     corpora = tokenised_corpora(config)
     warnings = [*_absent(config), *context_warnings(config, base_config), *idle_settings(config)]

@@ -32,11 +32,7 @@ from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
-    """Upscale, train (resuming what was interrupted), evaluate and export.
-
-    Returns:
-        What was measured; None where this is not the main process.
-    """
+    """Upscale, train (resuming what was interrupted), evaluate and export; return, on the main process, the report."""
     with _claimed(config):
         report = _measured(config, log, accepted)
         on_main(lambda: _show(_exported(config, log), log))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_cli.errors import MissingExtraError, UsageError
+from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import KEY, carries_our_code, routed_name
 from scale_cli.extras import is_installed, require
@@ -83,7 +83,6 @@ def _command(engine: Engine, folder: Path, options: Sequence[str]) -> list[str]:
 
 def _bound(router: dict[str, Any]) -> str:
     """Return by how much routing may cost a whole document more than its best head, in words."""
-    if router["switch_rate"]:
-        return ""
     smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
-    return f"; no document costs more than {-math.log(smallest):.3f} nats over its best head"
+    nats = bound_nats(smallest, router["switch_rate"])
+    return "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"

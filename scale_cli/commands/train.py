@@ -19,7 +19,6 @@ from scale_cli.data.corpora import (
     open_sources,
     training_sources,
 )
-from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
@@ -95,12 +94,7 @@ class TrainSummary:
 def train(
     config: RunConfig, resume: str | None, log: Callable[[str], None], accepted: Collection[str] = ()
 ) -> TrainSummary:
-    """Train the expansion from `upscaled/`, or from a checkpoint.
-
-    Raises:
-        RunFolderError: the folder holds another run, or none to resume.
-        ConfigError: the batch does not divide among the processes.
-    """
+    """Train the expansion from `upscaled/`, or from a checkpoint."""
     process_state()  # joins the process group, with our own time-out
     # Autocast is the step's, by the config alone, whatever the launcher was told.
     accelerator = Accelerator(mixed_precision="no")
@@ -288,7 +282,11 @@ def _open_run(
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     # What was measured to upscale is there alone.
     method = config.method.model_copy(update={"adept": read_method(session.folder).adept})
-    saved = run_folder.checkpoint(state.step)
+    saved, observer = run_folder.checkpoint(state.step), None
+    if sizes.observes:
+        observed = _observed(model, config, accelerator)
+        observer = Observer(config, model, wrapped, observed, text.held_out, benchmarks)
+    peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     return TrainingRun(
         config=config,
         accelerator=accelerator,
@@ -299,11 +297,11 @@ def _open_run(
         ),
         optimiser=optimiser,
         batches=text.batches,
-        observer=_observer(config, accelerator, model, wrapped, text.held_out, benchmarks),
+        observer=observer,
         state=state,
         tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), text.batches),
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
-        peak_tokens_per_s=_peak(config, accelerator) if main else None,
+        peak_tokens_per_s=peak,
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
 
@@ -312,8 +310,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
     """Return the model as it is run: sharded, which Accelerate would wrap once more, or by Accelerate."""
     if config.train.sharding != "none" and accelerator.num_processes > 1:
         return shard_model(model, accelerator, config.train)
-    wrapped: nn.Module = accelerator.prepare(for_training(model.to(accelerator.device), config.train))
-    return wrapped
+    return accelerator.prepare(for_training(model.to(accelerator.device), config.train))
 
 
 def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log: Callable[[str], None]) -> TrainState:
@@ -331,29 +328,9 @@ def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log
     return replace(state, best=None)
 
 
-def _observer(
-    config: RunConfig,
-    accelerator: Accelerator,
-    model: MethodModel,
-    wrapped: nn.Module,
-    held_out: list[TokenisedCorpus],
-    benchmarks: OpenedBenchmarks | None,
-) -> Observer | None:
-    """Return what measures the model on the way; None where nothing is measured."""
-    if not config.train.observes:
-        return None
-    return Observer(config, model, wrapped, _observed(model, config, accelerator), held_out, benchmarks)
-
-
-def _peak(config: RunConfig, accelerator: Accelerator) -> float | None:
-    return peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes)
-
-
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:
     """Return what this process scores in a periodic evaluation."""
-    if not is_sharded(model):
-        return two_headed(model, config.model)
-    if isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
+    if not is_sharded(model) or isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
         return two_headed(model, config.model)
     base = load_base(config.model)
     beside = beside_new_tokens(base, model)

@@ -141,7 +141,7 @@ def _check(folder: Path, base_logits: dict[str, list[Tensor]]) -> FolderCheck:
         _check_export(check)
     if _architecture(folder) == JoinedForCausalLM.__name__:
         _hold(check, "base and its preservation", lambda: _check_joined(folder))
-    elif _is_joined(folder):
+    elif _architecture(folder) is not None and JoinReport.is_in(folder):
         _hold(check, "logits, routed and plain", lambda: check_plain_join(folder))
     return check
 
@@ -241,10 +241,6 @@ def _check_method(check: FolderCheck, base: ModelConfig, base_logits: dict[str, 
 def _architecture(folder: Path) -> str | None:
     config = folder / "config.json"
     return next(iter(read_json(config).get("architectures") or []), None) if config.is_file() else None
-
-
-def _is_joined(folder: Path) -> bool:
-    return _architecture(folder) is not None and JoinReport.is_in(folder)
 
 
 def _check_joined(folder: Path) -> None:

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from scale_cli.export.precision import lower_weights
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
@@ -59,14 +58,10 @@ _LARGEST_GAIN = {"float32": 2.0**60, "bfloat16": 2.0**60, "float16": 2.0**15}
 
 
 def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ()) -> PreTrainedModel:
-    """Return a plain model of the base's own class whose logits are the trained head's.
+    """Return a plain model of the base's own class whose logits are the trained head's, put together in float32.
 
-    Of expansions beside one another there is no such head: its logits are the base's and what each of them adds.
-
-    Args:
-        model: the trained model.
-        dtype: `float32` | `bfloat16` | `float16`, of the returned weights; they are put together in float32.
-        prompts: (1, T) ids on which the size of u beside x is measured; without any, random tokens.
+    Of expansions beside one another there is no such head: its logits are the base's and what each of them adds. The
+    size of u beside x is measured on prompts, (1, T) ids; without any, on random tokens.
     """
     measured = largest_stream_ratio(model, prompts or [random_ids(model.root, seed=0)])
     excess = max(1.0, measured / _COVERED[dtype])
@@ -101,6 +96,16 @@ def plain_model(model: MethodModel, dtype: str, prompts: Sequence[Tensor] = ()) 
         plain = plain.merge_and_unload()
     lower_weights(plain, getattr(torch, dtype))
     return plain.eval()
+
+
+def lower_weights(model: MethodModel, dtype: torch.dtype) -> None:
+    """Hold every weight in a dtype, in place.
+
+    RoPE's frequencies are no weights: `Module.to` would round them too, and no model that is loaded from a folder has
+    them in less than float32.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scale_cli.errors import ExportParityError
-from scale_cli.export.precision import lower_weights
+from scale_cli.export.dense import lower_weights
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import Parity
 from scale_cli.upscale.folder import MethodModel
@@ -33,19 +33,14 @@ def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 
 def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
     """Return what the trained model answers with: routed logits for `route`."""
-    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return logits
+    return model(input_ids=input_ids, use_cache=False).logits
 
 
 @torch.no_grad()
 def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
-    """Compare an export with the trained model, in float64 but for what its norms round to float32.
+    """Compare an export with what it stands for of the trained model, on (1, T) ids.
 
-    Args:
-        exported: as loaded from the folder that was written.
-        trained: the trained model.
-        expected: which of its logits the export stands for.
-        prompts: (1, T) token ids.
+    In float64, but for what its norms round to float32.
     """
     reference, lowered = copy.deepcopy(trained).double(), copy.deepcopy(trained)
     lower_weights(lowered, exported.dtype)

@@ -59,21 +59,12 @@ _LEFT_OUT = ("auto_map", KEY, "dtype", "rope_parameters", "rope_scaling", "rope_
 def write_plain(
     plain: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    base: ModelConfig,
+    base: ModelConfig,  # of a widened base it is the plain model at its bottom that counts
     folder: Path,
-    router: dict[str, Any] | None = None,
-    grown_in: Path | None = None,
+    router: dict[str, Any] | None = None,  # `router_keys`
+    grown_in: Path | None = None,  # the folder of the run that has the tokenizer, where it is not the base's
 ) -> None:
-    """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer.
-
-    Args:
-        plain: of the base's family.
-        tokenizer: as it was loaded from the base.
-        base: where the base is; of a widened base it is the plain model at its bottom that counts.
-        folder: to write into.
-        router: what tells how to serve it routed (`router_keys`).
-        grown_in: the folder of the run that has the tokenizer, where it is not the base's.
-    """
+    """Write a plain model, and beside it what its base has: configuration, generation settings, tokenizer."""
     plain.save_pretrained(folder)
     root = root_model(base)
     config, *others = _files_at("model.base", root.base, root.revision, (_CONFIG, _GENERATION))
@@ -89,12 +80,7 @@ def write_plain(
 
 
 def find_plain_export(path: Path) -> Path:
-    """Return the folder of a plain export: the one that was given, or the only one of a run.
-
-    Raises:
-        RunFolderError: there is none.
-        UsageError: there are several.
-    """
+    """Return the folder of a plain export: the one that was given, or the only one of a run."""
     if (path / "config.json").is_file():
         return path
     found = [folder for folder in sorted(path.glob("export/llama*")) if (folder / "config.json").is_file()]

@@ -138,9 +138,7 @@ class Continuation:
 class Generator:
     """A model and its tokenizer: a base, or from a run, one of its folders, or an export.
 
-    Args:
-        source: where it is; with a GGUF a plain export, or a run that has one.
-        gguf: what llama.cpp computes its layers from; None: they are computed by torch.
+    Of a plain export, or of a run that has one, llama.cpp computes the layers where a GGUF of it is given.
     """
 
     def __init__(self, source: Path | ModelConfig, gguf: Path | None = None) -> None:
@@ -184,12 +182,9 @@ class Generator:
         sampling: Sampling,
         streamer: PrintableStreamer | HeadStreamer | None = None,
     ) -> list[Continuation]:
-        """Continue some prompts, all in one batch, or by llama.cpp one after another.
+        """Continue texts or conversations, all in one batch, or by llama.cpp one after another.
 
-        Args:
-            prompts: at least one; each a text, or the turns of a conversation.
-            sampling: how tokens are chosen.
-            streamer: prints the text as it comes; for one prompt.
+        A streamer prints the text of a single one as it comes.
         """
         if isinstance(getattr(self.model, "model", None), LlamaCppDecoder) and len(prompts) > 1:
             return [self.continue_all([prompt], sampling)[0] for prompt in prompts]
@@ -292,5 +287,4 @@ def _log_weights(cache: Any) -> Tensor:
     """Return (K, B): the weights of the heads that the router has left in a cache."""
     memory = cache.router if isinstance(cache, ScaleCache) else cache.layers[-1].last
     assert memory is not None, "the posterior rule has read the prompt"
-    weights: Tensor = memory.log_weights_KB
-    return weights
+    return memory.log_weights_KB

@@ -30,16 +30,7 @@ _AT_ONCE = 512
 
 
 class LlamaCppDecoder(nn.Module):
-    """What a model's decoder is to its head, of one text at a time.
-
-    Args:
-        file: a GGUF.
-        config: of the plain export that it was converted from.
-
-    Raises:
-        ConfigError: it is no GGUF, or of another model.
-        MissingExtraError: llama-cpp-python is not there.
-    """
+    """What a model's decoder is to its head, of one text at a time: a GGUF of the plain export that a config is of."""
 
     def __init__(self, file: Path, config: Any) -> None:
         super().__init__()
@@ -92,11 +83,7 @@ class LlamaCppDecoder(nn.Module):
 
 
 def routed_by_llama_cpp(folder: Path, file: Path) -> Any:
-    """Return a plain export with its router, its layers computed from a GGUF that was converted from it.
-
-    Raises:
-        RunFolderError: the export has no router.
-    """
+    """Return a plain export with its router, its layers computed from a GGUF that was converted from it."""
     routed = routed_class(folder)
     if routed is None:
         raise RunFolderError(f"{folder}: has no router; llama.cpp itself continues what it converts to")

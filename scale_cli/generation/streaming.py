@@ -23,11 +23,7 @@ def has_colours() -> bool:
 
 
 class Speakers:
-    """Shows in a text which head spoke: by its colour, or where there is none by its name where it takes over.
-
-    Args:
-        names: of the heads.
-    """
+    """Shows in a text which head spoke: by its colour, or where there is none by its name where it takes over."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._in_colours, self._last = list(map(printable, names)), has_colours(), -1
@@ -88,25 +84,16 @@ class PrintableStreamer(TextStreamer):
 
 
 class HeadStreamer(BaseStreamer):
-    """Prints a prompt, and every token as it comes with the head that had the largest share in it.
-
-    Args:
-        prompt: as text.
-        tokenizer: decodes.
-        ends: tokens that are not printed.
-        cache: of the generation, where the router leaves the weights that the next token is given.
-        weights: returns those (K, B), as logarithms.
-        names: of the heads.
-    """
+    """Prints a prompt, and every token as it comes with the head that had the largest share in it."""
 
     def __init__(
         self,
         prompt: str,
         tokenizer: PreTrainedTokenizerBase,
-        ends: list[int],
-        cache: DynamicCache,
-        weights: Callable[[], Tensor],
-        names: Sequence[str],
+        ends: list[int],  # tokens that are not printed
+        cache: DynamicCache,  # of the generation, where the router leaves the weights that the next token is given
+        weights: Callable[[], Tensor],  # returns those (K, B), as logarithms
+        names: Sequence[str],  # of the heads
     ) -> None:
         self.cache, self._weights = cache, weights
         self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends

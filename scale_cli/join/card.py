@@ -45,21 +45,12 @@ def bound_in_words(max_cost_nats: float | None) -> str:
 def joined_card(
     joined: JoinedRuns,
     corpora: Sequence[JoinedCorpus],
-    max_cost_nats: float | None,
+    max_cost_nats: float | None,  # of routing, over the best head on a document; None where it may switch
     licence: Licence,
     switch_rate: float,
     folder_format: str,
 ) -> str:
-    """Return the README.md of a joined model.
-
-    Args:
-        joined: what was joined.
-        corpora: what was measured.
-        max_cost_nats: the most that routing may cost over the best head on a document; None where it may switch.
-        licence: of the base.
-        switch_rate: of the posterior rule.
-        folder_format: `transformers` or `llama`.
-    """
+    """Return the README.md of a joined model."""
     mean = joined.model.config.rule == "mean"
     runs = [load_config(member.folder / "scale.yaml") for member in joined.members]
     heads = ["base", *(member.name for member in joined.members)]

@@ -39,7 +39,6 @@ _SIZES = (
     "mlp_collaboration_layers",
 )
 
-
 # And where it brings new tokens.
 _TOKENS = ("new_tokens", "own_pieces")
 
@@ -74,18 +73,8 @@ class JoinedRuns:
 def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rule: str = "posterior") -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
-    A run upon another run brings that one along.
-
-    Args:
-        runs: at least one; folders of runs, their `final/`, or adapter exports.
-        prior: weight of the base head at the first token; None for an even share of every head.
-        switch_rate: of the posterior rule.
-        rule: `posterior`, or `mean` of all heads but the base's.
-
-    Raises:
-        ConfigError: one expansion alone has no mean.
-        RunFolderError: a run that is not finished, has no expansion, or other tokens of a script that another has too.
-        BaseModelError: a run on another base than the first.
+    Runs are named by their folder, their `final/`, or an adapter export; one upon another run brings that one along.
+    The router is set as by `stack_reads`.
     """
     widened, session, config = _open_run(runs[0])
     base, of_runs = widened.root, [tokens_of(runs[0], session, config)]
@@ -165,21 +154,13 @@ def _free_name(name: str, taken: list[str]) -> str:
 
 
 def stack_reads(
-    base: Any,
-    members: Sequence[Member],
-    prior: float | None = None,
-    switch_rate: float = 0.0,
-    rule: str = "posterior",
+    base: Any,  # becomes a part of it
+    members: Sequence[Member],  # each after its parent
+    prior: float | None = None,  # weight of the base head at the first token; None for an even share of every head
+    switch_rate: float = 0.0,  # of the posterior rule
+    rule: str = "posterior",  # or `mean` of all heads but the base's
 ) -> JoinedForCausalLM:
-    """Return one model of a plain base and copies of some expansions, in evaluation mode.
-
-    Args:
-        base: becomes a part of it.
-        members: each after its parent.
-        prior: weight of the base head at the first token; None for an even share of every head.
-        switch_rate: of the posterior rule.
-        rule: `posterior`, or `mean` of all heads but the base's.
-    """
+    """Return one model of a plain base and copies of some expansions, in evaluation mode."""
     described = [
         {
             "name": member.name,

@@ -63,16 +63,7 @@ def open_corpora(configs: list[RunConfig], tokenizer: PreTrainedTokenizerBase) -
 
 
 def score(model: JoinedForCausalLM, name: str, held_out: HeldOut) -> JoinedCorpus:
-    """Score every document of a corpus.
-
-    Args:
-        model: in evaluation mode.
-        name: of the corpus.
-        held_out: the corpus; its run's window, batch and precision are used.
-
-    Raises:
-        CorpusError: no document has a token that could be scored.
-    """
+    """Score every document of a corpus, in the windows, batches and precision of its run."""
     losses = score_corpus(
         model,
         held_out.corpus,

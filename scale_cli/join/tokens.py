@@ -52,15 +52,9 @@ def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
 
 
 def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the tokens of all runs together, those of the first run first.
+    """Return a tokenizer with the tokens of all runs together, those of the first run first; new ids begin at one.
 
-    Args:
-        runs: on one base.
-        first_id: of new tokens.
-
-    Raises:
-        RunFolderError: two have other tokens of one script: a text would have to be cut in two ways.
-        PreservationError: a text is cut otherwise than by the run that has its script.
+    Every text must be cut as by the run that has its script, so no two may have other tokens of one.
     """
     distinct: list[RunTokens] = []
     for tokens in runs:

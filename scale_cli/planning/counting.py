@@ -56,13 +56,9 @@ class TokenFlops:
 
 
 def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
-    """Return the FLOPs of a token of one training window.
+    """Return the FLOPs of a token of one training window, of a model on the meta device.
 
-    On the meta device attention is products of its own, over every key: two forward, four backward where all train.
-
-    Args:
-        model: on the meta device.
-        sequence_length: T.
+    There attention is products of its own, over every key: two forward, four backward where all train.
     """
     for parameter in model.parameters():
         parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
@@ -102,9 +98,7 @@ class SavedTensors:
 def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensors:
     """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
 
-    Args:
-        model: on the meta device; it is left on fake tensors.
-        mixed_precision: as `train.mixed_precision`.
+    The model, on the meta device, is left on fake tensors.
     """
     length = _no_width_of(model)
     with FakeTensorMode():
@@ -129,8 +123,7 @@ def _loss(model: MethodModel, sequence_length: int) -> Tensor:
     model.set_attn_implementation(_UNMASKED)
     trained = for_training(model, _UNCOMPILED)
     output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
-    loss: Tensor = output.loss
-    return loss
+    return output.loss
 
 
 @contextmanager

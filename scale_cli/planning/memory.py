@@ -19,9 +19,8 @@ class Parameters:
 
     num_frozen: int  # that no optimiser moves
     num_trainable: int  # that one does
-    frozen_bytes: (
-        int  # in the dtype they are held in; of OSF's parts of them, and of the start that what trains may decay to
-    )
+    # in the dtype they are held in; of OSF's parts of them, and of the start that what trains may decay to
+    frozen_bytes: int
     trainable_bytes: int  # of the float32 master copy
     # what the optimiser keeps of it: AdamW two moments, Muon a momentum of each matrix; the average and
     # lookahead's slow weights where they are asked for
@@ -57,9 +56,8 @@ class Parameters:
 class Memory:
     """Bytes that one process holds from the last forward to the first backward product of a step."""
 
-    frozen: (
-        int  # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
-    )
+    # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
+    frozen: int
     trainable: int  # float32 master weights
     gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
     moments: int  # the optimiser's, the average, lookahead's slow weights
@@ -83,9 +81,9 @@ def training_memory(
     *,
     sequence_length: int,
     vocab_size: int,
-    num_processes: int,
-    device_type: str,
-    distils: bool = False,
+    num_processes: int,  # that share a step
+    device_type: str,  # decides the size of a chunk of logits
+    distils: bool = False,  # whether the base's predictions are learned from too
 ) -> Memory:
     """Return what one process holds.
 
@@ -93,16 +91,6 @@ def training_memory(
     gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, or
     as the gradient that goes into the next ones. Where the base is distilled, both heads' log-probabilities stand
     beside them, and the base's probabilities of one sequence, all in float32.
-
-    Args:
-        parameters: of the model.
-        saved: by its forward pass.
-        train: batch sizes and precision.
-        sequence_length: tokens a window.
-        vocab_size: V.
-        num_processes: that share a step.
-        device_type: decides the size of a chunk of logits.
-        distils: whether the base's predictions are learned from too.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32

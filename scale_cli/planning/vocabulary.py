@@ -38,13 +38,7 @@ class Growth:
 
 
 def growth_of(config: RunConfig) -> Growth:
-    """Count the tokens of a config that adds some.
-
-    Raises:
-        BaseModelError: its base's tokenizer cannot have them.
-        ConfigError: it asks for a number that cannot be had.
-        CorpusError: a source cannot be read.
-    """
+    """Count the tokens of a config that adds some."""
     vocabulary = config.method.vocabulary
     assert vocabulary is not None
     before: Any = load_tokenizer(config.model)
