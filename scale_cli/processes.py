@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import Tensor, nn
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 AnyModule = TypeVar("AnyModule", bound="nn.Module")
 
@@ -153,6 +154,43 @@ def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     padded[: len(mine)] = mine
     everyone = gather(padded.unsqueeze(0)).cpu()
     return [everyone[place, :length] for place, length in enumerate(lengths)]
+
+
+def shared_out(
+    batches: Sequence[Sequence[Item]],
+    share: Share,
+    compute: Callable[[Sequence[Item]], Sequence[Tensor]],
+    done: Callable[[int], object] = lambda _: None,
+) -> list[tuple[Item, Tensor]]:
+    """Return every item of some batches with what was computed of it, on the CPU, to every process in the same order.
+
+    Batches are cut before they are shared out, so that no figure hangs on how many processes share them.
+
+    Args:
+        batches: the same on every process.
+        share: of them, that is this process's.
+        compute: returns a tensor for each item of a batch, of any length.
+        done: is told how many more items are done, by all processes.
+    """
+    import torch
+
+    if len(batches) < share.num_processes:
+        share = ALONE  # everyone does everything: a process without a batch would not know what is computed
+    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
+    mine: list[Tensor] = []
+    for batch in shares[share.index]:
+        mine += compute(batch)
+        done(share.num_processes * len(batch))
+    if not mine:
+        return []
+    items = [[item for batch in of_one for item in batch] for of_one in shares]
+    lengths = gathered(torch.tensor([len(tensor) for tensor in mine]), [len(of_one) for of_one in items])
+    everyone = gathered(torch.cat(mine), [int(of_one.sum()) for of_one in lengths])
+    return [
+        pair
+        for of_one, sizes, tensors in zip(items, lengths, everyone, strict=True)
+        for pair in zip(of_one, tensors.split(sizes.tolist()), strict=True)
+    ]
 
 
 def leave() -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 from torch import Tensor
 
-from scale_cli.evaluation import benchmark_heads, language_confusion, scoring
+from scale_cli import processes
 from scale_cli.processes import Share
 
 Result = TypeVar("Result")
@@ -32,8 +32,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Sh
         meeting.wait()
         return everyone
 
-    for module in (scoring, language_confusion, benchmark_heads):
-        monkeypatch.setattr(module, "gathered", gathered)
+    monkeypatch.setattr(processes, "gathered", gathered)
 
     def one(place: int) -> Any:
         places[get_ident()] = place

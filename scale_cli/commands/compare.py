@@ -21,7 +21,7 @@ from scale_cli.comparison.runs import load_runs
 from scale_cli.comparison.tables import side_titles
 from scale_cli.extras import require
 from scale_cli.report.figures import svg_alone
-from scale_cli.report.numbers import DASH, Interval, with_interval
+from scale_cli.report.numbers import DASH, with_interval
 from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import check_replaceable
@@ -39,7 +39,7 @@ class ComparisonSummary:
     def lines(self) -> list[str]:
         """Return a table of the options, and where the report lies."""
         rows = [
-            [option.label, *(_cell(side) for side in (option.lost, option.gained))]
+            [option.label, *(DASH if s.value is None else with_interval(s, 4) for s in (option.lost, option.gained))]
             for option in self.comparison.options
         ]
         return [
@@ -48,10 +48,6 @@ class ComparisonSummary:
             *(part for line in notes(self.comparison) for part in _NOTES.wrap(f"note: {line}")),
             f"report: {self.folder / 'report.html'}",
         ]
-
-
-def _cell(side: Interval) -> str:
-    return DASH if side.value is None else with_interval(side, 4)
 
 
 def compare(folders: list[Path], output: Path) -> ComparisonSummary:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
@@ -73,7 +73,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     state = TrainState.load(run.final)
     report = Report(
         variant=config.method.variant,
-        served=served_head(config.method),
+        served=config.method.router.rule if config.method.variant == "route" else "adapted",
         step=state.step,
         num_tokens_trained=state.num_tokens,
         trained_sha256=trained_sha256(run.final),
@@ -84,11 +84,6 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     )
     on_main(lambda: write_report(report, config, run.evaluation, measured.items))
     return EvaluationSummary(run.evaluation, report)
-
-
-def served_head(method: MethodConfig) -> str:
-    """Return which of the report's heads a method answers with."""
-    return method.router.rule if method.variant == "route" else "adapted"
 
 
 def write_report(

@@ -123,7 +123,8 @@ def join(
         licence.copy_files(partial)
         card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate, folder_format)
         write_text(partial / "README.md", card)
-        _CHECKS[folder_format](partial, joined)
+        check = _check_plain if folder_format == "llama" else _check_written
+        check(partial, joined)
     return JoinSummary(output, report)
 
 
@@ -153,13 +154,6 @@ def _write_plain(joined: JoinedRuns, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _head_logits(model: JoinedForCausalLM, prompts: list[Tensor]) -> list[list[Tensor]]:
-    """Return the logits of every head that is routed among on every prompt, from one forward each."""
-    states = (model.final_states(ids, preserved=True) for ids in prompts)
-    return [list(of_head) for of_head in zip(*(model.routed_logits(state) for state in states), strict=True)]
-
-
-@torch.no_grad()
 def prove(joined: JoinedRuns) -> None:
     """Check that every head of a joined model computes, bit for bit, what it does in its run alone; or their mean.
 
@@ -180,11 +174,12 @@ def prove(joined: JoinedRuns) -> None:
                 raise PreservationError(f"the head {name} does not compute what it does alone")
 
 
+@torch.no_grad()
 def _check_written(folder: Path, joined: JoinedRuns) -> None:
     """Load what was written, and hold its heads to those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
-    prompts = sample_ids(joined.tokenizer)
-    for one, other in zip(_head_logits(loaded, prompts), _head_logits(joined.model, prompts), strict=True):
+    for ids in sample_ids(joined.tokenizer):
+        one, other = (m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model))
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             raise ExportParityError("the folder that was written does not compute what was measured; it was removed")
 
@@ -212,10 +207,6 @@ def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
         added = own - F.pad(below, (0, own.shape[-1] - below.shape[-1]))
         whole[..., model.config.token_ids(head)[: own.shape[-1]]] += added
     return whole
-
-
-# Of every format what its folder is held to.
-_CHECKS = {"transformers": _check_written, "llama": _check_plain}
 
 
 def check_plain_join(folder: Path) -> None:

@@ -19,7 +19,6 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.evaluation.results import CorpusResult, HeadResult, Report
 from scale_cli.report.numbers import number
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -97,28 +96,27 @@ def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Tri
     except TrainingError as error:
         log(f"stopped: {error}")
         return Trial(values, folder, failure=str(error))
-    learned, kept = report.with_role("acquisition"), report.with_role("retention")
-    tokens, size = (lambda corpus: corpus.num_tokens), (lambda corpus: corpus.num_bytes)
+    learned, kept = (
+        [(corpus, corpus.heads[report.served]) for corpus in report.with_role(role)]
+        for role in ("acquisition", "retention")
+    )
     return Trial(
         values,
         folder,
-        _mean(((corpus, _served(report, corpus).nats_per_token) for corpus in learned), tokens),
-        _mean(((corpus, _served(report, corpus).bits_per_byte) for corpus in learned), size),
-        _mean(((corpus, _served(report, corpus).bits_per_byte_difference.value) for corpus in kept), size),
-        _mean(((corpus, _served(report, corpus).bits_per_byte) for corpus in kept), size),
+        _mean((head.nats_per_token, corpus.num_tokens) for corpus, head in learned),
+        _mean((head.bits_per_byte, corpus.num_bytes) for corpus, head in learned),
+        _mean((head.bits_per_byte_difference.value, corpus.num_bytes) for corpus, head in kept),
+        _mean((head.bits_per_byte, corpus.num_bytes) for corpus, head in kept),
     )
 
 
-def _served(report: Report, corpus: CorpusResult) -> HeadResult:
-    return corpus.heads[report.served]
-
-
-def _mean(figures: Iterable[tuple[CorpusResult, float | None]], weight: Callable[[CorpusResult], int]) -> float | None:
+def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
+    """Return the mean of figures by their units; None where one is not finite, or there is none."""
     total, num_units = 0.0, 0
-    for corpus, figure in figures:
+    for figure, units in figures:
         if figure is None:
             return None
-        total, num_units = total + figure * weight(corpus), num_units + weight(corpus)
+        total, num_units = total + figure * units, num_units + units
     return total / num_units if num_units else None
 
 

@@ -84,18 +84,14 @@ def _expansion_lines(model: ScaleForCausalLM) -> list[str]:
         "heads": "num_attention_heads",
         "KV heads": "num_key_value_heads",
     }
-    sizes = {
-        name: [getattr(base, key), *(getattr(stage, f"expansion_{key}") for stage in config.stages())]
-        for name, key in names.items()
-    }
+    sizes = []
+    for name, key in names.items():
+        parts = [getattr(base, key), *(getattr(stage, f"expansion_{key}") for stage in config.stages())]
+        sizes.append(f"{name} {' + '.join(f'{part:,}' for part in parts)}")
     return [
-        f"sizes          {', '.join(f'{name} {_sum(parts)}' for name, parts in sizes.items())}",
+        f"sizes          {', '.join(sizes)}",
         f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
     ]
-
-
-def _sum(parts: list[int]) -> str:
-    return " + ".join(f"{part:,}" for part in parts)
 
 
 def upscale(config: RunConfig) -> UpscaleSummary:

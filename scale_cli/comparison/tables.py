@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scale_cli.comparison.options import Option, beside_base, languages_of
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
 from scale_cli.config.display_names import language_name, method_in_words
-from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, HeadResult
+from scale_cli.evaluation.results import ROLES, BenchmarkResult, CorpusResult, HeadResult
 from scale_cli.report.numbers import (
     DASH,
     NOT_RECORDED,
@@ -145,8 +145,7 @@ def _corpus_table(options: Sequence[Option], corpus: CorpusResult) -> Table:
     if any(row.corpus.num_prompts for row in rows):
         in_script = Cell("in its script", "letters after prompts, 95 %")
         columns.append(Column(in_script, lambda row: share_cell(row.result.in_script)))
-    meaning = "what the base knew" if corpus.role == "retention" else "what it was taught"
-    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({meaning})"
+    title = f"{corpus.name}: {language_name(corpus.language)}, {corpus.role} ({ROLES[corpus.role]})"
     return Table.of(columns, rows, name=title, methods=[row.method for row in rows])
 
 

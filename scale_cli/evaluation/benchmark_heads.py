@@ -8,7 +8,7 @@ Tokens are those of lm-eval's own `hf` model: the same encoding, the same token 
 truncation from the left. So its score of an exported model is the trained head's here. What is generated is what
 that model itself generates from every head: stop strings, lengths and sampling are lm-eval's.
 
-Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, R of many, T positions.
+Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, T positions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import score_tokens
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
-from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar
 
 # lm-eval's own, where a task samples its answers.
@@ -109,26 +109,15 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
         batches = [longest_first[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
-        share = self._share
-        shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
-        said = []
         with progress_bar(
             total=len(requests), desc=self.progress, unit=" requests", disable=self.progress is None, leave=False
         ) as bar:
-            for batch in shares[share.index]:
-                said.append(self._observe(batch))
-                bar.update(share.num_processes * len(batch))
-        mine_RH = torch.cat(said) if said else torch.zeros(0, len(HEADS), dtype=torch.float64)
-        lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
-        for of_one, said_RH in zip(shares, gathered(mine_RH, lengths), strict=True):
-            asked = [text for batch in of_one for text, _context, _continuation in batch]
-            self._scores |= {
-                text: dict(zip(HEADS, row, strict=True)) for text, row in zip(asked, said_RH.tolist(), strict=True)
-            }
+            for (text, _context, _continuation), said_1H in shared_out(batches, self._share, self._observe, bar.update):
+                self._scores[text] = dict(zip(HEADS, said_1H[0].tolist(), strict=True))
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
 
-    def _observe(self, batch: list[Encoded]) -> Tensor:
-        """Return (R, H): what each head and rule of HEADS said of each request of a batch."""
+    def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
+        """Return (1, H) of each request of a batch: what each head and rule of HEADS said of it."""
         rows = [torch.tensor((context + continuation)[-self._max_length - 1 :]) for _, context, continuation in batch]
         # Padding stands on the right, where causal attention keeps it out of every real position.
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -143,7 +132,8 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         on_cpu = TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu())
         scores = score_tokens(on_cpu, self._router)
         log_probs = scores.heads | scores.rules
-        return torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
+        said_BH = torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
+        return said_BH.split(1)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refuse: perplexity is measured without lm-eval."""
@@ -171,23 +161,21 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             mixed_precision_dtype=torch.bfloat16 if self._mixed_precision == "bf16" else None,
         )
         batches = self._generation_batches(requests, lm_eval_model.max_gen_toks)
-        share = self._share
-        shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
-        lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
+
+        def answered(batch: Sequence[Any]) -> list[Tensor]:
+            torch.manual_seed(_SEED)
+            texts = lm_eval_model.generate_until(list(batch), disable_tqdm=True)
+            return [torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8) for text in texts]
+
         shown = self.progress is not None
         with progress_bar(
             total=len(requests) * len(HEADS), desc=self.progress, unit=" answers", disable=not shown, leave=False
         ) as bar:
             for head in HEADS:
-                answering.head, mine = head, []
-                for batch in shares[share.index]:
-                    torch.manual_seed(_SEED)
-                    mine += lm_eval_model.generate_until(batch, disable_tqdm=True)
-                    bar.update(share.num_processes * len(batch))
+                answering.head = head
                 texts = self._texts.setdefault(head, defaultdict(list))
-                for of_one, said in zip(shares, _gathered_texts(mine, lengths), strict=True):
-                    for request, text in zip((one for batch in of_one for one in batch), said, strict=True):
-                        texts[_key(request)].append(text)
+                for request, encoded in shared_out(batches, self._share, answered, bar.update):
+                    texts[_key(request)].append(bytes(encoded.tolist()).decode("utf-8", "surrogatepass"))
 
     def _generation_batches(self, requests: list[Any], default_length: int) -> list[list[Any]]:
         """Return requests in batches, cut before they are shared out: no answer hangs on how many share them."""
@@ -207,15 +195,3 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 def _key(request: Instance) -> tuple[str, str]:
     context, options = request.args
     return context, repr(options)
-
-
-def _gathered_texts(mine: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
-    """Return the texts of every process, of which each has so many, in their order."""
-    encoded = [text.encode("utf-8", "surrogatepass") + b"\0" for text in mine]
-    sizes = gathered(torch.tensor([len(text) for text in encoded], dtype=torch.long), lengths)
-    whole = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
-    everyone = gathered(whole, [int(of_one.sum()) for of_one in sizes])
-    return [
-        [bytes(part[:-1].tolist()).decode("utf-8", "surrogatepass") for part in of_one.split(of_each.tolist())]
-        for of_one, of_each in zip(everyone, sizes, strict=True)
-    ]

@@ -3,7 +3,7 @@
 A letter's script is the first word of its name in Unicode, after compatibility forms have become plain ones; Han and
 kana, which Japanese mixes, are one. What is no letter of a script (digits, signs, half a character) is not counted.
 
-Shapes: P prompts, H heads and rules.
+Shapes: P prompts (B of a batch), T positions, H heads and rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from scale_cli.config.schema import ContinuationsConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import Passes
-from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.evaluation.selectable_heads import SelectableHeads, ends_of, padded_left, until
 from scale_cli.evaluation.statistics import Values
-from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar
 
 _HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
@@ -58,22 +58,14 @@ def continue_prompts(
     share: Share = ALONE,  # of the prompts' batches, that is this process's; every one of them returns the whole
 ) -> Letters:
     """Let heads go on greedily after the beginnings of a corpus's first documents that have a letter; count letters."""
-    # Batches before they are shared out, so that the figures do not hang on how many share them.
     prompts = sorted(_prompts(corpus, tokenizer, asked), key=lambda prompt: -len(prompt.ids))
     batches = [prompts[first : first + passes.batch_size] for first in range(0, len(prompts), passes.batch_size)]
-    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
-    counted = []
+    counts_PH2 = np.empty((len(prompts), len(names), 2))
+    counted = partial(_counted, answers, names, tokenizer, asked.new_tokens, passes.mixed_precision)
     with progress_bar(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
-        for batch in shares[share.index]:
-            counted += _counted(answers, names, batch, tokenizer, asked.new_tokens, passes.mixed_precision)
-            bar.update(share.num_processes * len(batch))
-    mine_PH2 = torch.tensor(counted, dtype=torch.float64).view(-1, len(names), 2)
-    lengths = [sum(len(batch) for batch in of_one) for of_one in shares]
-    counts = np.empty((len(prompts), len(names), 2))
-    counts[[prompt.place for of_one in shares for batch in of_one for prompt in batch]] = torch.cat(
-        gathered(mine_PH2, lengths)
-    )
-    of_each = {name: counts[:, index] for index, name in enumerate(names)}
+        for prompt, counts_H2 in shared_out(batches, share, counted, bar.update):
+            counts_PH2[prompt.place] = counts_H2
+    of_each = {name: counts_PH2[:, index] for index, name in enumerate(names)}
     return Letters({name: of[:, 0] for name, of in of_each.items()}, {name: of[:, 1] for name, of in of_each.items()})
 
 
@@ -97,36 +89,25 @@ def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig
 def _counted(
     answers: SelectableHeads,
     names: Sequence[str],
-    batch: Sequence[_Prompt],
     tokenizer: Any,
     new_tokens: int,
     mixed_precision: str,
-) -> list[list[tuple[int, int]]]:
-    """Return of every prompt, for every head, how many letters are in its script, and how many there are."""
-    named = answers.own_generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
-    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    batch: Sequence[_Prompt],
+) -> list[Tensor]:
+    """Return (H, 2) of every prompt: for every head, how many letters are in its script, and how many there are."""
+    ends = ends_of(answers.own_generation_config, tokenizer)
     answers.generation_config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
     )
-    rows = [torch.tensor(prompt.ids) for prompt in batch]
-    ids, mask = (
-        torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True, padding_side="left").to(answers.device)
-        for of_rows in (rows, [torch.ones_like(row) for row in rows])
-    )
+    ids_BT, mask_BT = padded_left([torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0)
     by_head = []
     for name in names:
         answers.head = name
         with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
-            generated = answers.answers(ids, mask)
-        said = [scripts_of(tokenizer.decode(_until(ends, row), skip_special_tokens=True)) for row in generated.cpu()]
+            generated = answers.answers(ids_BT, mask_BT)
+        said = [scripts_of(tokenizer.decode(until(ends, row), skip_special_tokens=True)) for row in generated.cpu()]
         by_head.append([(of.count(prompt.script), len(of)) for of, prompt in zip(said, batch, strict=True)])
-    return [list(of_prompt) for of_prompt in zip(*by_head, strict=True)]
-
-
-def _until(ends: Sequence[int], new: Tensor) -> Tensor:
-    ended = torch.isin(new, torch.tensor(ends, dtype=new.dtype)).nonzero()
-    return new[: int(ended[0])] if len(ended) else new
+    return [torch.tensor(of_prompt) for of_prompt in zip(*by_head, strict=True)]
 
 
 def scripts_of(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (
     HEADS,
+    ROLES,
     BenchmarkHead,
     BenchmarkResult,
     CorpusResult,
@@ -36,7 +37,6 @@ from scale_cli.report.numbers import (
 from scale_cli.report.tables import Column, Table, aligned, share_cell
 
 _PANEL_WIDTH = 390.0
-_ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
@@ -73,7 +73,7 @@ def _title_row(report: Report, title: str) -> list[str]:
 
 def _corpus_rows(report: Report) -> list[list[str]]:
     rows = []
-    for role in _ROLES:
+    for role in ROLES:
         for language in dict.fromkeys(corpus.language for corpus in report.with_role(role)):
             rows.append(_title_row(report, f"{language_name(language)}, {role}"))
             for corpus in report.with_role(role):
@@ -148,7 +148,7 @@ def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
                 meaning,
                 _corpus_table(corpus, report.served, has_own_tokens).markdown(),
             )
-            for role, meaning in _ROLES.items()
+            for role, meaning in ROLES.items()
             for corpus in report.with_role(role)
         ],
         benchmarks=[

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
+ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
 
 
 @dataclass(frozen=True)

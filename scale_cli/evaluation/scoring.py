@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
-from scale_cli.processes import ALONE, Share, gathered
+from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar
 
 TWO_HEADS = ("base", "adapted")
@@ -158,32 +159,19 @@ def score_documents(
 def _score_together(
     model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
 ) -> list[tuple[int, TokenLogProbs]]:
-    """Return what the heads said of some documents, each scored window by window.
-
-    Windows are put into batches before the batches are shared out, so the figures do not hang on how many share them.
-    """
+    """Return what the heads said of some documents, each scored window by window."""
     windows = [window for index in documents for window in _windows(corpus, index, passes.sequence_length)]
     sizes = {window.document: window.start + len(window.next_ids) for window in windows}  # the last one's end
     windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
     batches = [windows[first : first + passes.batch_size] for first in range(0, len(windows), passes.batch_size)]
-    if len(batches) < share.num_processes:
-        share = ALONE  # everyone does everything: a process without a batch would not know how many heads there are
-    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
-    said = [row for batch in shares[share.index] for row in _score_batch(model, batch, passes.mixed_precision)]
-    if not said:
-        return []
-    lengths = [sum(len(window.next_ids) for batch in of_one for window in batch) for of_one in shares]
-    said_CT = {index: torch.empty(said[0].shape[1], size) for index, size in sizes.items()}
-    for of_one, said_TC in zip(shares, gathered(torch.cat(said), lengths), strict=True):
-        start = 0
-        for window in (window for batch in of_one for window in batch):
-            length = len(window.next_ids)
-            said_CT[window.document][:, window.start : window.start + length] = said_TC[start : start + length].T
-            start += length
-    return [(index, TokenLogProbs(of_one[:-1, None], of_one[-1:])) for index, of_one in said_CT.items()]
+    said_CT: dict[int, Tensor] = {}
+    for window, said_TC in shared_out(batches, share, partial(_score_batch, model, passes.mixed_precision)):
+        whole_CT = said_CT.setdefault(window.document, torch.empty(said_TC.shape[1], sizes[window.document]))
+        whole_CT[:, window.start : window.start + len(said_TC)] = said_TC.T
+    return [(index, TokenLogProbs(said_CT[index][:-1, None], said_CT[index][-1:])) for index in sizes]
 
 
-def _score_batch(model: HeadedModel, batch: list[_Window], mixed_precision: str) -> list[Tensor]:
+def _score_batch(model: HeadedModel, mixed_precision: str, batch: Sequence[_Window]) -> list[Tensor]:
     """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
     device = next(model.parameters()).device
     # Padding stands on the right, where causal attention keeps it out of every real position.

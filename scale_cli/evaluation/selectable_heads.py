@@ -11,13 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, HeadLogits, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+
+
+def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: what ends a document in training, and what the base's own settings name."""
+    named = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return [end for end in dict.fromkeys(ends) if end is not None]
+
+
+def until(ends: Sequence[int], new_T: Tensor) -> Tensor:
+    """Return what was generated before the first token that ends a text."""
+    ended = torch.isin(new_T, torch.tensor(ends, dtype=new_T.dtype, device=new_T.device)).nonzero()
+    return new_T[: int(ended[0])] if len(ended) else new_T
+
+
+def padded_left(prompts: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of some prompts as (B, T), and a mask: 1 for tokens, 0 for what stands before the shorter ones."""
+    ids_BT = pad_sequence(list(prompts), batch_first=True, padding_value=padding, padding_side="left")
+    mask_BT = pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left")
+    return ids_BT, mask_BT
 
 
 class SelectableHeads(PreTrainedModel, GenerationMixin):

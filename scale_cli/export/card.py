@@ -210,7 +210,7 @@ def _trained_by_language(stages: list[_Stage]) -> dict[str, int] | None:
     """Return how many tokens of each language were trained on; None where a run does not say."""
     counts: dict[str, int] = {}
     for stage in stages:
-        trained = _token_ledger(stage)
+        trained = tokens_by_source(stage.folder)
         for source in stage.config.corpus.sources:
             if source.name not in trained:
                 return None
@@ -219,14 +219,14 @@ def _trained_by_language(stages: list[_Stage]) -> dict[str, int] | None:
     return counts
 
 
-def _token_ledger(stage: _Stage) -> dict[str, SourceTokens]:
-    """Return the account of every source; empty where the folder has none."""
-    ledger = TokenLedger.load_if_there(stage.folder)
+def tokens_by_source(folder: Path) -> dict[str, SourceTokens]:
+    """Return the account of every source that was trained on; empty where a folder has none, as an adapter export."""
+    ledger = TokenLedger.load_if_there(folder)
     return {} if ledger is None else ledger.sources
 
 
 def _sources(stage: _Stage) -> list[list[str]]:
-    ledgers = _token_ledger(stage)
+    ledgers = tokens_by_source(stage.folder)
     rows = []
     for source in stage.config.corpus.sources:
         counts = ["not known"] * 4

@@ -20,6 +20,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.data.tokens import DocumentMarkers
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.evaluation.selectable_heads import ends_of, padded_left, until
 from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import head_names, routed_class
 from scale_cli.generation.gguf import LlamaCppDecoder, routed_by_llama_cpp
@@ -147,10 +148,7 @@ class Generator:
         else:
             self.model, self.tokenizer = _opened(source) if gguf is None else _opened_gguf(source, gguf)
         self._boundary = DocumentMarkers.of(self.tokenizer).context
-        # What ends a document in training, and what the base's own settings name besides.
-        named = self.model.generation_config.eos_token_id
-        ends = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
-        self._ends = [end for end in dict.fromkeys(ends) if end is not None]
+        self._ends = ends_of(self.model.generation_config, self.tokenizer)
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
         """Return (T,) ids: of a text after the boundary that documents have in training; of turns as written."""
@@ -191,11 +189,7 @@ class Generator:
         rows = [self.prompt_ids(prompt) for prompt in prompts]
         padding = self.tokenizer.pad_token_id
         settings = sampling.settings(self._ends, next(iter(self._ends), 0) if padding is None else padding)
-        width = max(len(row) for row in rows)
-        ids_BT = torch.full((len(rows), width), settings.pad_token_id, device=self.model.device)
-        mask_BT = torch.zeros_like(ids_BT)
-        for index, row in enumerate(rows):
-            ids_BT[index, width - len(row) :], mask_BT[index, width - len(row) :] = row, 1
+        ids_BT, mask_BT = padded_left(rows, settings.pad_token_id)
         torch.manual_seed(sampling.seed)
         # The weights of the heads are read where the router leaves them.
         seen = {"past_key_values": streamer.cache} if isinstance(streamer, HeadStreamer) else {}
@@ -207,13 +201,11 @@ class Generator:
             if not sampling.options:
                 raise
             raise ConfigError(f"--set: {one_line(error)}") from None
-        generated = generated[:, width:]
+        generated = generated[:, ids_BT.shape[1] :]
         return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
 
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
-        ended = torch.isin(new, torch.tensor(self._ends, dtype=new.dtype, device=new.device)).nonzero()
-        if len(ended):
-            new = new[: int(ended[0])]
+        new = until(self._ends, new)
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         decoder = Decoder(self.tokenizer, int(row[-1]))
         added = [decoder.added(token) for token in new.tolist()]
@@ -230,7 +222,7 @@ class Generator:
         """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
         if not (show_heads and self.head_names()):
             return PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        if self._routes_by_cosine():
+        if isinstance(self.model, ScaleForCausalLM) and self.model.config.router_rule == "cosine":
             return None
         cache: Any = DynamicCache() if isinstance(self.model, Routed) else ScaleCache()
         return HeadStreamer(prompt, self.tokenizer, self._ends, cache, lambda: _log_weights(cache), self.head_names())
@@ -243,9 +235,6 @@ class Generator:
             return head_names(self.model.num_heads)
         routed = isinstance(self.model, ScaleForCausalLM) and self.model.config.variant == "route"
         return ["base", "trained"] if routed else []
-
-    def _routes_by_cosine(self) -> bool:
-        return isinstance(self.model, ScaleForCausalLM) and self.model.config.router_rule == "cosine"
 
     def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
         """Return every head's share in the prediction of every token but the first."""

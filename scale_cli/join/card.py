@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from scale_cli.config.display_names import language_name, method_in_words
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.guarantee import NOT_COVERED
-from scale_cli.export.card import base_title, loading, shared_values
+from scale_cli.export.card import base_title, loading, shared_values, tokens_by_source
 from scale_cli.export.licence import Licence
 from scale_cli.join.members import JoinedRuns, Member
 from scale_cli.join.scoring import JoinedCorpus
@@ -85,7 +83,7 @@ def joined_card(
 
 def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
     """Return one row for every source that an expansion was trained on."""
-    trained_on = _tokens_trained_on(member.folder)
+    trained_on = tokens_by_source(member.folder)
     method = method_in_words(config.method)
     return [
         [
@@ -94,14 +92,8 @@ def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
             method,
             source.name,
             language_name(source.language),
-            f"{trained_on[source.name]:,}" if source.name in trained_on else "not known",
+            f"{trained_on[source.name].num_trained:,}" if source.name in trained_on else "not known",
             code(member.sha256[:12]),
         ]
         for source in config.corpus.sources
     ]
-
-
-def _tokens_trained_on(folder: Path) -> dict[str, int]:
-    """Return tokens by source; an adapter export does not say."""
-    ledger = TokenLedger.load_if_there(folder)
-    return {} if ledger is None else {name: tokens.num_trained for name, tokens in ledger.sources.items()}
