@@ -46,7 +46,7 @@ def _answered(
 ) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     prompt_BT = torch.tensor([asked.prompt for asked in batch], device=device)
-    answer_B = torch.tensor([asked.first_answer_id for asked in batch], device=device)
+    answer_B = torch.tensor([asked.answer[0] for asked in batch], device=device)
     next_BT = torch.cat([prompt_BT[:, 1:], answer_B[:, None]], dim=1)
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
         logits_at = model.head_logits(prompt_BT)

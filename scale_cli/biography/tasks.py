@@ -17,12 +17,7 @@ class Question:
     """One question with its answer, as token ids."""
 
     prompt: list[int]  # the boundary of documents and the question
-    answer: list[int]  # what follows it
-
-    @property
-    def first_answer_id(self) -> int:
-        """The token that decides whether it was answered: first-token accuracy looks no further."""
-        return self.answer[0]
+    answer: list[int]  # what follows it; first-token accuracy looks at the first of them alone
 
 
 @dataclass(frozen=True)

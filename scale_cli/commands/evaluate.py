@@ -13,7 +13,7 @@ from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.language_confusion import continue_prompts
-from scale_cli.evaluation.render import draw_trade_off, is_drawable, markdown, terminal_lines
+from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.selectable_heads import SelectableHeads
@@ -38,7 +38,7 @@ class EvaluationSummary:
 
     def lines(self) -> list[str]:
         """Return the table, where the report lies, and why it has no picture where one could be drawn."""
-        no_picture = is_drawable(self.report) and not (self.folder / PICTURE).is_file()
+        no_picture = self.report.has_trade_off and not (self.folder / PICTURE).is_file()
         left_out = (
             [f"without its picture, which needs matplotlib: {how_to_install('matplotlib')}"] if no_picture else []
         )
@@ -94,7 +94,7 @@ def write_report(
         for name, of_benchmark in (items or {}).items():
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         report.save(partial)
-        drawn = is_drawable(report) and is_installed("matplotlib")
+        drawn = report.has_trade_off and is_installed("matplotlib")
         write_text(partial / "report.md", markdown(report, config.method, PICTURE if drawn else None))
         if drawn:
             png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)

@@ -44,8 +44,7 @@ class Comparison:
     @property
     def has_trade_off(self) -> bool:
         """Whether something was measured on both sides."""
-        report = self.runs[0].report
-        return bool(report.with_role("retention") and report.with_role("acquisition"))
+        return self.runs[0].report.has_trade_off
 
     @property
     def best(self) -> list[Option]:

@@ -217,11 +217,6 @@ def _benchmark_table(report: Report, average: LanguageAverage) -> Table:
     return Table(titles, rows, "lrlrrrrrrl")
 
 
-def is_drawable(report: Report) -> bool:
-    """Return whether there is anything to set against each other."""
-    return bool(report.with_role("retention") and report.with_role("acquisition"))
-
-
 def draw_trade_off(figure: Any, report: Report) -> None:
     """Draw what was lost against what was gained: a panel for each pair of corpora (there is one) of the two roles."""
     pairs = list(product(report.with_role("retention"), report.with_role("acquisition")))

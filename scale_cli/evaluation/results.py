@@ -139,6 +139,11 @@ class Report(RunRecord):
         """Return the corpora of one role."""
         return [corpus for corpus in self.corpora if corpus.role == role]
 
+    @property
+    def has_trade_off(self) -> bool:
+        """Whether there is anything to set against each other: corpora of both roles."""
+        return bool(self.with_role("retention") and self.with_role("acquisition"))
+
     def corpus(self, name: str) -> CorpusResult:
         """Return what was measured of a corpus; another config may list the same ones otherwise."""
         return next(corpus for corpus in self.corpora if corpus.name == name)

@@ -18,12 +18,12 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.evaluation.guarantee import guarantee
-from scale_cli.evaluation.results import Report
+from scale_cli.evaluation.results import CorpusResult, Report
 from scale_cli.export.licence import Licence
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report.numbers import number, percent, with_interval, worst_document
 from scale_cli.report.pages import code, markdown
-from scale_cli.report.tables import Row, Table, share_cell
+from scale_cli.report.tables import Column, Row, Table, share_cell
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stage_folder
@@ -242,27 +242,22 @@ def _sources(stage: _Stage) -> list[list[str]]:
 
 def _figures(report: Report, answers: str) -> Table:
     """Return what the head (or the router) that answers made of every held-out corpus, beside the base."""
-    rows = []
-    for corpus in report.corpora:
-        head = corpus.heads[answers]
-        figures = [number(corpus.heads["base"].bits_per_byte), number(head.bits_per_byte)]
-        named = [corpus.name, f"{language_name(corpus.language)}, {corpus.role}", f"{corpus.num_documents:,}"]
-        named.append(f"{corpus.bytes_per_token:.2f}")
-        difference = with_interval(head.bits_per_byte_difference, 4)
-        rows.append([*named, *figures, difference, worst_document(head.worst_document_nats)])
-        if any(of_one.num_prompts for of_one in report.corpora):
-            in_script = (str(share_cell(of_one.in_script)) for of_one in (corpus.heads["base"], head))
-            rows[-1].append(", ".join(in_script))
-    titles = [
-        "held-out",
-        "",
-        "documents",
-        "bytes/token",
-        "base",
-        "this model",
-        "difference [95 %]",
-        "worst document, nats",
+    columns: list[Column[CorpusResult]] = [
+        Column("held-out", lambda corpus: corpus.name, "l"),
+        Column("", lambda corpus: f"{language_name(corpus.language)}, {corpus.role}", "l"),
+        Column("documents", lambda corpus: f"{corpus.num_documents:,}", "l"),
+        Column("bytes/token", lambda corpus: f"{corpus.bytes_per_token:.2f}", "l"),
+        Column("base", lambda corpus: number(corpus.heads["base"].bits_per_byte), "l"),
+        Column("this model", lambda corpus: number(corpus.heads[answers].bits_per_byte), "l"),
+        Column(
+            "difference [95 %]", lambda corpus: with_interval(corpus.heads[answers].bits_per_byte_difference, 4), "l"
+        ),
+        Column("worst document, nats", lambda corpus: worst_document(corpus.heads[answers].worst_document_nats), "l"),
     ]
     if any(corpus.num_prompts for corpus in report.corpora):
-        titles.append("letters in the prompt's script, base and this model [95 %]")
-    return Table(titles, rows, "l" * len(titles))
+
+        def in_script(corpus: CorpusResult) -> str:
+            return ", ".join(str(share_cell(corpus.heads[head].in_script)) for head in ("base", answers))
+
+        columns.append(Column("letters in the prompt's script, base and this model [95 %]", in_script, "l"))
+    return Table.of(columns, report.corpora)

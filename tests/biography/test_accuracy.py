@@ -54,7 +54,7 @@ def test_accuracy_is_what_one_question_at_a_time_gives_for_heads_and_rules() -> 
         questions.append(Question(asked.prompt, [right, 0]))
     shares = first_token_accuracy(BaseAndTrained(base, trained), questions, router, "no")
     for name, share in shares.items():
-        wanted = sum(said[name] == asked.first_answer_id for said, asked in zip(by_hand, questions, strict=True))
+        wanted = sum(said[name] == asked.answer[0] for said, asked in zip(by_hand, questions, strict=True))
         assert share == pytest.approx(wanted / len(questions))
     assert len(set(shares.values())) > 1  # or the heads and rules would not have been told apart
 
