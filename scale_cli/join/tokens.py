@@ -52,7 +52,7 @@ def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
 
 
 def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with the tokens of all runs together, those of the first run first; new ids begin at one.
+    """Return a tokenizer with the tokens of all runs, the first run's first; new ones have ids from `first_id` on.
 
     Every text must be cut as by the run that has its script, so no two may have other tokens of one.
     """
