@@ -50,7 +50,6 @@ from scale_cli.training.checkpoint import (
     load_checkpoint,
     newest_whole_checkpoint,
 )
-from scale_cli.training.cost import measure_cost
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
@@ -166,7 +165,7 @@ def _write_final(run: TrainingRun, state: TrainState) -> None:
             with new_folder(run.folder.final) as partial:
                 describe_run(partial, run.metadata, run.model, state)
                 save_tensors(partial / TRAINED, trained)
-                measure_cost(run).save(partial)
+                run.cost().save(partial)
     run.accelerator.wait_for_everyone()
 
 

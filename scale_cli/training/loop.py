@@ -21,7 +21,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.prefetch import BatchesAhead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.planning.device import peak_memory_bytes
+from scale_cli.planning.device import device_name, peak_memory_bytes
 from scale_cli.progress import progress_bar
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import (
@@ -35,7 +35,7 @@ from scale_cli.storage.metrics import (
     MetricsLog,
     MetricsRecord,
 )
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import Cost, TrainState
 from scale_cli.training.averaging import averaged, has_average
 from scale_cli.training.checkpoint import RunMetadata
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
@@ -75,6 +75,19 @@ class TrainingRun:
     def folder(self) -> RunFolder:
         """Where the run lands."""
         return RunFolder(self.config.output_dir)
+
+    def cost(self) -> Cost:
+        """Return what a run that has just ended cost; `final/cost.json`, for `scale compare`."""
+        parameters = list(self.model.parameters())
+        return Cost(
+            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            total_parameters=sum(p.numel() for p in parameters),
+            tokens_per_s=self.state.tokens_per_s,
+            peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
+            device=device_name(self.accelerator.device),
+            num_processes=self.accelerator.num_processes,
+            saving_s=round(self.state.saving_s, 4),
+        )
 
 
 def run_loop(run: TrainingRun) -> None:
