@@ -28,6 +28,9 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stage_folder
 
+# Formats whose folders answer as the run is served, its router included; `llama` does where it `routes_plainly`. A new
+# format is the trained head alone until it stands here: no card promises a bound that nobody has looked at.
+_ANSWER_AS_SERVED = ("transformers", "adapter")
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
 
 
@@ -57,8 +60,9 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
     routed = export_format == "llama" and config.method.routes_plainly
     is_peft = config.method.variant == "lora" and export_format == "adapter"
     kind = "peft" if is_peft else "routed" if routed else export_format
+    answers_as_served = routed or export_format in _ANSWER_AS_SERVED
     runs, library = [stage.config for stage in stages], "peft" if is_peft else "transformers"
-    bounded = config.method.variant == "route" and (routed or export_format != "llama")
+    bounded = config.method.variant == "route" and answers_as_served
     return markdown(
         "export_card.md.j2",
         **shared_values(record, runs, licence, config.method.variant, library),
@@ -66,8 +70,8 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         config=config,
         report=report,
         stages=stages,
-        export_format=export_format,
         routed=routed,
+        answers_as_served=answers_as_served,
         method=method_name(config.method.variant),
         making=_making(stages, record, export_format, parity).markdown(),
         sources=_sources_table(stages).markdown(),

@@ -116,6 +116,16 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_what_that_doe
         assert "no document costs" not in card_of(served, None)
 
 
+def test_a_format_that_nobody_has_said_to_be_routed_has_the_trained_heads_card(trained_run: TrainedRun) -> None:
+    config = trained_run(ROUTE)
+    report = evaluate(config).report
+    unheard_of = config.model_copy(update={"export": config.export.model_copy(update={"format": "onnx"})})
+    card, tiny = card_of(unheard_of, report), report.corpora[0].heads
+    assert "This is the trained head alone" in card and "no document costs" not in card
+    assert f"| {tiny['base'].bits_per_byte:.3f} | {tiny['adapted'].bits_per_byte:.3f} |" in card
+    assert f"| {tiny['base'].bits_per_byte:.3f} | {tiny['posterior'].bits_per_byte:.3f} |" not in card
+
+
 def test_a_card_tells_what_was_trained_before_by_another_run_and_with_which_optimiser(trained_run: TrainedRun) -> None:
     config = trained_run(ROUTE)
     begun = {"content_sha256": "0123456789abcdef", "step": 70, "num_tokens": 8000, "moments": "kept"}
