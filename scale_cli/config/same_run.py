@@ -29,6 +29,7 @@ _MAX_LISTED = 8
 
 
 def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterator[str]:
+    # Lists, and sections that may be null, are not entered: a mark on a key of a source (`weight`) does nothing.
     for name, field in section.model_fields.items():
         if mark in field.metadata:
             yield prefix + name

@@ -136,8 +136,9 @@ def _folder_names(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
 ) -> tuple[str, str | None]:
     """Return the name of a source's folder, and that of the same ids by an earlier version; None: it had others."""
-    # A new key of a source that decides its text has to be here, or a stale cache is read.
-    described = {
+    # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not the
+    # default, or every cache that there is would be made again.
+    settings = {
         "content": _content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,
@@ -149,7 +150,7 @@ def _folder_names(
         "tokenizer": tokenizer_sha256(tokenizer),
     }
     name, earlier_name = (
-        f"{source.name}-{json_sha256(version | described)[:16]}"
+        f"{source.name}-{json_sha256(version | settings)[:16]}"
         for version in ({"format": _FORMAT_VERSION}, {"format": _EARLIER_VERSION})
     )
     framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id
