@@ -20,7 +20,7 @@ from torch import Tensor
 
 from scale_cli.data.ledger import TrainedTokens
 
-IGNORED = -100  # the target that torch's cross-entropy leaves out
+IGNORED = -100  # the target that torch's cross-entropy leaves out; once more in model/head_loss.py, which is exported
 
 
 class Windows(ABC):

@@ -1,6 +1,7 @@
-"""What may be meant and rarely is: a run that ends while it warms up, a text read over and over, and the like.
+"""Warnings: settings and corpora that are allowed and seldom intended.
 
-Held-out text that is trained on, too, text that the tokenizer does not know, and settings that come to nothing.
+A run that ends while it warms up, settings that come to nothing, a text read over and over, held-out text that is
+trained on, text that the tokenizer does not know.
 """
 
 from __future__ import annotations

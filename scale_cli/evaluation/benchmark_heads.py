@@ -62,7 +62,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
         self._share = share
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
-        # Of every head, by request; in turn, if asked often.
+        # The answers of every head by request: several, in turn, where it is asked several times.
         self._texts: dict[str, dict[tuple[str, str], list[str]]] = {}
 
     @property
@@ -140,7 +140,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         raise NotImplementedError
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Return what the chosen head answers to each request; all of them have been given to `generate`."""
+        """Return the chosen head's answer to each request, from what `generate` has collected before."""
         texts, asked = self._texts[self.head], Counter[tuple[str, str]]()
         answers = []
         for request in requests:

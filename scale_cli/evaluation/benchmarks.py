@@ -53,7 +53,7 @@ class OpenedBenchmarks:
         return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
 
     def accuracies(self, model: HeadedModel, config: RunConfig, max_items: int, share: Share) -> Losses:
-        """Return what each is judged by of every head, on the first items of every task."""
+        """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
         return {
             benchmark.name: {
                 head: finite(float(np.mean([item.heads[head].metrics[judged_by] for item in items]))) for head in HEADS

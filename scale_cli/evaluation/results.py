@@ -1,4 +1,4 @@
-"""The figures of a forgetting report, as plain data."""
+"""The figures of a forgetting report: as plain data, computed from losses by bootstrap, and read from disk."""
 
 from __future__ import annotations
 

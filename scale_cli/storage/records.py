@@ -110,7 +110,7 @@ class Score:
     """What a periodic evaluation says of the weights at a step, in bits/byte of the head that is served."""
 
     step: int
-    acquisition: float  # the mean over the corpora of that role; less is better
+    acquisition: float  # a loss, in bits/byte: the mean over the corpora of that role; less is better
     forgetting: float  # the most lost against the base on any corpus of role retention
 
 

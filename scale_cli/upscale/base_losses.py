@@ -1,8 +1,8 @@
-"""What the base loses, on every window of a source, and without each of its layers.
+"""Two measurements on the base: scores by which windows of a source are chosen, and which layers ADEPT copies.
 
-By the windows' losses, or an n-gram model's, they are chosen or ordered (`data/selection.py`). These scores are made
-once and then read: they lie in the cache in a folder of their own, named after all that decides them: the text as it is
-tokenised, the windows, the judge, and where that is the base, its hash.
+Windows are chosen or ordered (`data/selection.py`) by the base's loss on each, or by an n-gram model's. The scores are
+made once and then read: they lie in the cache in a folder of their own, named after all that decides them: the text as
+it is tokenised, the windows, the judge, and where that is the base, its hash.
 
 ADEPT copies the layers without which the base loses least on what it knows (arXiv 2510.10071). The official code sets
 all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
@@ -36,7 +36,7 @@ _FORMAT_VERSION, _SCORES = 1, "scores.bin"
 def scores_of(
     config: RunConfig, corpora: Sequence[TokenisedCorpus], record: BaseRecord, vocab_size: int
 ) -> list[Scores | None]:
-    """Return the scores of every training source's windows; None of those that are shuffled whole."""
+    """Return of every training source its windows' scores; None where no judge is asked for: all are read, shuffled."""
     scores: list[Scores | None] = []
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         if source.judge is None:
@@ -67,7 +67,7 @@ def _name(config: RunConfig, corpus: TokenisedCorpus, judge: str, record: BaseRe
 
 @torch.no_grad()
 def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores:
-    """Return the base's mean loss on every window, in nats per target; infinite where it has none."""
+    """Return the base's mean loss on every window, in nats per target; infinite for a window without targets."""
     model = for_training(placed(load_any_base(base)), TrainConfig(max_steps=1)).eval()
     scores = np.full(len(windows), np.inf)
     for first in range(0, len(windows), at_once):
