@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_LONGEST_REASON = 200
+
 
 class ScaleError(Exception):
     """Root of the tree: a message for the user, and the exit code that goes with it."""
@@ -95,3 +97,9 @@ class Interrupted(ScaleError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error that a library meant for its own users as one line, cut where it grows long."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

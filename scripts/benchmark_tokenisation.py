@@ -75,7 +75,7 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
 
 
 def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
-    """Tokenise with scale into an empty cache; return the number of tokens, boundaries left out."""
+    """Tokenise with scale into an empty cache; return the number of tokens, markers left out."""
     from scale_cli.config.sources import ReadingConfig, TextSource
     from scale_cli.data.tokens import tokenised
 
@@ -83,8 +83,8 @@ def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         reading = ReadingConfig(num_workers=num_workers)
         corpus = tokenised(source, tokenizer, Path(cache), show_progress=False, reading=reading)
-        boundaries = sum(boundary is not None for boundary in (corpus.boundaries.bos, corpus.boundaries.eos))
-        return corpus.ledger.num_tokens - boundaries * len(corpus)
+        markers = sum(marker is not None for marker in (corpus.markers.bos, corpus.markers.eos))
+        return corpus.ledger.num_tokens - markers * len(corpus)
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[
         ("learning Task 0", config.task_0, curriculum.sequences(curriculum.task_0)),
     )
     for description, stage, sequences in stages:
-        train = stage.schedule(config.mixed_precision)
+        train = stage.train_config(config.mixed_precision)
         for _ in training_steps(model, _batches([sequences], [1.0], config.seed, train), train, description):
             pass
     write_base(Path(base.base), model, curriculum.tokenizer)

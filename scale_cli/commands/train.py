@@ -93,7 +93,7 @@ class TrainSummary:
 def train(
     config: RunConfig, resume: str | None, log: Callable[[str], None], accepted: Collection[str] = ()
 ) -> TrainSummary:
-    """Train the expansion from `upscaled/`, or from a checkpoint."""
+    """Train what the method trains, from `upscaled/` or from a checkpoint, and write `final/`."""
     process_state()  # joins the process group, with our own time-out
     # Autocast is the step's, by the config alone, whatever the launcher was told.
     accelerator = Accelerator(mixed_precision="no")
@@ -170,7 +170,7 @@ def _write_final(run: TrainingRun, state: TrainState) -> None:
 
 
 def _check_beginning(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Refuse what a run cannot begin with, where that is not its own start; warn of what it was found in."""
+    """Refuse a `train.init_from` that does not fit; warn where layers or tokens were found in other text than now."""
     for warning in other_text_warnings(config):
         log(f"warning: {warning}")
     check_init_from(config)
@@ -197,7 +197,7 @@ def _starting_point(
     log: Callable[[str], None],
     accepted: Collection[str],
 ) -> int:
-    """Return where to start as one process can tell it to others: 1 and the steps done, or 0 for the beginning.
+    """Return where to start, as a number to tell other processes: 0 for the beginning, else 1 + the steps done.
 
     One process reads a checkpoint through, once, and refuses it for all.
     """
@@ -253,36 +253,36 @@ def _open_run(
     benchmarks: OpenedBenchmarks | None,
     log: Callable[[str], None],
 ) -> TrainingRun:
-    run_folder, sizes = RunFolder(config.output_dir), config.train
+    run_folder, settings = RunFolder(config.output_dir), config.train
     session = open_start(config)
     main = accelerator.is_main_process
-    log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {sizes.mixed_precision} autocast")
+    log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
     text = open_text(config, session, accelerator, log)
-    init_from = None if start is not None or sizes.init_from is None else Path(sizes.init_from)
+    init_from = None if start is not None or settings.init_from is None else Path(settings.init_from)
     hold_to_beginning(text, config, start, init_from, log)
     model = session.load_to_train(config.seed)
-    base_weights = start_to_decay_to(model, sizes)
+    base_weights = start_to_decay_to(model, settings)
     if init_from is not None:
         load_trained(model, init_from)
     if (begun := start or init_from) is not None:
         adopt_rates(model, begun)
     wrapped = _wrapped(model, config, accelerator)
-    optimiser = build_optimiser(model, sizes, base_weights, by_tensor=config.method.variant == "adept")
+    optimiser = build_optimiser(model, settings, base_weights, by_tensor=config.method.variant == "adept")
     state, branch_point = TrainState(), None
     if start is not None:
-        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start, sizes))
+        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start, settings))
         state = _with_best_to_compare(state, start, config, log)
         set_tensor_rates(optimiser, state.tensor_rates)
         branch_point = BranchPoint.load_if_there(start)
     elif init_from is not None:
-        if sizes.init_moments == "kept":
+        if settings.init_moments == "kept":
             load_checkpoint(init_from, model, optimiser)
-        branch_point = branch_point_at(init_from, sizes.init_moments)
+        branch_point = branch_point_at(init_from, settings.init_moments)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     # What was measured to upscale is there alone.
     method = config.method.model_copy(update={"adept": read_method(session.folder).adept})
     saved, observer = run_folder.checkpoint(state.step), None
-    if sizes.observes:
+    if settings.observes:
         observed = _observed(model, config, accelerator)
         observer = Observer(config, model, wrapped, observed, text.held_out, benchmarks)
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
@@ -301,6 +301,7 @@ def _open_run(
         tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), text.batches),
         metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=peak,
+        # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
         saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
     )
 
@@ -313,7 +314,7 @@ def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) ->
 
 
 def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log: Callable[[str], None]) -> TrainState:
-    """Return the state without the best so far, where that is not there or its score does not compare any more."""
+    """Return the state, its best so far dropped where its checkpoint is gone or was scored by other settings."""
     if state.best is None:
         return state
     best = RunFolder(config.output_dir).checkpoint(state.best.step)

@@ -58,7 +58,7 @@ class StageConfig(Section):
     lr: LearningRate = 2.0e-3
     warmup_steps: int = Field(default=10, ge=0, le=10_000_000)
 
-    def schedule(self, mixed_precision: MixedPrecision, **others: Any) -> TrainConfig:
+    def train_config(self, mixed_precision: MixedPrecision, **others: Any) -> TrainConfig:
         """Return the training settings of this stage, some of them others where they are given."""
         of_stage = {
             "max_steps": self.max_steps,
@@ -99,7 +99,7 @@ class ComparedMethod(Section):
 
     def training(self, stage: StageConfig, mixed_precision: MixedPrecision) -> TrainConfig:
         """Return the training settings of a stage by this method."""
-        return stage.schedule(mixed_precision, **self.model_dump(exclude={"name", "method", "replay"}))
+        return stage.train_config(mixed_precision, **self.model_dump(exclude={"name", "method", "replay"}))
 
     @model_validator(mode="after")
     def _decays_to_what_it_trains(self) -> ComparedMethod:

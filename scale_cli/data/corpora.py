@@ -66,7 +66,7 @@ def windows_of(config: RunConfig, corpus: TokenisedCorpus) -> PackedWindows:
     length = config.corpus.sequence_length
     if not config.corpus.isolate_documents:
         return PackedWindows(corpus.ids, length, corpus.learned)
-    by_last = corpus.boundaries.bos is None
+    by_last = corpus.markers.bos is None
     return IsolatedWindows(corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=by_last)
 
 
@@ -130,7 +130,7 @@ def check_same_choice(folder: Path, names: Sequence[str], config: RunConfig) -> 
 
 def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
     """Return what a run begun by an earlier version calls a corpus; None where its windows were others."""
-    other_windows = config.corpus.isolate_documents and corpus.boundaries.bos is None
+    other_windows = config.corpus.isolate_documents and corpus.markers.bos is None
     return None if other_windows else corpus.earlier_name
 
 

@@ -57,7 +57,7 @@ class TokenizerSpec:
 class Encoded:
     """Some consecutive documents as ids."""
 
-    ids: Ids  # (tokens,) one document after another, boundaries included
+    ids: Ids  # (tokens,) one document after another, markers included
     lengths: npt.NDArray[np.int64]  # (documents,) of each
     num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
     hashes: npt.NDArray[np.uint64]  # (documents,) of each text, whatever its white space
@@ -66,35 +66,35 @@ class Encoded:
 
 
 class Encoder:
-    """A recipe, ready to use."""
+    """A tokenizer spec, ready to use."""
 
-    def __init__(self, recipe: TokenizerSpec) -> None:
-        self._recipe = recipe
-        self._tokenizer = Tokenizer.from_str(recipe.tokenizer_json)
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._spec = spec
+        self._tokenizer = Tokenizer.from_str(spec.tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = not recipe.conversations  # a "</s>" in a text is text
+        self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
 
     def encode(self, documents: Sequence[str | Conversation]) -> Encoded:
-        """Return the ids of some documents, each tokenised alone and framed by the recipe's boundaries."""
+        """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
         texts = [document if isinstance(document, str) else document.text for document in documents]
         ids: list[int] = []
         lengths, learned = [], []
         num_unknown = 0
         for document, encoding in zip(documents, self._encodings(texts), strict=True):
-            framed = [*self._recipe.before, *encoding.ids, *self._recipe.after]
+            framed = [*self._spec.before, *encoding.ids, *self._spec.after]
             if isinstance(document, Conversation):
-                if encoding.ids[-1:] == list(self._recipe.after):  # the template has written it
+                if encoding.ids[-1:] == list(self._spec.after):  # the template has written it
                     framed = encoding.ids
                 learned.append(_learned(document, encoding.offsets, len(framed)))
             ids += framed
             lengths.append(len(framed))
-            if self._recipe.unknown is not None:
-                num_unknown += encoding.ids.count(self._recipe.unknown)
+            if self._spec.unknown is not None:
+                num_unknown += encoding.ids.count(self._spec.unknown)
         sizes = [len(text.encode()) for text in texts]
         hashes = np.frombuffer(b"".join(map(_hash, texts)), "<u8").astype(np.uint64)
         return Encoded(
-            np.array(ids, self._recipe.dtype),
+            np.array(ids, self._spec.dtype),
             np.array(lengths, np.int64),
             np.array(sizes, np.int64),
             hashes,
@@ -103,8 +103,8 @@ class Encoder:
         )
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
-        # Boundaries are added later, once, whatever the tokenizer's template would add.
-        if self._recipe.conversations:
+        # Markers are added later, once, whatever the tokenizer's template would add.
+        if self._spec.conversations:
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # which counts no characters
 
@@ -123,7 +123,7 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
 
 
-def encode_all(texts: Iterator[str | Conversation], recipe: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
+def encode_all(texts: Iterator[str | Conversation], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
     """Yield the ids of all texts in order, which are read as they are needed, a few chunks ahead at the most.
 
     They are the same whatever the number of workers beside this process; of one, or with little to do, it works alone.
@@ -131,13 +131,13 @@ def encode_all(texts: Iterator[str | Conversation], recipe: TokenizerSpec, num_w
     chunks = _chunks(texts)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
     if num_workers == 1 or len(head) < _CHUNKS_FOR_WORKERS:
-        encoder = Encoder(recipe)
+        encoder = Encoder(spec)
         for chunk in chain(head, chunks):
             yield encoder.encode(chunk)
         return
     # Not by fork: this process has threads, torch's among them.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(recipe,)) as workers:
+    with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(spec,)) as workers:
         pending: deque[Future[Encoded]] = deque()
         try:
             for chunk in chain(head, chunks):
@@ -173,12 +173,12 @@ def _chunks(texts: Iterator[str | Conversation]) -> Iterator[list[str | Conversa
 _worker_encoder: Encoder | None = None  # of a worker process, made once
 
 
-def _start_worker(recipe: TokenizerSpec) -> None:
+def _start_worker(spec: TokenizerSpec) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(recipe)
+    _worker_encoder = Encoder(spec)
 
 
 def _die_with_parent() -> None:

@@ -55,7 +55,7 @@ class Ledger(RunRecord):
     files: int = 0  # how many were opened; 0 for a dataset
     damaged_files: tuple[str, ...] = ()  # those that could not be read to their end, the first few by name
     num_damaged_files: int = 0  # all of those
-    num_tokens: int = 0  # ids kept, boundaries included
+    num_tokens: int = 0  # ids kept, markers included
     # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
     # them
     num_unknown_tokens: int | None = None

@@ -47,7 +47,7 @@ def is_tokenised(folder: Path) -> bool:
 
 def tokenise(
     source: TextSource,
-    recipe: TokenizerSpec,
+    spec: TokenizerSpec,
     folder: Path,
     reading: ReadingConfig,
     *,
@@ -71,16 +71,16 @@ def tokenise(
         records: Iterable[Record] = reader
         if template_of is not None:
             records = conversations(reader, template_of, reading.max_document_bytes)
-        with _Shards(unfinished, progress, recipe) as shards:
+        with _Shards(unfinished, progress, spec) as shards:
             documents = ledger.kept_of(records, lambda: reader.path)
             texts = (d.text if d.learned is None else Conversation(d.text, d.learned) for d in documents)
             next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
             usable_cores = len(os.sched_getaffinity(0))
-            encoded = encode_all(texts, recipe, reading.num_workers or usable_cores)
+            encoded = encode_all(texts, spec, reading.num_workers or usable_cores)
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):
                 shards.append(part)
             ledger.num_tokens, ledger.num_unknown_tokens = shards.num_tokens, shards.num_unknown
-        if recipe.conversations:
+        if spec.conversations:
             # What stands first in the stream is nobody's target.
             ledger.num_targets = int(np.fromfile(unfinished / LEARNED, np.bool_)[1:].sum())
         try:
@@ -97,9 +97,9 @@ def tokenise(
 class _Shards:
     """The files of an unfinished folder, cut to what is certain and then appended to."""
 
-    def __init__(self, folder: Path, progress: Path, recipe: TokenizerSpec) -> None:
+    def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
         self._folder, self._progress = folder, progress
-        self._dtype, self._conversations = np.dtype(recipe.dtype), recipe.conversations
+        self._dtype, self._conversations = np.dtype(spec.dtype), spec.conversations
         self.num_documents, self.num_tokens, self.num_unknown = self._certain()
         self._recorded_tokens = self.num_tokens
         self._files: dict[str, IO[bytes]] = {}

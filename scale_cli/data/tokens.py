@@ -63,12 +63,12 @@ class TokenisedCorpus:
     """A tokenised source, read from its memory map."""
 
     folder: Path  # where it lies
-    ids: Ids  # (tokens,) all documents, framed by their boundaries
+    ids: Ids  # (tokens,) all documents, framed by their markers
     offsets: npt.NDArray[np.int64]  # (documents + 1,)
     num_bytes: npt.NDArray[np.int64]  # (documents,)
     hashes: npt.NDArray[np.uint64] | None  # (documents,) of the texts; None where an earlier version made the folder
     ledger: Ledger  # what was read
-    boundaries: DocumentMarkers  # the tokenizer's marks
+    markers: DocumentMarkers  # the tokenizer's marks
     learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which are targets; None: all
     earlier_name: str | None = None  # of the folder in which an earlier version had the same ids, if it made them so
 
@@ -76,7 +76,7 @@ class TokenisedCorpus:
         return len(self.num_bytes)
 
     def document(self, index: int) -> Ids:
-        """Return one document's ids, boundaries included."""
+        """Return one document's ids, markers included."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -95,8 +95,8 @@ def tokenised(
     folder = cache_dir / name
     if not is_tokenised(folder):
         template_of = None if source.messages_field is None else tokenizer
-        recipe = _recipe(tokenizer, conversations=template_of is not None)
-        tokenise(source, recipe, folder, reading, show_progress=show_progress, template_of=template_of)
+        spec = _tokenizer_spec(tokenizer, conversations=template_of is not None)
+        tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of)
     hashes.remember()
     corpus = replace(_opened(folder, tokenizer), earlier_name=earlier_name)
     check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
@@ -178,15 +178,15 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _recipe(tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
+def _tokenizer_spec(tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
     if not tokenizer.is_fast:
         raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
-    boundaries = DocumentMarkers.of(tokenizer)
+    markers = DocumentMarkers.of(tokenizer)
     tokenizer_json = tokenizer.backend_tokenizer.to_str()
     return TokenizerSpec(
         tokenizer_json=tokenizer_json,
-        before=() if boundaries.bos is None or conversations else (boundaries.bos,),  # which a template writes itself
-        after=() if boundaries.eos is None else (boundaries.eos,),
+        before=() if markers.bos is None or conversations else (markers.bos,),  # which a template writes itself
+        after=() if markers.eos is None else (markers.eos,),
         dtype=_id_dtype(tokenizer).__name__,
         unknown=_unknown_id(tokenizer, tokenizer_json),
         conversations=conversations,

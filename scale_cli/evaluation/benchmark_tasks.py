@@ -23,11 +23,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import regex_replace
 
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, one_line
 from scale_cli.evaluation.benchmark_files import LocalItems, Row, read_items
 from scale_cli.evaluation.results import SkippedBenchmark
 from scale_cli.progress import progress_bar
-from scale_cli.upscale.base import one_line
 
 _PROBE_TIMEOUT_S = 5.0
 _KOBEST = Path(lm_eval.tasks.__file__).parent / "kobest"

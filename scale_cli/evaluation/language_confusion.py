@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from scale_cli.config.schema import ContinuationsConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import Passes
-from scale_cli.evaluation.selectable_heads import SelectableHeads, ends_of, padded_left, until
+from scale_cli.evaluation.selectable_heads import SelectableHeads, before_end, ends_of, padded_left
 from scale_cli.evaluation.statistics import Values
 from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar
@@ -70,17 +70,17 @@ def continue_prompts(
 
 
 def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[_Prompt]:
-    found, marks = 0, corpus.boundaries
+    found, markers = 0, corpus.markers
     for index in range(len(corpus)):
         if found == asked.prompts:
             return
         ids = corpus.document(index).tolist()[: asked.prompt_tokens]
-        if ids and ids[-1] == marks.eos:
+        if ids and ids[-1] == markers.eos:
             ids = ids[:-1]  # of a document that is shorter
         scripts = scripts_of(tokenizer.decode(ids, skip_special_tokens=True))
         if not scripts:
             continue
-        before = [marks.context] if marks.bos is None and marks.context is not None else []
+        before = [markers.context] if markers.bos is None and markers.context is not None else []
         yield _Prompt(found, before + ids, Counter(scripts).most_common(1)[0][0])
         found += 1
 
@@ -105,7 +105,9 @@ def _counted(
         answers.head = name
         with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
             generated = answers.answers(ids_BT, mask_BT)
-        said = [scripts_of(tokenizer.decode(until(ends, row), skip_special_tokens=True)) for row in generated.cpu()]
+        said = [
+            scripts_of(tokenizer.decode(before_end(ends, row), skip_special_tokens=True)) for row in generated.cpu()
+        ]
         by_head.append([(of.count(prompt.script), len(of)) for of, prompt in zip(said, batch, strict=True)])
     return [torch.tensor(of_prompt) for of_prompt in zip(*by_head, strict=True)]
 

@@ -49,7 +49,7 @@ class TokenScores:
 class DocumentLosses:
     """Of every document."""
 
-    num_tokens: Values  # (N,) scored: the document's and its closing boundary
+    num_tokens: Values  # (N,) scored: the document's and its closing marker
     num_bytes: Values  # (N,) UTF-8 bytes of the text
     heads: dict[str, Values]  # (N,) nats of every head, by name
     rules: dict[str, Values]  # (N,) nats of every rule
@@ -187,8 +187,8 @@ def _score_batch(model: HeadedModel, mixed_precision: str, batch: Sequence[_Wind
 
 def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:
     ids = corpus.document(index).astype(np.int64)
-    if corpus.boundaries.bos is None and corpus.boundaries.context is not None:
-        ids = np.concatenate([[corpus.boundaries.context], ids])
+    if corpus.markers.bos is None and corpus.markers.context is not None:
+        ids = np.concatenate([[corpus.markers.context], ids])
     for start in range(0, len(ids) - 1, sequence_length):
         stop = min(start + sequence_length, len(ids) - 1)
         yield _Window(index, start, ids[start:stop], ids[start + 1 : stop + 1])

@@ -28,7 +28,7 @@ def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
-def until(ends: Sequence[int], new_T: Tensor) -> Tensor:
+def before_end(ends: Sequence[int], new_T: Tensor) -> Tensor:
     """Return what was generated before the first token that ends a text."""
     ended = torch.isin(new_T, torch.tensor(ends, dtype=new_T.dtype, device=new_T.device)).nonzero()
     return new_T[: int(ended[0])] if len(ended) else new_T

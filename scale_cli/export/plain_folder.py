@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError
+from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.export.router_keys import KEY, add_router
 from scale_cli.storage.atomic import write_text
-from scale_cli.upscale.base import load_base_config, one_line, root_model
+from scale_cli.upscale.base import load_base_config, root_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.upscale.tokenizer import TokenizerPlace, tokenizer_place
 

@@ -19,8 +19,8 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.data.tokens import DocumentMarkers
-from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.evaluation.selectable_heads import ends_of, padded_left, until
+from scale_cli.errors import ConfigError, RunFolderError, one_line
+from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
 from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import head_names, routed_class
 from scale_cli.generation.gguf import LlamaCppDecoder, routed_by_llama_cpp
@@ -34,7 +34,7 @@ from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import load_written, one_line
+from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.session import open_folder
@@ -205,7 +205,7 @@ class Generator:
         return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
 
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
-        new = until(self._ends, new)
+        new = before_end(self._ends, new)
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         decoder = Decoder(self.tokenizer, int(row[-1]))
         added = [decoder.added(token) for token in new.tolist()]

@@ -4,7 +4,8 @@ Where the base's predictions are learned from too, the loss of a token is -log p
 gradient by the logits is p - one-hot + w (p - p_base). The base's logits are those before the last head is added: they
 cost no product.
 
-Shapes: N tokens, S of them in one sequence, D base channels, E expansion channels, V vocabulary.
+Shapes: N tokens of the text, S of them in one sequence, D base channels, E expansion channels, V vocabulary, M new
+tokens, which the base's vocabulary lacks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from .fused_scale import product_dtype
 
-IGNORED = -100
-# From the logits of the tokens that a base has to its say on all.
+IGNORED = -100  # as in data/batches.py, which this file, being exported, cannot import
+# From a base's logits of the tokens that it has to its logits of all tokens, new ones included.
 OfBase = Callable[[Tensor], Tensor]
 
 # Logits of one chunk, in elements: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
@@ -36,10 +37,10 @@ def rows_at_once(device_type: str, vocab_size: int) -> int:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) under the logits sum_k H_k x_k, with the gradients computed on the way forward.
 
-    `distilled` has places among the tokens, and by how much their divergence from the logits without the last H_k x_k
-    is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps nothing. Where the first
-    head has fewer rows than the last, the second gives the logits of the tokens that it lacks. `told_N`, where it is
-    given, is filled with every token's part of the sum.
+    `distilled` has slices of the N tokens with a weight each: so many times their KL divergence from the predictions
+    without the last H_k x_k is added. Only what wants a gradient gets one: a frozen head costs one product, and keeps
+    nothing. Where the first head has fewer rows than the last, the second gives the logits of the tokens that it lacks.
+    `token_losses_N`, where it is given, is filled with every token's part of the sum.
     """
 
     @staticmethod
@@ -47,7 +48,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         targets_N: Tensor,
         distilled: Sequence[tuple[slice, float]],
-        told_N: Tensor | None,
+        token_losses_N: Tensor | None,
         of_base: OfBase | None,
         *streams_and_heads: Tensor,
     ) -> Tensor:
@@ -77,8 +78,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 losses_N[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
             loss += losses_N.sum()
-            if told_N is not None:
-                told_N[rows] = losses_N
+            if token_losses_N is not None:
+                token_losses_N[rows] = losses_N
             grad = grad_NV
             for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
@@ -116,7 +117,7 @@ def _logits_and_bases(
 
 
 def _columns(heads: Sequence[Tensor]) -> list[slice]:
-    """Return of which tokens every head gives logits."""
+    """Return, of every head, the columns of the logits that it adds to: its part of the vocabulary."""
     num_first = len(heads[0])
     if num_first == len(heads[-1]):
         return [slice(None)] * len(heads)
@@ -169,7 +170,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def adaptation_cross_entropy(
+def trained_head_cross_entropy(
     x_BTD: Tensor,
     u_BTE: Tensor,
     base_head_VD: Tensor,
@@ -177,7 +178,7 @@ def adaptation_cross_entropy(
     targets_BT: Tensor,
     between: Sequence[tuple[Tensor, Tensor]] = (),
     distillation: Sequence[float] | None = None,
-    new_head_ND: Tensor | None = None,
+    new_head_MD: Tensor | None = None,
     token_losses_BT: Tensor | None = None,
     of_base: OfBase | None = None,
 ) -> Tensor:
@@ -192,7 +193,7 @@ def adaptation_cross_entropy(
         between: streams and heads of the frozen expansions that this one stands upon, whose logits are added.
         distillation: of every sequence, how much of its divergence from the logits without H' u is added; None: of
             none.
-        new_head_ND: H_new, of the last N rows of H', which H lacks.
+        new_head_MD: H_new, for the last M tokens of the vocabulary, which H lacks.
         token_losses_BT: filled with what every target adds to the sum; None where nobody asks.
         of_base: what the base says of all tokens, from H x: where what is distilled lacks some.
     """
@@ -211,7 +212,7 @@ def adaptation_cross_entropy(
         of_base,
         x_ND,
         base_head_VD.detach(),
-        *(() if new_head_ND is None else (x_ND, new_head_ND)),
+        *(() if new_head_MD is None else (x_ND, new_head_MD)),
         *frozen,
         u_BTE.flatten(0, 1),
         head_VE,
@@ -222,5 +223,5 @@ def plain_cross_entropy(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, token_losses_BT: Tensor | None = None
 ) -> Tensor:
     """Return the summed cross-entropy of H x in float32; H gets a gradient where it trains."""
-    told_N = None if token_losses_BT is None else token_losses_BT.view(-1)
-    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), told_N, None, x_BTD.flatten(0, 1), head_VD)
+    token_losses_N = None if token_losses_BT is None else token_losses_BT.view(-1)
+    return _ChunkedCrossEntropy.apply(targets_BT.flatten(), (), token_losses_N, None, x_BTD.flatten(0, 1), head_VD)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from .branches_scale import Branch, FinalStates
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
-from .head_loss import IGNORED, adaptation_cross_entropy
+from .head_loss import IGNORED, trained_head_cross_entropy
 from .serving_scale import WidenedModel
 from .vocabulary_scale import new_tokens_among
 
@@ -93,7 +93,7 @@ class ScaleForCausalLM(WidenedModel):
             (u_BTE, branch.expansion.lm_head.weight)
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
-        loss = adaptation_cross_entropy(
+        loss = trained_head_cross_entropy(
             states.x_BTD[states.owner(top)],
             states.u_KBTE[-1],
             *heads,

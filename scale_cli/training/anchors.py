@@ -1,4 +1,4 @@
-"""What trains is held to what was: by lookahead, by a decay to the base, and by OSF to the directions that it leaves.
+"""Keeping weights near where they began: lookahead, decay to the base, and OSF, by the directions that it leaves.
 
 Lookahead (Zhang et al. 2019, https://arxiv.org/abs/1907.08610): every k steps theta becomes
 slow + share (theta - slow), slow being what that made of it k steps before. With replay that is MER, replay and
@@ -72,7 +72,7 @@ def decay_to_start(optimiser: torch.optim.Optimizer, weight_decay: float, finite
 
 
 @torch.no_grad()
-def project(optimiser: torch.optim.Optimizer, finite: Tensor) -> None:
+def project_osf_factors(optimiser: torch.optim.Optimizer, finite: Tensor) -> None:
     """Take out of the factors that OSF trains what has come into the kept directions; nothing where not finite."""
     for group in optimiser.param_groups:
         for parameter in group.get(PROJECTED, ()):

@@ -16,7 +16,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import BatchSource, MicroBatch
 from scale_cli.errors import NonFiniteError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.training.anchors import decay_to_start, lookahead, project
+from scale_cli.training.anchors import decay_to_start, lookahead, project_osf_factors
 from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
@@ -87,7 +87,7 @@ def train_step(
     train: TrainConfig,
     between_micro_batches: Callable[[], None] = _nothing,
 ) -> TakenStep:
-    """Accumulate the gradient of a global batch, clip it, and update; where it is not finite, update nothing.
+    """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
 
     The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
     one large batch however it is cut up.
@@ -104,11 +104,12 @@ def train_step(
     num_targets = batches.num_targets(step)
     num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
     micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
-    told_apart = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
-    sums = torch.zeros(1 + told_apart * len(num_targets), device=accelerator.device)  # all of the loss, by source
+    sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
+    # The whole loss, then each source's.
+    sums = torch.zeros(1 + sums_by_source * len(num_targets), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
         batch = micro_batch.to(accelerator.device)
-        losses_BT = torch.zeros(batch.targets.shape, device=accelerator.device) if told_apart else None
+        losses_BT = torch.zeros(batch.targets.shape, device=accelerator.device) if sums_by_source else None
         if index:
             between_micro_batches()
         last = index == len(micro_batches) - 1
@@ -150,7 +151,7 @@ def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -
         optimiser.step()
     finally:
         del optimiser.found_inf
-    project(optimiser, finite)
+    project_osf_factors(optimiser, finite)
 
 
 def loss_share(

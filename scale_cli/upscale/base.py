@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError
+from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 
-# What a configuration holds beside what is computed; of a widened base the router acts when it is served only.
+# Fields that change no computation; a widened base's router acts when it is served only.
 _NOT_COMPUTING = {
     "_name_or_path",
     "architectures",
@@ -36,7 +36,6 @@ _NOT_COMPUTING = {
     "use_cache",
     "variant",
 }
-_LONGEST_REASON = 200
 REMEDY = "give back the one that was, or start anew in another output_dir"
 # Sizes in a base's config.json; well above any model that there is.
 _LARGEST = {
@@ -168,12 +167,6 @@ def _check_stays_inside(folder: Path) -> None:
 def looks_local(name: str) -> bool:
     """Return whether a base is meant as a folder rather than as a hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error that a library meant for its own users as one line, cut where it grows long."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
 
 
 def tensor_sha256(tensor: Tensor) -> str:

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import ConfigError, TrainingError
+from scale_cli.errors import ConfigError, TrainingError, one_line
 from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.base import one_line
 from scale_cli.upscale.baselines import TRAINED_ALONE
 from scale_cli.upscale.folder import MethodModel
 

@@ -18,11 +18,11 @@ from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.vocabulary import Script, VocabularyConfig
 from scale_cli.data.corpora import cache_dir, replay_sources
 from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError, ChangedBaseError
+from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.storage.atomic import is_whole, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import REMEDY, load_base_config, one_line, stage_folder
+from scale_cli.upscale.base import REMEDY, load_base_config, stage_folder
 from scale_cli.vocabulary.extension import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.proofs import check_extension
 from scale_cli.vocabulary.spelling import Spelling

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from scale_cli.model.head_loss import adaptation_cross_entropy
+from scale_cli.model.head_loss import trained_head_cross_entropy
 from scripts.benchmark.counting import peak_bytes
 
 VOCABULARY, NUM_TOKENS, HIDDEN, EXPANSION = 128_256, 8192, 2048, 256
@@ -25,7 +25,7 @@ def head_peak_bytes(device: str) -> tuple[int, int]:
         logits = x @ base_head.T + u @ head.to(u.dtype).T
         return ForCausalLMLoss(logits, targets, VOCABULARY, shift_labels=targets)
 
-    return _peak(adaptation_cross_entropy, device), _peak(whole, device)
+    return _peak(trained_head_cross_entropy, device), _peak(whole, device)
 
 
 def _peak(loss_of: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor], device: str) -> int:

@@ -70,9 +70,9 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
     positions = windows.positions(0)
     assert positions is not None
     for index in range(1, len(corpus)):
-        first = int(corpus.offsets[index]) + (corpus.boundaries.bos is not None)
+        first = int(corpus.offsets[index]) + (corpus.markers.bos is not None)
         assert targets[first - 1] == corpus.ids[first]
-        assert (positions[first - 1], inputs[first - 1]) == (0, corpus.boundaries.context)
+        assert (positions[first - 1], inputs[first - 1]) == (0, corpus.markers.context)
 
 
 @given(LENGTHS, st.integers(2, 9))

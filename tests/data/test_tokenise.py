@@ -168,8 +168,8 @@ if __name__ == "__main__":  # workers import this file too
     path, tokenizer, folder = sys.argv[1:]
     tokenise._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 10_000, 10_000
     source = TextSource(name="source", path=path, language="en")
-    recipe = encoding.TokenizerSpec(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
-    tokenise.tokenise(source, recipe, Path(folder), ReadingConfig(num_workers=2), show_progress=False)
+    spec = encoding.TokenizerSpec(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
+    tokenise.tokenise(source, spec, Path(folder), ReadingConfig(num_workers=2), show_progress=False)
 """
 
 
@@ -214,7 +214,7 @@ def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_
     assert not progress.exists()
 
 
-def recipe(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
+def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
     return TokenizerSpec(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
 
 
@@ -222,14 +222,14 @@ def recipe(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
 def test_what_fails_in_a_worker_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = [*TEXTS[:25], "\ud800", *TEXTS]
     with pytest.raises(RunError, match="tokenising failed: ") as caught:
-        list(encode_all(iter(texts), recipe(tokenizer), 2))
+        list(encode_all(iter(texts), spec(tokenizer), 2))
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_worker_that_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode_all(iter(TEXTS * 20), recipe(tokenizer), 2)
+    encoded = encode_all(iter(TEXTS * 20), spec(tokenizer), 2)
     next(encoded)
     for child in multiprocessing.active_children():
         assert child.pid is not None
@@ -243,7 +243,7 @@ def test_a_chunk_ends_at_its_bytes_whatever_the_script(
 ) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_BYTES", 300)
     for text in ("a" * 30, "가" * 10):
-        encoded = encode_all(iter([text] * 25), recipe(tokenizer), 1)
+        encoded = encode_all(iter([text] * 25), spec(tokenizer), 1)
         assert [len(part.num_bytes) for part in encoded] == [10, 10, 5]
 
 
@@ -259,7 +259,7 @@ def test_texts_are_read_a_few_chunks_ahead_at_the_most(
             read += 1
             yield text
 
-    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), recipe(tokenizer), 2))]
+    ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), spec(tokenizer), 2))]
     assert len(ahead) == 40
     assert max(ahead) <= 80
     assert max(ahead[8:]) <= 10 * (2 * 2 + 1)

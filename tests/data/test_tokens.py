@@ -107,8 +107,8 @@ def test_what_a_first_token_is_scored_after_is_a_boundary_that_precedes_it(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tokenizer, tmp_path / "cache")
-    first_token = int(corpus.offsets[1]) + (corpus.boundaries.bos is not None)
-    assert corpus.ids[first_token - 1] == corpus.boundaries.context
+    first_token = int(corpus.offsets[1]) + (corpus.markers.bos is not None)
+    assert corpus.ids[first_token - 1] == corpus.markers.context
 
 
 def test_where_bos_is_eos_one_mark_stands_between_two_documents(tmp_path: Path, shared_data: Path) -> None:
@@ -117,7 +117,7 @@ def test_where_bos_is_eos_one_mark_stands_between_two_documents(tmp_path: Path, 
     corpus = open_corpus(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tokenizer, tmp_path / "cache")
     framed = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS]
     assert corpus.ids.tolist() == [token for document in framed for token in document]
-    assert corpus.boundaries == DocumentMarkers(None, tokenizer.eos_token_id)
+    assert corpus.markers == DocumentMarkers(None, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def score(model: ScaleForCausalLM, corpus: TokenisedCorpus, **settings: Any) -> 
 def ids_to_score(corpus: TokenisedCorpus, index: int) -> torch.Tensor:
     """A document's ids, after the boundary that stands before it."""
     ids = corpus.document(index).astype(np.int64)
-    boundaries = corpus.boundaries
-    return torch.from_numpy(ids if boundaries.bos is not None else np.concatenate([[boundaries.eos], ids]))
+    markers = corpus.markers
+    return torch.from_numpy(ids if markers.bos is not None else np.concatenate([[markers.eos], ids]))
 
 
 def windowed_loss(model: Any, ids: torch.Tensor, length: int) -> float:
@@ -138,7 +138,7 @@ def test_without_a_bos_the_first_token_is_scored_after_the_eos_that_ends_documen
     shared_data: Path, open_corpus: OpenCorpus
 ) -> None:
     corpus = open_corpus("ckpt-eltec", "en")
-    assert corpus.boundaries.bos is None
+    assert corpus.markers.bos is None
     model = widen(real_base(shared_data, "ckpt-eltec"), "preserve")
     losses = score(model, corpus, sequence_length=512, max_documents=3)
     expected = [windowed_loss(model.base, ids_to_score(corpus, index), 512) for index in range(3)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_cli.model import head_loss
-from scale_cli.model.head_loss import IGNORED, adaptation_cross_entropy, plain_cross_entropy
+from scale_cli.model.head_loss import IGNORED, plain_cross_entropy, trained_head_cross_entropy
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.Monkey
     leaves = [tensor.requires_grad_() for tensor in (x, u, head)]
     whole = F.cross_entropy((x @ base_head.T + u @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
     expected = torch.autograd.grad(whole, leaves)
-    chunked = adaptation_cross_entropy(x, u, base_head, head, targets)
+    chunked = trained_head_cross_entropy(x, u, base_head, head, targets)
     torch.testing.assert_close(chunked, whole.float())
     for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
@@ -54,7 +54,7 @@ def test_distilled_sequences_add_the_divergence_of_whole_logits_and_its_gradient
     whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
     expected = torch.autograd.grad(whole, leaves)
     frozen = [(v.detach(), below.detach()) for v, below in between]
-    chunked = adaptation_cross_entropy(x, u, base_head, head, targets, frozen, weights)
+    chunked = trained_head_cross_entropy(x, u, base_head, head, targets, frozen, weights)
     torch.testing.assert_close(chunked, whole.float())
     for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
@@ -65,7 +65,7 @@ def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_lo
     u.requires_grad_()
 
     def loss_and_gradient(distillation: tuple[float, ...] | None) -> tuple[Tensor, Tensor]:
-        loss = adaptation_cross_entropy(x, u, base_head, head, targets, (), distillation)
+        loss = trained_head_cross_entropy(x, u, base_head, head, targets, (), distillation)
         return loss.detach(), torch.autograd.grad(loss, u)[0]
 
     plain_loss, plain = loss_and_gradient(None)
@@ -78,13 +78,15 @@ def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_lo
 
 def test_heads_that_agree_diverge_by_nothing() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
-    plain, distilled = (adaptation_cross_entropy(x, u, base_head, 0 * head, targets, (), w) for w in (None, (9.0,) * 3))
+    plain, distilled = (
+        trained_head_cross_entropy(x, u, base_head, 0 * head, targets, (), w) for w in (None, (9.0,) * 3)
+    )
     assert torch.equal(plain, distilled)
 
 
 def test_a_frozen_stream_and_the_frozen_head_get_no_gradient() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
-    adaptation_cross_entropy(
+    trained_head_cross_entropy(
         x, u.requires_grad_(), base_head.requires_grad_(), head.requires_grad_(), targets
     ).backward()
     assert x.grad is None and base_head.grad is None
@@ -94,9 +96,9 @@ def test_a_frozen_stream_and_the_frozen_head_get_no_gradient() -> None:
 def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
     u.requires_grad_()
-    (exact,) = torch.autograd.grad(adaptation_cross_entropy(x, u, base_head, head, targets), u)
+    (exact,) = torch.autograd.grad(trained_head_cross_entropy(x, u, base_head, head, targets), u)
     with torch.autocast("cpu", torch.bfloat16):
-        (chunked,) = torch.autograd.grad(adaptation_cross_entropy(x, u, base_head, head, targets), u)
+        (chunked,) = torch.autograd.grad(trained_head_cross_entropy(x, u, base_head, head, targets), u)
         logits = F.linear(x, base_head) + F.linear(u, head)
         whole_loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     (whole,) = torch.autograd.grad(whole_loss, u)
@@ -105,7 +107,7 @@ def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
 
 def test_ignored_targets_give_no_loss_and_no_gradient() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
-    loss = adaptation_cross_entropy(x, u.requires_grad_(), base_head, head, torch.full_like(targets, IGNORED))
+    loss = trained_head_cross_entropy(x, u.requires_grad_(), base_head, head, torch.full_like(targets, IGNORED))
     loss.backward()
     assert loss.item() == 0.0
     assert u.grad is not None and not u.grad.any()
@@ -129,7 +131,7 @@ def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(
 
 def test_a_second_backward_is_refused_rather_than_wrong() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
-    loss = adaptation_cross_entropy(x, u.requires_grad_(), base_head, head, targets)
+    loss = trained_head_cross_entropy(x, u.requires_grad_(), base_head, head, targets)
     (2 * loss).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (2 * loss).backward()
@@ -140,7 +142,7 @@ def test_a_frozen_bfloat16_head_is_not_upcast_and_its_logits_are_the_served_ones
     x, base_head = x.bfloat16(), base_head.bfloat16()
     seen = CopiesOf(base_head)
     with seen:
-        loss = adaptation_cross_entropy(x, u.requires_grad_(), base_head, head.requires_grad_(), targets)
+        loss = trained_head_cross_entropy(x, u.requires_grad_(), base_head, head.requires_grad_(), targets)
         loss.backward()
     assert seen.made == []
     logits = (x @ base_head.T).float() + u @ head.T
