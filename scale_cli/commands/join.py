@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from scale_cli.config.vocabulary import TAKEN_FOR_OTHERS
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.dense import dense_model
@@ -129,8 +130,13 @@ def join(
 
 
 def _check_one_head_holds_all(joined: JoinedRuns) -> None:
-    """Refuse what one plain vocabulary head cannot say."""
+    """Refuse what one plain vocabulary head cannot say, and what llama.cpp would take for another model."""
     config, brought = joined.model.config, list[range]()
+    if config.new_tokens and config.vocab_size in TAKEN_FOR_OTHERS:  # each run alone was held to that
+        raise ConfigError(
+            f"--format llama: {config.vocab_size:,} tokens in all are what llama.cpp knows another model by; "
+            "take --format transformers"
+        )
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""

@@ -73,6 +73,7 @@ def joined_card(
         loading=loading({"llama": "ensemble" if mean else "joined"}.get(folder_format, folder_format)),
         is_plain=folder_format == "llama",
         num_expansions=len(joined.members),
+        has_new_tokens=bool(joined.model.config.new_tokens),
         making=Table(["", ""], making, "ll").markdown(),
         expansions=Table(titles, rows, "l" * 7).markdown(),
         figures=figures_table(corpora).markdown(),

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from scale_cli.commands import join as commands_join
 from scale_cli.commands.join import join, prove
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
@@ -77,6 +78,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
 ) -> None:
     output = tmp_path / "out"
     report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0).report
+    assert "on text with those it is not what it is alone." in (output / "README.md").read_text(encoding="utf-8")
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
         assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(4) + 1e-3
@@ -133,6 +135,15 @@ def test_one_plain_model_holds_the_new_tokens_that_all_its_heads_have_alike(
         rule = "mean" if "plain" in names else "posterior"
         with pytest.raises(ConfigError, match=f"^--format llama: {said}; take --format transformers$"):
             join(folders(runs, *names), tmp_path / "none", None, 0.0, "llama", rule)
+
+
+def test_a_plain_model_of_as_many_tokens_as_llama_cpp_knows_another_model_by_is_refused(
+    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 32,768 and twice 8,192 are, of runs that are each taken."""
+    monkeypatch.setattr(commands_join, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
+    with pytest.raises(ConfigError, match=r"^--format llama: 640 tokens in all are what llama.cpp knows another model"):
+        join(folders(runs, "korean", "russian"), tmp_path / "none", None, 0.0, "llama")
 
 
 @torch.no_grad()
