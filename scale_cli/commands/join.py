@@ -35,6 +35,7 @@ from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
 from scale_cli.upscale.tokenizer import write_grown_tokenizer
 
 KIND = "scale join"
+_NUM_NEW_READ = 64
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,19 @@ def prove(joined: JoinedRuns) -> None:
 
 
 @torch.no_grad()
+def _prompts(joined: JoinedRuns) -> list[Tensor]:
+    """Return the sample texts, and one of new tokens from all over, since no text has those of every script."""
+    prompts, config = sample_ids(joined.tokenizer), joined.model.config
+    if num_new := len(config.new_tokens):
+        first = config.vocab_size - num_new
+        prompts.append(torch.linspace(first, config.vocab_size - 1, min(num_new, _NUM_NEW_READ)).round().long()[None])
+    return prompts
+
+
 def _check_written(folder: Path, joined: JoinedRuns) -> None:
     """Load what was written, and hold its heads to those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
-    for ids in sample_ids(joined.tokenizer):
+    for ids in _prompts(joined):
         one, other = (m.routed_logits(m.final_states(ids, preserved=True)) for m in (loaded, joined.model))
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             raise ExportParityError("the folder that was written does not compute what was measured; it was removed")
@@ -192,7 +202,7 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
 
 def _check_plain(folder: Path, joined: JoinedRuns) -> None:
     """Load a plain model that was written, with its router and without, and hold it to what was measured."""
-    prompts = sample_ids(joined.tokenizer)
+    prompts = _prompts(joined)
     for loader, expected in ((routed_class(folder), served_logits), (AutoModelForCausalLM, _all_added_up)):
         loaded = placed(load_written(loader, folder)).eval()
         check_parity(measure_parity(loaded, joined.model, expected, prompts), "float32")

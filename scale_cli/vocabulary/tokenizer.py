@@ -164,6 +164,9 @@ def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     settings = read_json(folder / "tokenizer_config.json")
     # The classes of single families put their own steps in the place of those that are described.
     kept = {name: value for name, value in settings.items() if name not in _OF_TRANSFORMERS_5}
+    # Transformers 4 takes a list of special tokens by that name alone, and 5 by either.
+    if isinstance(kept.get("extra_special_tokens"), list):
+        kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
     write_json(folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 

@@ -17,12 +17,13 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ConfigError, PreservationError, RunFolderError
+from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.dense_blocks import dense_embedding
 from scale_cli.upscale.session import open_final
 from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary.extension import new_tokens
@@ -171,4 +172,18 @@ def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     monkeypatch.setattr("scale_cli.join.tokens.new_tokens", without_its_last)
     with pytest.raises(PreservationError, match="are not what they are in its run"):
         join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_row_of_a_token_that_no_sample_text_has_is_found(
+    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_one_wrong_row(*parts: Any) -> torch.Tensor:
+        rows_VD = dense_embedding(*parts)
+        rows_VD[-1] = rows_VD[0]
+        return rows_VD
+
+    monkeypatch.setattr("scale_cli.export.dense.dense_embedding", with_one_wrong_row)
+    with pytest.raises(ExportParityError):
+        join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0, "llama")
     assert not (tmp_path / "out").exists()

@@ -31,7 +31,7 @@ from scale_cli.upscale.session import open_final
 from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
-from tests.widening import TINY, as_if_trained
+from tests.widening import TINY, as_if_trained, lower_stories
 
 SIZES: dict[str, Any] = {**TINY, "vocab_size": 8192, "max_position_embeddings": 256, "pad_token_id": None}
 LLAMA3 = {
@@ -161,7 +161,11 @@ def test_with_its_code_an_export_routes_there_as_the_trained_model_does_here(
 def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     transformers_4: Path, shared_data: Path, tmp_path: Path
 ) -> None:
-    config = config_of(shared_data, tmp_path)
+    base = lower_stories(shared_data)  # whose tokenizer has a list of special tokens, as many have
+    settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["additional_special_tokens"] = ["<s>", "</s>"]
+    (base / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    config = config_of(shared_data, tmp_path, base=base)
     upscale(config)
     train(config, None, print)
     folder, session = export(config).folder, open_final(config)

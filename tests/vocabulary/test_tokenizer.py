@@ -13,7 +13,7 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import VocabularyConfig
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.tokenizer import Extension
+from scale_cli.vocabulary.tokenizer import Extension, load_grown, write_grown
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 ROWS = 8192
@@ -44,6 +44,17 @@ def test_what_was_learned_is_kept_by_content(
         patched.setattr(vocabulary_tokenizer, "learn", None)
         assert grow(base, tmp_path).get_vocab() == first.get_vocab()
     assert grow(base, tmp_path, text=KOREAN + " 나라").get_vocab() != first.get_vocab()
+
+
+def test_special_tokens_of_a_list_are_written_as_every_version_of_transformers_reads_them(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    special = ["<s>", "</s>"]
+    base = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K/hf", additional_special_tokens=special)
+    write_grown(tmp_path, base)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert written["additional_special_tokens"] == special and "extra_special_tokens" not in written
+    assert load_grown(tmp_path).all_special_ids == base.all_special_ids
 
 
 def test_all_tokens_together_are_a_multiple_of_64_after_the_rows_of_the_base(
