@@ -187,7 +187,8 @@ def _prompts(joined: JoinedRuns) -> list[Tensor]:
     prompts, config = sample_ids(joined.tokenizer), joined.model.config
     if num_new := len(config.new_tokens):
         first = config.vocab_size - num_new
-        prompts.append(torch.linspace(first, config.vocab_size - 1, min(num_new, _NUM_NEW_READ)).round().long()[None])
+        spread = torch.linspace(first, config.vocab_size - 1, min(num_new, _NUM_NEW_READ)).round().long()
+        prompts.append(spread[None].to(prompts[0].device))
     return prompts
 
 
