@@ -181,7 +181,6 @@ def prove(joined: JoinedRuns) -> None:
                 raise PreservationError(f"the head {name} does not compute what it does alone")
 
 
-@torch.no_grad()
 def _prompts(joined: JoinedRuns) -> list[Tensor]:
     """Return the sample texts, and one of new tokens from all over, since no text has those of every script."""
     prompts, config = sample_ids(joined.tokenizer), joined.model.config
@@ -192,6 +191,7 @@ def _prompts(joined: JoinedRuns) -> list[Tensor]:
     return prompts
 
 
+@torch.no_grad()
 def _check_written(folder: Path, joined: JoinedRuns) -> None:
     """Load what was written, and hold its heads to those that were measured, bit for bit."""
     loaded = placed(load_written(JoinedForCausalLM, folder)).eval()
