@@ -32,7 +32,7 @@ from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.from_scratch import training_steps, write_base
 from scale_cli.training.tensor_rates import TensorRates
 from scale_cli.upscale.base import base_without_weights, load_base
-from scale_cli.upscale.base_losses import with_found_layers
+from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import build_model, start_model, two_headed
 from scale_cli.upscale.objective import for_training

@@ -19,7 +19,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.base_losses import with_found_layers
+from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids

@@ -25,9 +25,9 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import main_first
 from scale_cli.training.branching import repetition_warnings
 from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.base_losses import scores_of
 from scale_cli.upscale.session import Session
 from scale_cli.upscale.sizes import context_warnings
+from scale_cli.upscale.window_scores import scores_of
 
 
 @dataclass(frozen=True)

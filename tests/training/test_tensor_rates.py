@@ -25,12 +25,12 @@ from scale_cli.storage.records import TrainState
 from scale_cli.training.branching import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
 from scale_cli.training.tensor_rates import TensorRates, rates_by, set_tensor_rates
-from scale_cli.upscale import base_losses
+from scale_cli.upscale import bypass
 from scale_cli.upscale.folder import load_model, read_method
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from tests.training.conftest import MakeConfig
-from tests.upscale.test_base_losses import windows
+from tests.upscale.test_bypass import windows
 from tests.widening import tiny_llama
 
 ADEPT = (
@@ -106,7 +106,7 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert all(torch.equal(tensor, trained[name]) for name, tensor in again.items()), "with the rates measured at 4"
 
     branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
-    monkeypatch.setattr(base_losses, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
+    monkeypatch.setattr(bypass, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
     upscale(branch)
     with pytest.raises(RunFolderError, match=rf"copies the layers {re.escape(str(layers))}, and this run \[") as caught:
         train(branch, None, lambda _: None)

@@ -1,26 +1,21 @@
-"""Windows' scores are made once and decide what is trained on; ADEPT copies the layers that its own code does."""
+"""Windows' scores are the base's losses on them; they are made once and decide what is trained on."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.config.schema import MethodConfig
-from scale_cli.data.batches import MicroBatch, PackedWindows
+from scale_cli.data.batches import PackedWindows
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.base_losses import base_losses, bypass_losses, with_found_layers
+from scale_cli.upscale.window_scores import base_losses
 from tests.training.conftest import MakeConfig
-from tests.widening import TINY, tiny_llama
 
 CHOSEN = (
     "corpus.sources.0.select={by: ngram, keep: 0.25, side: middle}",
@@ -55,15 +50,15 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
     assert chosen["num_left_out"] > 0.7 * chosen["corpus"]["num_tokens"] and ordered["num_left_out"] == 0
     verify(run.final).require()
     run.final.rename(run.root / "put-aside")
-    monkeypatch.setattr("scale_cli.upscale.base_losses.ngram_scores", lambda *_: pytest.fail("judged twice"))
-    monkeypatch.setattr("scale_cli.upscale.base_losses.base_losses", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.window_scores.ngram_scores", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.window_scores.base_losses", lambda *_: pytest.fail("judged twice"))
     train(config, "auto", lambda _: None)
     assert read_json(run.final / "token_ledger.json") == ledger
     run.final.rename(run.root / "put-aside-too")
     for folder in run.tokens.glob("*.ngram-*"):
         folder.rename(folder.with_name("elsewhere"))
     monkeypatch.setattr(
-        "scale_cli.upscale.base_losses.ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64)
+        "scale_cli.upscale.window_scores.ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64)
     )
     with pytest.raises(RunFolderError, match="other windows of petitions were chosen"):
         train(config, "auto", lambda _: None)
@@ -73,40 +68,3 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
 def test_the_base_does_not_judge_tokens_that_it_does_not_have(make_config: MakeConfig, key: str) -> None:
     with pytest.raises(ConfigError, match="judged by the base, which has none of the new tokens"):
         make_config("run", key, "method.vocabulary={new_tokens: 8}")
-
-
-def windows(number: int) -> list[MicroBatch]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, TINY["vocab_size"], (number, 12), generator=generator)
-    return [MicroBatch(row[None, :-1], row[None, 1:], torch.tensor([0])) for row in ids]
-
-
-def qwen3() -> PreTrainedModel:
-    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    sizes: dict[str, Any] = {**TINY, "head_dim": 8, "use_sliding_window": True, "sliding_window": 4}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, layer_types=kinds)).eval()
-
-
-@pytest.mark.parametrize("base", [tiny_llama, qwen3])
-@torch.no_grad()
-def test_a_layers_score_is_the_loss_where_all_its_weights_are_zero(base: Any) -> None:
-    model, probe = base(), windows(3)
-    found = bypass_losses(model, probe)
-    for index, layer in enumerate(model.model.layers):
-        kept = [(parameter, parameter.clone()) for parameter in layer.parameters()]
-        for parameter, _ in kept:
-            parameter.zero_()
-        losses = [model(w.input_ids, labels=w.targets, shift_labels=w.targets).loss for w in probe]
-        assert found[index] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
-        for parameter, before in kept:
-            parameter.copy_(before)
-    assert len(set(found)) == len(model.model.layers)
-
-
-def test_copied_are_those_that_hurt_least_in_order_and_as_many_as_asked_for() -> None:
-    model, probe = tiny_llama(), windows(2)
-    losses = bypass_losses(model, probe)
-    for number in (1, 2, 3):
-        method = MethodConfig.model_validate({"variant": "adept", "adept": {"num_blocks": number}})
-        layers = with_found_layers(method, model, probe).adept.layers
-        assert layers == sorted(sorted(range(3), key=losses.__getitem__)[:number])

@@ -1,34 +1,27 @@
-"""Two measurements on the base: scores by which windows of a source are chosen, and which layers ADEPT copies.
+"""Scores by which windows of a source are chosen or ordered (`data/selection.py`): the base's losses, or n-grams'.
 
-Windows are chosen or ordered (`data/selection.py`) by the base's loss on each, or by an n-gram model's. The scores are
-made once and then read: they lie in the cache in a folder of their own, named after all that decides them: the text as
-it is tokenised, the windows, the judge, and where that is the base, its hash.
-
-ADEPT copies the layers without which the base loses least on what it knows (arXiv 2510.10071). The official code sets
-all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
+They are made once and then read: they lie in the cache in a folder of their own, named after all that decides them: the
+text as it is tokenised, the windows, the judge, and where that is the base, its hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import IGNORED, MicroBatch, Windows, stacked
+from scale_cli.data.batches import IGNORED, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, json_sha256, new_folder, verify_folder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.baselines import copied_layers
 from scale_cli.upscale.folder import load_any_base
-from scale_cli.upscale.objective import ChunkedLossModel, for_training
+from scale_cli.upscale.objective import for_training
 
 _FORMAT_VERSION, _SCORES = 1, "scores.bin"
 
@@ -87,26 +80,3 @@ def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores
         means = losses_BT.double().sum(dim=1) / num_targets  # 0 / 0: not scored
         scores[first : first + len(indices)] = means.nan_to_num(nan=torch.inf).cpu().numpy()
     return scores
-
-
-def with_found_layers(method: MethodConfig, base: PreTrainedModel, probe: Sequence[MicroBatch]) -> MethodConfig:
-    """Return an ADEPT's method with the layers that it copies, measured on windows of what the base knows."""
-    num_layers = base.config.num_hidden_layers
-    num_copies = len(copied_layers(num_layers, method))
-    losses = bypass_losses(base, probe)
-    found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
-    return method.model_copy(update={"adept": method.adept.model_copy(update={"layers": sorted(found)})})
-
-
-@torch.no_grad()
-def bypass_losses(base: Any, probe: Sequence[MicroBatch]) -> list[float]:
-    """Return of every layer the loss without it, in nats per token of some windows."""
-    layers = range(base.config.num_hidden_layers)
-    num_tokens = sum(int((window.targets != IGNORED).sum()) for window in probe)
-    here = [window.to(base.device) for window in probe]
-    losses = []
-    for bypassed in layers:
-        model = ChunkedLossModel(base, False, [layer for layer in layers if layer != bypassed])
-        each = (model(window.input_ids, window.targets, num_tokens, window.position_ids).loss for window in here)
-        losses.append(sum(map(float, each)))
-    return losses
