@@ -25,7 +25,7 @@ from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
-from scale_cli.training.branching import check_init_from
+from scale_cli.training.beginning import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.session import check_before_writing
 from scale_cli.upscale.tokenizer import load_run_tokenizer

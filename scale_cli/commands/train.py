@@ -14,7 +14,6 @@ from scale_cli.config.load import load_config
 from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run, scored_otherwise
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
-    check_same_stages,
     check_same_text,
     open_sources,
     training_sources,
@@ -25,9 +24,8 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.planning.device import device_name
-from scale_cli.processes import main_decides, on_main, process_state
+from scale_cli.processes import on_main, process_state
 from scale_cli.storage.atomic import (
-    changed_versions,
     new_folder,
     remove_leftovers,
     save_tensors,
@@ -38,17 +36,15 @@ from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
 from scale_cli.training.anchors import start_to_decay_to
-from scale_cli.training.averaging import averaged, check_same_average
-from scale_cli.training.branching import adopt_rates, check_init_from, check_same_start
+from scale_cli.training.averaging import averaged
+from scale_cli.training.beginning import adopt_rates, is_longer, starting_point
 from scale_cli.training.checkpoint import (
     RunMetadata,
     branch_point_at,
     check_base,
-    checkpoints,
     describe_run,
     kept_beside_moments,
     load_checkpoint,
-    newest_whole_checkpoint,
 )
 from scale_cli.training.loop import TrainingRun, run_loop
 from scale_cli.training.observing import Observer
@@ -61,7 +57,7 @@ from scale_cli.upscale.base import load_base
 from scale_cli.upscale.folder import MethodModel, load_trained, read_method
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.session import check_before_writing, open_folder, open_start, other_text_warnings
+from scale_cli.upscale.session import check_before_writing, open_folder, open_start
 from scale_cli.upscale.vocabulary import beside_new_tokens
 
 if TYPE_CHECKING:
@@ -99,7 +95,7 @@ def train(
     accelerator = Accelerator(mixed_precision="no")
     log = log if accelerator.is_main_process else _silent
     run_folder = RunFolder(config.output_dir)
-    if resume == "auto" and run_folder.final.is_dir() and not _is_longer(run_folder.final, config, accepted):
+    if resume == "auto" and run_folder.final.is_dir() and not is_longer(run_folder.final, config, accepted):
         return _finished(run_folder.final, config, accepted)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
@@ -110,10 +106,7 @@ def train(
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     with ExitStack() as held:
         on_main(lambda: _claim(run_folder, held))
-        number = main_decides(lambda: _starting_point(run_folder, config, resume, log, accepted))
-        start = _numbered(number, run_folder, resume)
-        if start is None:
-            on_main(lambda: _check_beginning(config, log))
+        start = starting_point(config, resume, log, accepted)
         run = _open_run(config, accelerator, start, benchmarks, log)
         on_main(lambda: held.enter_context(tracked(run.metrics, config, run.state.step)))
         run_loop(run)
@@ -169,81 +162,8 @@ def _write_final(run: TrainingRun, state: TrainState) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _check_beginning(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Refuse a `train.init_from` that does not fit; warn where layers or tokens were found in other text than now."""
-    for warning in other_text_warnings(config):
-        log(f"warning: {warning}")
-    check_init_from(config)
-    if config.train.init_from is not None:
-        folder = Path(config.train.init_from)
-        check_same_start(folder, RunFolder(config.output_dir).upscaled)
-        log(f"beginning      {folder}: {branch_point_at(folder, config.train.init_moments)}")
-
-
 def _silent(line: str) -> None:
     """Only the main process speaks."""
-
-
-def _numbered(number: int, run_folder: RunFolder, resume: str | None) -> Path | None:
-    if not number or resume is None:
-        return None
-    return run_folder.checkpoint(number - 1) if resume == "auto" else Path(resume)
-
-
-def _starting_point(
-    run_folder: RunFolder,
-    config: RunConfig,
-    resume: str | None,
-    log: Callable[[str], None],
-    accepted: Collection[str],
-) -> int:
-    """Return where to start, as a number to tell other processes: 0 for the beginning, else 1 + the steps done.
-
-    One process reads a checkpoint through, once, and refuses it for all.
-    """
-    if resume != "auto" and run_folder.final.is_dir():
-        raise RunFolderError(f"{run_folder.root}: holds a finished run; choose another output_dir")
-    if resume is None:
-        if checkpoints(run_folder):
-            raise RunFolderError(f"{run_folder.root}: holds an unfinished run; continue it with --resume auto")
-        return 0
-    if resume == "auto":
-        start, skipped = newest_whole_checkpoint(run_folder)
-        for line in skipped:
-            log(f"warning: {line}")
-        if start is None and run_folder.final.is_dir():
-            raise RunFolderError(f"{run_folder.checkpoints}: no whole checkpoint to go on from")
-        if start is None and skipped:
-            raise RunFolderError(f"{run_folder.checkpoints}: no checkpoint is whole; remove them to start over")
-    else:
-        start = Path(resume)
-        if not TrainState.is_in(start):
-            raise RunFolderError(f"--resume {resume}: not a checkpoint folder")
-        newer = [f.name for f in checkpoints(run_folder) if TrainState.load(f).step > TrainState.load(start).step]
-        if newer:
-            raise RunFolderError(
-                f"--resume {resume}: {run_folder.checkpoints} holds newer ones: remove {', '.join(newer)}"
-            )
-        verify_folder(start)
-    if start is None:
-        return 0
-    for line in check_same_run(start, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
-        log(f"changed        {line}")
-    if (step := TrainState.load(start).step) > config.train.max_steps:
-        raise RunFolderError(f"{start}: is beyond train.max_steps {config.train.max_steps}; give at least {step}")
-    before = load_config(start / "scale.yaml")
-    check_same_average(start, step, before.train, config.train)
-    check_same_stages(start, step, before, config)
-    log(f"resuming       {start}")
-    if changed := changed_versions(start):
-        log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")
-    return 1 + step
-
-
-def _is_longer(final: Path, config: RunConfig, accepted: Collection[str]) -> bool:
-    """Return whether a finished run is to go on to more steps."""
-    before = load_config(final / "scale.yaml").train.max_steps
-    return "train.max_steps" in accepted and config.train.max_steps > before
 
 
 def _open_run(
@@ -324,7 +244,7 @@ def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log
         reason = f"was scored otherwise ({', '.join(changed)})"
     else:
         return state
-    log(f"warning: {best}: the best so far {reason}; the rest is chosen from")
+    log(f"warning: {best}: the best so far {reason}; chosen from the steps to come")
     return replace(state, best=None)
 
 

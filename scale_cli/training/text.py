@@ -23,7 +23,7 @@ from scale_cli.data.ledger import Ledger
 from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import main_first
-from scale_cli.training.branching import repetition_warnings
+from scale_cli.training.beginning import repetition_warnings
 from scale_cli.upscale.base import load_base_config
 from scale_cli.upscale.session import Session
 from scale_cli.upscale.sizes import context_warnings

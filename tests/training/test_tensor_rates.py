@@ -22,7 +22,7 @@ from scale_cli.export.dense import plain_model
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
-from scale_cli.training.branching import check_init_from
+from scale_cli.training.beginning import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
 from scale_cli.training.tensor_rates import TensorRates, rates_by, set_tensor_rates
 from scale_cli.upscale import bypass

@@ -17,7 +17,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.branching import check_init_from
+from scale_cli.training.beginning import check_init_from
 from scale_cli.upscale.folder import load_model
 from tests.training.conftest import configs_in
 
