@@ -17,13 +17,14 @@ from scale_cli.data.batches import IGNORED, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, json_sha256, new_folder, verify_folder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.objective import for_training
 
-_FORMAT_VERSION, _SCORES = 1, "scores.bin"
+_FORMAT_VERSION, _SCORES = 2, "scores.bin"
 
 
 def scores_of(
@@ -60,8 +61,12 @@ def _name(config: RunConfig, corpus: TokenisedCorpus, judge: str, record: BaseRe
 
 @torch.no_grad()
 def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores:
-    """Return the base's mean loss on every window, in nats per target; infinite for a window without targets."""
-    model = for_training(placed(load_any_base(base)), TrainConfig(max_steps=1)).eval()
+    """Return the base's mean loss on every window, in nats per target; infinite for a window without targets.
+
+    Of a base that is a finished run it is that of its trained head, upon which the next expansion stands.
+    """
+    model = for_training(placed(load_any_base(base)), TrainConfig(max_steps=1))
+    model.train(isinstance(model, ScaleForCausalLM))  # the mode in which it has a loss of every token
     scores = np.full(len(windows), np.inf)
     for first in range(0, len(windows), at_once):
         indices = range(first, min(first + at_once, len(windows)))
