@@ -4,7 +4,7 @@
 |------------------------------------------------------------|-------------------------------------------------------|
 | train, evaluate, calibrate                                 | all of them work; the main one writes                 |
 | run                                                        | each of its verbs as by itself                        |
-| biography                                                  | refused                                               |
+| init, sweep, mixture, serve, biography                     | refused                                               |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 

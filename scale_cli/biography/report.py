@@ -25,7 +25,7 @@ class MethodResult:
 
     name: str  # of the method in the config
     variant: str  # `method.variant`
-    settings: dict[str, Any]  # the method's own settings, and what else decides the result
+    settings: dict[str, Any]  # the method's own settings; `settings.json` beside has what else decides the result
     trainable_parameters: int  # that Task 1 moved
     training_s: float  # of the steps, measurements excluded
     steps: list[int]  # at which accuracy was measured, 0 first

@@ -20,7 +20,7 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, SequenceWindows, known_windows
 from scale_cli.data.biography import ATTRIBUTES
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import ConfigError, RunFolderError, StorageError
 from scale_cli.evaluation.results import HEADS
 from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
@@ -121,7 +121,10 @@ def _claim(folder: Path, config: BiographyConfig) -> None:
 def _finished(file: Path, settings: dict[str, Any]) -> MethodResult | None:
     if not file.is_file():
         return None
-    result = MethodResult(**read_json(file))
+    try:
+        result = MethodResult(**read_json(file))
+    except TypeError:
+        raise StorageError(f"{file}: damaged, not a method's result; remove it") from None
     return result if result.settings == settings else None
 
 

@@ -69,7 +69,9 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
                 answers, HEADS, corpus, session.tokenizer, asked, passes, progress=shown, share=share()
             )
         results.append(summarise(source, losses, letters, num_resamples=num_resamples, seed=config.seed))
-    measured = MeasuredBenchmarks([], [], [], {}) if benchmarks is None else benchmarks.measure(model, config)
+    measured = MeasuredBenchmarks([], [], [], {})
+    if benchmarks is not None:
+        measured = benchmarks.measure(model, session.tokenizer, config)
     state = TrainState.load(run.final)
     report = Report(
         variant=config.method.variant,

@@ -204,7 +204,7 @@ def _open_run(
     saved, observer = run_folder.checkpoint(state.step), None
     if settings.observes:
         observed = _observed(model, config, accelerator)
-        observer = Observer(config, model, wrapped, observed, text.held_out, benchmarks)
+        observer = Observer(config, model, wrapped, observed, session.tokenizer, text.held_out, benchmarks)
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     return TrainingRun(
         config=config,

@@ -263,6 +263,8 @@ def _check_log(folder: Path) -> None:
     metrics = RunFolder(folder.parent).metrics
     records = [record for record in read_records(metrics) if not place_of(record)[1]]
     steps = [record["step"] for record in records]
+    if damaged := [r["step"] for r in records if "skipped" not in r and not isinstance(r.get("log_every_steps"), int)]:
+        raise VerificationError(f"{metrics}: step {damaged[0]}: damaged, its log_every_steps is not there")
     skipped = {record["step"] for record in records if "skipped" in record and record["step"] <= state.step}
     chosen = config.train.max_forgetting is not None  # among the evaluations: the log goes on after it
     last_step = config.train.max_steps if chosen else state.step

@@ -91,8 +91,9 @@ def _loss(
 
 def _grams(windows: Windows, index: int) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
     """Yield, for every order, the places in the tables of what ends with a window's targets, and of what is before."""
-    inputs, targets = (row.astype(np.uint64) for row in windows.window(index))
-    learned = windows.window(index)[1] != IGNORED
+    window = windows.window(index)
+    inputs, targets = (row.astype(np.uint64) for row in window)
+    learned = window[1] != IGNORED
     context = np.zeros(len(inputs), dtype=np.uint64)
     for order in range(_ORDERS):
         first = max(order - 1, 0)  # the targets before it have too little before them

@@ -197,7 +197,7 @@ def _text(value: Any) -> str:
 
 
 def _index(value: Any, size: int) -> int:
-    if isinstance(value, bool) or int(value) not in range(size):
+    if isinstance(value, bool) or int(value) not in range(size) or (isinstance(value, float) and value % 1):
         raise ValueError(f"{value!r} is not one of 0 to {size - 1}")
     return int(value)
 

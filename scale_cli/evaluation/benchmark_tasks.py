@@ -95,7 +95,11 @@ def _open_local(source: BenchmarkSource, items: LocalItems) -> list[Benchmark]:
         group = {"group": "local", "task": [{"task": items.task, **overrides}]}
         (task,) = TaskManager(include_path=_KOBEST, include_defaults=False).load([group])["tasks"].values()
     else:
-        form = _MINIMAL_PAIRS if items.task == "minimal_pairs" else _MULTIPLE_CHOICE | {"doc_to_text": _prompt(source)}
+        form = _MINIMAL_PAIRS
+        if items.task != "minimal_pairs":
+            prompt = _prompt(source)
+            prompt(items.rows[0])  # a prompt that says nothing of an item is refused before anything is measured
+            form = _MULTIPLE_CHOICE | {"doc_to_text": prompt}
         own = {"task": source.name, "target_delimiter": source.delimiter}
         task = ConfigurableTask(config=own | form | overrides)
     _set_fewshot(task, source)
@@ -106,14 +110,22 @@ def _prompt(source: BenchmarkSource) -> Callable[[Row], str]:
     """Return what writes an item's prompt: lm-eval's filters and strictness, but in a sandbox, for a config is data."""
     sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters["regex_replace"] = regex_replace
+    with _prompt_errors(source):
+        template = sandbox.from_string(source.prompt)
 
     def prompt(row: Row) -> str:
-        try:
-            return sandbox.from_string(source.prompt).render(row)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
+        with _prompt_errors(source):
+            return template.render(row)
 
     return prompt
+
+
+@contextmanager
+def _prompt_errors(source: BenchmarkSource) -> Iterator[None]:
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
 
 
 def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import resolve_max_length
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunError
@@ -28,8 +29,6 @@ from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, is_main, share
 from scale_cli.storage.metrics import Losses
-from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class OpenedBenchmarks:
     ready: list[Benchmark]  # what can be measured
     skipped: list[SkippedBenchmark]  # what cannot, and why
 
-    def measure(self, model: HeadedModel, config: RunConfig) -> MeasuredBenchmarks:
+    def measure(self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> MeasuredBenchmarks:
         """Measure every benchmark under every head of a model in evaluation mode."""
         measured, skipped = [], list(self.skipped)
-        for benchmark, items in self._items(model, config, share()):
+        for benchmark, items in self._items(model, tokenizer, config, share()):
             if isinstance(items, RunError):
                 skipped.append(SkippedBenchmark(benchmark.name, str(items)))
             else:
@@ -52,26 +51,32 @@ class OpenedBenchmarks:
         )
         return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
 
-    def accuracies(self, model: HeadedModel, config: RunConfig, max_items: int, share: Share) -> Losses:
+    def accuracies(
+        self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, share: Share
+    ) -> Losses:
         """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
         return {
             benchmark.name: {
                 head: finite(float(np.mean([item.heads[head].metrics[judged_by] for item in items]))) for head in HEADS
             }
-            for benchmark, items in self._items(model, config, share, max_items)
+            for benchmark, items in self._items(model, tokenizer, config, share, config.train.eval_max_items)
             if not isinstance(items, RunError) and (judged_by := judging_metric(items)) is not None
         }
 
     def _items(
-        self, model: HeadedModel, config: RunConfig, share: Share, max_items: int | None = None
+        self,
+        model: HeadedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        share: Share,
+        max_items: int | None = None,
     ) -> Iterator[tuple[Benchmark, list[Item] | RunError]]:
         """Yield every benchmark with its items, or with the reason why lm-eval cannot measure it."""
-        tokenizer = load_run_tokenizer(config)
         answers = ObservedHeads(
             model,
             tokenizer,
             config.method.router,
-            max_length=resolve_max_length(load_base_config(config.model), tokenizer),
+            max_length=resolve_max_length(model.config, tokenizer),
             batch_size=config.evaluation.batch_size,
             mixed_precision=config.evaluation.mixed_precision,
             share=share,

@@ -37,7 +37,7 @@ def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num
     Of nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval holds for the
     corpus-level figure (a ratio of sums), not for a mean of per-document ones.
     """
-    from scipy import stats  # takes half a second to import, and only tests need it
+    from scipy import stats  # takes half a second to import
 
     difference_N = after_N - before_N
     value = float(difference_N.sum() / units_N.sum())

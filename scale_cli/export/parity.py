@@ -71,5 +71,5 @@ def check_parity(parity: Parity, dtype: str) -> None:
     if not good:
         raise ExportParityError(
             f"the export is not the trained model: logits differ by {parity.max_logit_difference:.2e} at most and "
-            f"{parity.mean_logit_difference:.2e} in the mean, allowed is {limit} ({dtype}); nothing was written"
+            f"{parity.mean_logit_difference:.2e} in the mean, allowed is {limit} ({dtype})"
         )

@@ -139,7 +139,7 @@ def read_json(path: Path) -> Any:
     try:
         with _reading(path):
             return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise StorageError(f"{path}: damaged, not JSON ({error})") from None
 
 

@@ -59,17 +59,17 @@ def read_records(path: Path) -> list[MetricsRecord]:
         try:
             record = json.loads(line)
             int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise StorageError(f"{path}:{number}: damaged, not a record of ours; remove the line") from None
         records.append(record)
     return records
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
     # A line without its newline was cut off in the middle of a write.
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
     return whole.splitlines()
 
 
@@ -89,7 +89,7 @@ class MetricsLog:
         self.listeners: list[Callable[[MetricsRecord], None]] = []  # called with every record that is written
         lines = zip(_whole_lines(path), read_records(path), strict=True)
         kept = [line for line, record in lines if place_of(record) <= (resumed_step, not evaluation_due)]
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{line.decode()}\n" for line in kept))
 
     def append(self, record: MetricsRecord) -> None:
         """Write one record; it is on its way to the disk before the next step starts."""

@@ -5,6 +5,7 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
     optimiser.safetensors  the moments of every trainable parameter, its average (`train.average`) and slow weights
                            (`train.lookahead`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
+    corpora.json           what was read of every source, by hash
     position.json          step, tokens seen, where the time went
     token_ledger.json      of every source: read, kept, dropped and why; trained, and held over in the unfinished epoch
     scale.yaml             the resolved config

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
@@ -42,6 +43,7 @@ class Observer:
     model: MethodModel  # what is trained
     wrapped: nn.Module  # the same as it is run
     observed: HeadedModel  # the same with its base head
+    tokenizer: PreTrainedTokenizerBase  # of the run
     held_out: list[TokenisedCorpus]  # in the config's order
     benchmarks: OpenedBenchmarks | None  # those of which a few items are asked
 
@@ -71,7 +73,7 @@ class Observer:
         """Return every head's share of right answers among the first items of every benchmark."""
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
         with self._in_evaluation():
-            return self.benchmarks.accuracies(self.observed, self.config, self.config.train.eval_max_items, self._share)
+            return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, self._share)
 
     def score(self, step: int, losses: Mapping[str, HeldOutLosses]) -> Score | None:
         """Return what the head that is served has learned and lost; None where that is not finite."""

@@ -123,7 +123,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
 ) -> None:
     config = trained_run({"variant": "preserve"})
     monkeypatch.setattr("scale_cli.commands.export.plain_model", lambda *given: corrupted(plain_model(*given)))
-    with pytest.raises(ExportParityError, match="nothing was written"):
+    with pytest.raises(ExportParityError, match="is not the trained model"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
 

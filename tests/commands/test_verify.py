@@ -162,6 +162,13 @@ def test_a_log_whose_cadence_has_changed_at_a_resume_is_held_to_each(
     assert ("log" in found(run / "final")["final"].held) is good
 
 
+def test_a_log_without_its_cadence_is_damaged(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [{key: value for key, value in json.loads(line).items() if key != "log_every_steps"} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    assert "log_every_steps is not there" in found(run / "final")["final"].failed[0]
+
+
 def test_a_ledger_that_does_not_add_up_is_found(run: Path) -> None:
     folder = next((run / "tokens").glob("petitions-*"))
 

@@ -80,6 +80,7 @@ def test_a_separator_within_a_json_string_does_not_end_a_line(tmp_path: Path) ->
         ("x.jsonl", '{"sentence_good": "a", "sentence_bad": "b"}\n{"sentence_good": "a"}', "x.jsonl:2: .*sentence_bad"),
         ("x.jsonl", '{"sentence_good": "a", "sentence_bad": " "}', "x.jsonl:1: .*is no text"),
         ("x.jsonl", '{"query": "q", "choices": ["a", "b"], "gold": 2}', "x.jsonl:1: .*2 is not one of 0 to 1"),
+        ("x.jsonl", '{"query": "q", "choices": ["a", "b"], "gold": 0.7}', "x.jsonl:1: .*0.7 is not one of 0 to 1"),
         ("x.jsonl", '{"query": "q", "choices": ["a"], "gold": 0}', "x.jsonl:1: .*at least two"),
         ("x.jsonl", "{nonsense", "x.jsonl:1: not JSON"),
         ("x.jsonl", "[1]", "x.jsonl:1: not a JSON object"),

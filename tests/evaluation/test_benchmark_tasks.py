@@ -109,8 +109,12 @@ def test_the_prompt_of_a_local_multiple_choice_is_the_configs(shared_data: Path)
     benchmark = local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt="{{query}}\nAnswer:")
     (task,) = benchmark.tasks.values()
     assert task.doc_to_text(task.test_docs()[0]).endswith("most food webs?\nAnswer:")
+
+
+@pytest.mark.parametrize("prompt", ["{{query", "{{question}}", "{{query / 2}}", "{{query.nothing.more}}"])
+def test_a_prompt_that_cannot_be_written_is_refused_before_anything_is_measured(shared_data: Path, prompt: str) -> None:
     with pytest.raises(ConfigError, match=r"local: prompt: ."):
-        local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt="{{query")
+        local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt=prompt)
 
 
 def test_a_task_whose_data_is_not_there_is_one_line_at_once_and_the_rest_are_opened(

@@ -23,6 +23,7 @@ from scale_cli.evaluation.benchmark_summary import BenchmarkItems, Item, ItemOut
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report
 from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import real_base, widen
 
 
@@ -136,7 +137,7 @@ def test_the_untrained_model_on_blimp_is_the_base_model_on_blimp(shared_data: Pa
     model = widen(real_base(shared_data, "ckpt-stories260K"), "route")
     opened = open_benchmarks_of(config)
     assert opened is not None
-    (result,) = opened.measure(model, config).results
+    (result,) = opened.measure(model, load_tokenizer(config.model), config).results
     assert result.num_items == 670
     for head in HEADS:
         value = result.heads[head].metrics["acc"].value

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.storage.metrics import MetricsLog, MetricsRecord
+from scale_cli.errors import StorageError
+from scale_cli.storage.metrics import MetricsLog, MetricsRecord, read_records
 
 
 def record(step: int) -> MetricsRecord:
@@ -48,6 +49,16 @@ def test_a_new_run_starts_an_empty_log(path: Path) -> None:
     write(path, range(1, 5))
     MetricsLog(path, resumed_step=0)
     assert read(path) == []
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b'{"step": 1e400}', b"[" * 100_000, b"{}", b"3"])
+def test_a_damaged_record_is_named_by_its_line(path: Path, damage: bytes) -> None:
+    write(path, range(1, 3))
+    path.write_bytes(path.read_bytes() + damage + b"\n")
+    with pytest.raises(StorageError, match=r"metrics.jsonl:3: damaged"):
+        read_records(path)
+    with pytest.raises(StorageError, match=r"metrics.jsonl:3: damaged"):
+        MetricsLog(path, resumed_step=1)
 
 
 def test_a_log_makes_its_folder(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
             "train": {"max_steps": 1},
             "evaluation": {"perplexity": sources},
         }
-        observer = Observer(RunConfig.model_validate(tree), *[None] * 5)  # type: ignore[arg-type]
+        observer = Observer(RunConfig.model_validate(tree), *[None] * 6)  # type: ignore[arg-type]
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
