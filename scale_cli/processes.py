@@ -138,24 +138,6 @@ def main_first(work: Callable[[], Result]) -> Result:
     return work() if result is None else result
 
 
-def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Return what every process holds, in their order, on the CPU.
-
-    Args:
-        mine: (N, ...), N the length of this process.
-        lengths: of every process.
-    """
-    if len(lengths) == 1:
-        return [mine.cpu()]
-    import torch
-    from accelerate.utils import gather
-
-    padded = torch.zeros((max(lengths), *mine.shape[1:]), dtype=mine.dtype, device=process_state().device)
-    padded[: len(mine)] = mine
-    everyone = gather(padded.unsqueeze(0)).cpu()
-    return [everyone[place, :length] for place, length in enumerate(lengths)]
-
-
 def shared_out(
     batches: Sequence[Sequence[Item]],
     share: Share,
@@ -172,25 +154,22 @@ def shared_out(
         compute: returns a tensor for each item of a batch, of any length.
         done: is told how many more items are done, by all processes.
     """
-    import torch
-
-    if len(batches) < share.num_processes:
-        share = ALONE  # everyone does everything: a process without a batch would not know what is computed
-    shares = [batches[place :: share.num_processes] for place in range(share.num_processes)]
     mine: list[Tensor] = []
-    for batch in shares[share.index]:
-        mine += compute(batch)
+    for batch in batches[share.index :: share.num_processes]:
+        mine += (tensor.cpu().clone() for tensor in compute(batch))  # a part of a batch would keep, and send, the whole
         done(share.num_processes * len(batch))
-    if not mine:
-        return []
-    items = [[item for batch in of_one for item in batch] for of_one in shares]
-    lengths = gathered(torch.tensor([len(tensor) for tensor in mine]), [len(of_one) for of_one in items])
-    everyone = gathered(torch.cat(mine), [int(of_one.sum()) for of_one in lengths])
-    return [
-        pair
-        for of_one, sizes, tensors in zip(items, lengths, everyone, strict=True)
-        for pair in zip(of_one, tensors.split(sizes.tolist()), strict=True)
-    ]
+    shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
+    items = [item for of_one in shares for batch in of_one for item in batch]
+    return list(zip(items, gathered(mine, share), strict=True))
+
+
+def gathered(mine: list[Tensor], share: Share) -> list[Tensor]:
+    """Return what all processes hold, in their order, to each of them."""
+    if share.num_processes == 1:
+        return mine
+    from accelerate.utils import gather_object
+
+    return gather_object(mine)
 
 
 def leave() -> None:

@@ -184,7 +184,7 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
     device: torch.device, config: RunConfig, make: Callable[[], Any]
 ) -> None:
     tokenizer = load_tokenizer(config.model)
-    corpus = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False)[0]
+    corpus = open_sources(config, config.evaluation.perplexity, tokenizer)[0]
     router = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
     settings: dict[str, Any] = {"batch_size": 4, "mixed_precision": "no"}
 
@@ -210,9 +210,7 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
 
 def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfig) -> None:
     (source, *_), tokenizer = config.evaluation.perplexity, load_tokenizer(config.model)
-    held_out = HeldOut(
-        source, open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False)[0], config
-    )
+    held_out = HeldOut(source, open_sources(config, config.evaluation.perplexity, tokenizer)[0], config)
     here, there = (score(nn.Module.to(two_members(), where), "held", held_out) for where in (CPU, device))
     for name, figures in here.heads.items():
         assert there.heads[name].nats_per_token == pytest.approx(figures.nats_per_token, rel=1e-5)

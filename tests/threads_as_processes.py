@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, get_ident
-from typing import Any, TypeVar
+from threading import Barrier
+from typing import TypeVar
 
 import pytest
 from torch import Tensor
@@ -18,25 +18,19 @@ Result = TypeVar("Result")
 
 def in_processes(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Share], Result]) -> list[Result]:
     """Return what `work` returns for every share, all of them at work together."""
-    held: dict[int, Tensor] = {}
-    places: dict[int, int] = {}
+    held: dict[int, list[Tensor]] = {}
     meeting = Barrier(count, timeout=60)
 
-    def gathered(mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        if len(lengths) == 1:
-            return [mine]
-        assert len(mine) == lengths[places[get_ident()]]
-        held[places[get_ident()]] = mine
+    def gathered(mine: list[Tensor], share: Share) -> list[Tensor]:
+        if share.num_processes == 1:
+            return mine
+        held[share.index] = mine
         meeting.wait()
-        everyone = [held[place] for place in range(count)]
+        everyone = [tensor for place in range(count) for tensor in held[place]]
         meeting.wait()
         return everyone
 
     monkeypatch.setattr(processes, "gathered", gathered)
 
-    def one(place: int) -> Any:
-        places[get_ident()] = place
-        return work(Share(place, count))
-
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(one, range(count)))
+        return list(threads.map(lambda place: work(Share(place, count)), range(count)))

@@ -19,7 +19,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.evaluation.scoring import Passes, score_documents
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.routing import cosine_serves_base
-from scale_cli.processes import is_main, main_first, share
+from scale_cli.processes import main_first, share
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.session import open_final
 
@@ -73,11 +73,9 @@ def calibrate(config: RunConfig, num_documents: int) -> Calibration:
     for role in ("retention", "acquisition"):
         if role not in roles:
             raise ConfigError(f"evaluation.perplexity: calibration needs a corpus of role {role}")
-    session, main = open_final(config), is_main()
+    session = open_final(config)
     model = two_headed(session.load(), config.model)
-    corpora = main_first(
-        lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer, show_progress=main)
-    )
+    corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer))
     samples = {
         role: _sample(model, [c for c, r in zip(corpora, roles, strict=True) if r == role], config, num_documents)
         for role in ("retention", "acquisition")

@@ -53,9 +53,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     run, session, main = RunFolder(config.output_dir), open_final(config), is_main()
     benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
     model = two_headed(session.load(), config.model)
-    corpora = main_first(
-        lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer, show_progress=main)
-    )
+    corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer))
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
     answers = None if asked is None else SelectableHeads(model, config.method.router)

@@ -208,7 +208,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
     length = min(config.corpus.sequence_length, 512)
     documents = [
         corpus.document(index)[:length].astype("int64")
-        for corpus in open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
+        for corpus in open_sources(config, config.evaluation.perplexity, tokenizer)
         for index in range(min(_DOCUMENTS_PER_CORPUS, len(corpus)))
     ]
     if documents:

@@ -41,8 +41,8 @@ def prepare(config: RunConfig) -> PrepareSummary:
     """Tokenise all training and held-out corpora that the cache does not hold."""
     check_before_writing(config, every_source(config))
     tokenizer = load_run_tokenizer(config)
-    training = open_sources(config, config.corpus.sources, tokenizer, show_progress=True)
-    held_out = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
+    training = open_sources(config, config.corpus.sources, tokenizer)
+    held_out = open_sources(config, config.evaluation.perplexity, tokenizer)
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]

@@ -93,7 +93,7 @@ def _upscaled(config: RunConfig, log: Callable[[str], None]) -> list[str]:
         lines = [f"done already   {RunFolder(config.output_dir).upscaled}"]
     else:
         lines = upscale(config).lines()
-    open_sources(config, config.evaluation.perplexity, load_run_tokenizer(config), show_progress=True)
+    open_sources(config, config.evaluation.perplexity, load_run_tokenizer(config))
     return lines
 
 

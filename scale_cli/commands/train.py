@@ -43,7 +43,6 @@ from scale_cli.training.checkpoint import (
     branch_point_at,
     check_base,
     describe_run,
-    kept_beside_moments,
     load_checkpoint,
 )
 from scale_cli.training.loop import TrainingRun, run_loop
@@ -127,9 +126,7 @@ def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> Trai
         raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
     if check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         session.load_to_train(config.seed)  # a base that lies elsewhere than it did is held to what it was
-        check_same_text(
-            final, open_sources(config, config.corpus.sources, session.tokenizer, show_progress=False), config
-        )
+        check_same_text(final, open_sources(config, config.corpus.sources, session.tokenizer), config)
     return TrainSummary(final, TrainState.load(final))
 
 
@@ -146,7 +143,7 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
     checkpoint = run.folder.checkpoint(best.step)
     on_main(lambda: verify_folder(checkpoint))
     of_best = load_config(checkpoint / "scale.yaml").train
-    return load_checkpoint(checkpoint, run.model, run.optimiser, kept_beside_moments(checkpoint, of_best))
+    return load_checkpoint(checkpoint, run.model, run.optimiser, of_best)
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
@@ -190,13 +187,13 @@ def _open_run(
     optimiser = build_optimiser(model, settings, base_weights, by_tensor=config.method.variant == "adept")
     state, branch_point = TrainState(), None
     if start is not None:
-        state = load_checkpoint(start, model, optimiser, kept_beside_moments(start, settings))
+        state = load_checkpoint(start, model, optimiser, settings)
         state = _with_best_to_compare(state, start, config, log)
         set_tensor_rates(optimiser, state.tensor_rates)
         branch_point = BranchPoint.load_if_there(start)
     elif init_from is not None:
         if settings.init_moments == "kept":
-            load_checkpoint(init_from, model, optimiser)
+            load_checkpoint(init_from, model, optimiser, None)
         branch_point = branch_point_at(init_from, settings.init_moments)
     base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
     # What was measured to upscale is there alone.

@@ -114,10 +114,7 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
     if method.variant == "adept" and method.adept.layers is None:
-        known = [
-            windows_of(config, corpus)
-            for corpus in open_sources(config, replay_sources(config), tokenizer, show_progress=True)
-        ]
+        known = [windows_of(config, corpus) for corpus in open_sources(config, replay_sources(config), tokenizer)]
         probe = known_windows(known, config.seed, method.adept.probe_windows)
         method = with_found_layers(method, placed(base), probe)
     prompts = sample_ids(of_base)

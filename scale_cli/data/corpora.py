@@ -15,6 +15,7 @@ from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Wind
 from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError, RunFolderError
+from scale_cli.processes import is_main
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import read_corpora
 
@@ -40,13 +41,11 @@ def replay_sources(config: RunConfig) -> list[CorpusSource]:
 
 
 def open_sources(
-    config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase, *, show_progress: bool
+    config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenisedCorpus]:
     """Open some sources of a config, tokenising what the cache does not hold."""
     folder = cache_dir(config)
-    return [
-        tokenised(source, tokenizer, folder, show_progress=show_progress, reading=config.corpus) for source in sources
-    ]
+    return [tokenised(source, tokenizer, folder, show_progress=is_main(), reading=config.corpus) for source in sources]
 
 
 def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:

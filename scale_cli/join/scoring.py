@@ -53,7 +53,7 @@ def open_corpora(configs: list[RunConfig], tokenizer: PreTrainedTokenizerBase) -
     """Open the held-out corpora of some runs, by name; one that several have, by name and content, is there once."""
     opened: dict[str, HeldOut] = {}
     for config in configs:
-        corpora = open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=True)
+        corpora = open_sources(config, config.evaluation.perplexity, tokenizer)
         for source, corpus in zip(config.evaluation.perplexity, corpora, strict=True):
             if any(corpus.folder.name == other.corpus.folder.name for other in opened.values()):
                 continue

@@ -16,7 +16,7 @@ kind is read by any number of processes, sharded or not. When and on which threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,21 +241,8 @@ def has_moments(folder: Path) -> bool:
     return (folder / _OPTIMISER).is_file() or has_shards(folder)
 
 
-def kept_beside_moments(folder: Path, train: TrainConfig) -> list[str]:
-    """Return what is taken up of a checkpoint beside the moments of every parameter: an average only where it goes on.
-
-    Args:
-        folder: the checkpoint.
-        train: its own settings, or those of the run that goes on: a longer one may begin its average later.
-    """
-    step = TrainState.load(folder).step
-    begins = first_averaged(train)
-    averages = [AVERAGE] if begins is not None and step > begins else []
-    return [*averages, SLOW] if keeps_slow_weights(train, step) else averages
-
-
 def load_checkpoint(
-    folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer, beside: Sequence[str] = ()
+    folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer, train: TrainConfig | None
 ) -> TrainState:
     """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
 
@@ -263,9 +250,11 @@ def load_checkpoint(
         folder: the checkpoint.
         model: gets its parameters.
         optimiser: gets its moments.
-        beside: what else the optimiser gets of it (`kept_beside_moments`); another run begins without.
+        train: the checkpoint's own settings, or those of the run that goes on (a longer one may begin its average
+            later), which say what is taken up beside the moments; None: another run, which begins without.
     """
     state = TrainState.load(folder)
+    beside = [] if train is None else _kept_beside_moments(train, state.step)
     if is_sharded(model) or has_shards(folder):
         moments = empty_optimiser_tensors(model, *beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
@@ -274,3 +263,10 @@ def load_checkpoint(
         moments = load_tensors(folder / _OPTIMISER)
     load_optimiser_tensors(optimiser, model, moments, *beside)
     return state
+
+
+def _kept_beside_moments(train: TrainConfig, step: int) -> list[str]:
+    """Return the names of what is kept of every parameter beside its moments: an average only where it goes on."""
+    begins = first_averaged(train)
+    averages = [AVERAGE] if begins is not None and step > begins else []
+    return [*averages, SLOW] if keeps_slow_weights(train, step) else averages

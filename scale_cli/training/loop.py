@@ -42,9 +42,8 @@ from scale_cli.training.interruption import StopNow, StopRequest, describe_stop,
 from scale_cli.training.observing import Observer, better_of, recorded
 from scale_cli.training.saving import Saver
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
-from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
+from scale_cli.training.step import StepResult, TakenStep, figures_of, measured_update_norm, train_step
 from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
-from scale_cli.training.updates import measured_update_norm
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
 

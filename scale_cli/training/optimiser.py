@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,20 +29,13 @@ TENSOR_RATE = "tensor_rate"
 _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates by kind of tensor, relative to that of the matrices."""
-
-    embedding: float = 1.0
-    head: float = 1.0
-    gains: float = 1.0
-
-
-def rates_of(model: nn.Module, train: TrainConfig) -> Rates:
-    """Return the rates of a model's kinds of tensors: those of its start, but where the config has others."""
-    embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
-    of_start = Rates() if embedding_rms is None else Rates(_EMBEDDING_PER_RMS * embedding_rms, _HEAD, _GAINS)
-    return replace(of_start, **train.lr_multipliers.model_dump(exclude_none=True))
+def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
+    """Return the learning rates of a model's kinds of tensors, relative to `train.lr`: its start's, or the config's."""
+    rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
+    if (embedding_rms := getattr(getattr(model, "config", None), "expansion_embedding_rms", None)) is not None:
+        rates |= {"embedding": _EMBEDDING_PER_RMS * embedding_rms, "head": _HEAD, "gains": _GAINS}
+    given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
+    return rates | given
 
 
 def build_optimiser(
@@ -62,23 +54,21 @@ def build_optimiser(
     """
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
-    def group(kind: Kind, multiplier: float, decay: float) -> list[dict[str, Any]]:
+    def groups(kind: Kind) -> list[dict[str, Any]]:
         of_kind = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
         parts = [{name: parameter} for name, parameter in of_kind.items()] if by_tensor else [of_kind]
-        return [one(kind, members, multiplier, decay) for members in parts if members]
+        return [group(kind, members) for members in parts if members]
 
-    def one(kind: Kind, members: dict[str, nn.Parameter], multiplier: float, decay: float) -> dict[str, Any]:
-        more: dict[str, Any] = {"weight_decay": decay}
+    def group(kind: Kind, members: dict[str, nn.Parameter]) -> dict[str, Any]:
+        more: dict[str, Any] = {"weight_decay": train.weight_decay if kind in ("head", "matrix") else 0.0}
         if start:
             more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
         if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
             more[PROJECTED] = projected
         moments = {"moments": moments_of(kind, train.optimiser)}
-        return {"params": [*members.values()], "lr_multiplier": multiplier, **more, **moments}
+        return {"params": [*members.values()], "lr_multiplier": rates[kind], **more, **moments}
 
-    rest = [*group("embedding", rates.embedding, 0.0), *group("gains", rates.gains, 0.0)]
-    rest += group("head", rates.head, train.weight_decay)
-    matrices = group("matrix", 1.0, train.weight_decay)
+    rest, matrices = [*groups("embedding"), *groups("gains"), *groups("head")], groups("matrix")
     if train.optimiser == "adamw" or not matrices:
         return _adamw([*rest, *matrices], train)
     muon = WithholdingMuon(matrices, lr=train.lr, adjust_lr_fn="match_rms_adamw")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,30 +25,24 @@ from scale_cli.training.sharding import is_sharded
 from scale_cli.upscale.folder import MethodModel
 
 
-class BackgroundTask:
-    """Some work on a thread of its own; what went wrong there is raised by whoever asks."""
+def in_background(work: Callable[[], None]) -> Future[None]:
+    """Do some work on a thread of its own; its result, or what went wrong there, is for whoever asks.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        # A process that is told to stop at once does not wait for it: what it leaves is never taken for whole.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
+    A process that is told to stop at once does not wait for it, as it would for an executor's: what the work leaves is
+    never taken for whole.
+    """
+    ended: Future[None] = Future()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def run() -> None:
         try:
             work()
         except BaseException as error:
-            self._error = error
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
-    def is_done(self) -> bool:
-        """Return whether the work has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when the work has ended; raise its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return ended
 
 
 @dataclass
@@ -66,7 +61,7 @@ class Saver:
     metrics: MetricsLog | None  # made durable before a checkpoint that counts on it; None except on the main process
     saved_step: int | None = None  # of the checkpoint that the run began with, if it is one of this run's own
     stalled_s: float = 0.0  # seconds that training has waited
-    _job: BackgroundTask | None = field(default=None, init=False)
+    _job: Future[None] | None = field(default=None, init=False)
 
     def save(self, state: TrainState) -> None:
         """Begin a checkpoint, unless that step already has one; every process has to call this."""
@@ -90,18 +85,18 @@ class Saver:
             metrics.sync()
             write_checkpoint(self.metadata, self.model, snapshot)
 
-        self._job = BackgroundTask(write)
+        self._job = in_background(write)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint that has ended by now."""
-        if self._job is not None and self._job.is_done():
+        if self._job is not None and self._job.done():
             self.finish()
 
     def finish(self) -> None:
         """Return when nothing is being written any more."""
         job, self._job = self._job, None
         if job is not None:
-            job.wait()
+            job.result()
 
     def __enter__(self) -> Saver:
         return self

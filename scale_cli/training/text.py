@@ -48,10 +48,10 @@ class RunText:
 def open_text(config: RunConfig, session: Session, accelerator: Accelerator, log: Callable[[str], None]) -> RunText:
     """Tokenise what is not in the cache, choose of it what is trained on, and say what there is."""
     tokenizer, main = session.tokenizer, accelerator.is_main_process
-    corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer, show_progress=main))
+    corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
     held_out = []
     if config.train.eval_every_steps:
-        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=main))
+        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
     scores = main_first(lambda: scores_of(config, corpora, session.record, len(tokenizer)))
     batches = build_batches(config, corpora, accelerator.num_processes, scores)
     if main:

@@ -52,8 +52,8 @@ def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, mon
     monkeypatch.setattr(tokens, "tokenise", None)
     tokenizer = load_tokenizer(config.model)
     opened = [
-        *open_sources(config, config.corpus.sources, tokenizer, show_progress=False),
-        *open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False),
+        *open_sources(config, config.corpus.sources, tokenizer),
+        *open_sources(config, config.evaluation.perplexity, tokenizer),
     ]
     assert [corpus.folder for corpus in opened] == [corpus.folder for corpus in summary.corpora.values()]
     assert prepare(config).lines() == lines

@@ -54,10 +54,8 @@ def configured(folder: Path, training: list[list[str]], held_out: list[str], **t
 
 
 def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    training = open_sources(config, config.corpus.sources, tokenizer, show_progress=False)
-    return corpus_warnings(
-        config, training, open_sources(config, config.evaluation.perplexity, tokenizer, show_progress=False)
-    )
+    training = open_sources(config, config.corpus.sources, tokenizer)
+    return corpus_warnings(config, training, open_sources(config, config.evaluation.perplexity, tokenizer))
 
 
 def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -114,7 +112,7 @@ def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenize
     (line,) = warned(config, tokenizer)
     assert "corpus c0" not in line  # 13 times
     assert line.startswith("corpus c1: its 60 tokens are read 25 times over")
-    corpora = open_sources(config, config.corpus.sources, tokenizer, show_progress=False)
+    corpora = open_sources(config, config.corpus.sources, tokenizer)
     for source, corpus, trained in zip(
         config.corpus.sources, corpora, build_batches(config, corpora, 1).trained_tokens(150), strict=True
     ):
@@ -126,7 +124,7 @@ def test_a_text_that_is_shorter_than_a_window_is_read_once_in_each(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     config = configured(tmp_path, [["w1 w2 w3"]], HELD_OUT)
-    (corpus,) = open_sources(config, config.corpus.sources, tokenizer, show_progress=False)
+    (corpus,) = open_sources(config, config.corpus.sources, tokenizer)
     (trained,) = build_batches(config, [corpus], 1).trained_tokens(4)
     told = num_readings(config, config.corpus.sources[0], len(corpus.ids))
     assert told == trained.num_trained / (len(corpus.ids) - 1) == 8

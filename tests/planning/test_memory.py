@@ -12,7 +12,7 @@ from scale_cli.planning.counting import SavedTensors, count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
-from scale_cli.training.updates import measured_update_norm
+from scale_cli.training.step import measured_update_norm
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scripts.benchmark.counting import LiveBytes

@@ -21,7 +21,7 @@ from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, saving
 from scale_cli.training.checkpoint import write_checkpoint
-from scale_cli.training.saving import BackgroundTask
+from scale_cli.training.saving import in_background
 from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
@@ -132,10 +132,10 @@ def test_an_error_of_a_job_is_raised_by_whoever_waits() -> None:
     def fail() -> None:
         raise StorageError("on the thread")
 
-    job = BackgroundTask(fail)
+    job = in_background(fail)
     with pytest.raises(StorageError, match="on the thread"):
-        job.wait()
-    assert job.is_done()
+        job.result()
+    assert job.done()
 
 
 @pytest.mark.parametrize("resume", ["auto", "step"])

@@ -8,7 +8,7 @@ import torch
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
-from scale_cli.training.updates import measured_update_norm
+from scale_cli.training.step import measured_update_norm
 from tests.widening import tiny_llama, widen
 
 
