@@ -140,7 +140,7 @@ def evaluate(config: take.Config, overrides: take.Overrides = None, max_forgetti
     checked = load(config, overrides)
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
 
-    check_gate(checked, max_forgetting)
+    check_gate(checked.evaluation, max_forgetting)
     summary = evaluate(checked)
     show(summary)
     check_forgetting(summary.report, max_forgetting)
@@ -383,7 +383,7 @@ def run_all(
     from scale_cli.commands.evaluate import check_forgetting, check_gate
     from scale_cli.commands.run import run_pipeline
 
-    check_gate(checked, max_forgetting)
+    check_gate(checked.evaluation, max_forgetting)
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # of the process that speaks
         check_forgetting(report, max_forgetting)

@@ -57,7 +57,9 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [open_benchmarks_of, lambda config: run_pipeline(config, print)], ids=["evaluate", "run"]
+    "ask",
+    [lambda config: open_benchmarks_of(config.evaluation), lambda config: run_pipeline(config, print)],
+    ids=["evaluate", "run"],
 )
 def test_benchmarks_without_lm_eval_are_refused_before_anything_is_written(
     ask: Callable[[RunConfig], Any], config: RunConfig, without: Callable[[str], None]

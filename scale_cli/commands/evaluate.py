@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
@@ -51,7 +51,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
     run, session, main = RunFolder(config.output_dir), open_final(config), is_main()
-    benchmarks = open_benchmarks_of(config)  # before time is spent: a file may not be there
+    benchmarks = open_benchmarks_of(config.evaluation)  # before time is spent: a file may not be there
     model = two_headed(session.load(), config.model)
     corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer))
     results = []
@@ -101,9 +101,9 @@ def write_report(
         write_text(partial / "scale.yaml", dump_config(config))
 
 
-def check_gate(config: RunConfig, max_forgetting: float | None) -> None:
+def check_gate(evaluation: EvaluationConfig, max_forgetting: float | None) -> None:
     """Refuse a gate, where there is one, that would hold nothing."""
-    if max_forgetting is not None and not any(source.role == "retention" for source in config.evaluation.perplexity):
+    if max_forgetting is not None and not any(source.role == "retention" for source in evaluation.perplexity):
         raise ConfigError("--max-forgetting: evaluation.perplexity has no corpus of role retention")
 
 

@@ -152,7 +152,7 @@ def mixture(
 def _check(config: RunConfig, ratios: Sequence[float]) -> None:
     if len(set(ratios)) < 3 or min(ratios) <= 0 or max(ratios) > 1:
         raise ConfigError("--ratios: give three shares of new text or more, above 0 and at most 1")
-    if not any(source.role == "replay" and source.weight for source in config.corpus.sources):
+    if not any(source.weight for source in config.corpus.replay):
         raise ConfigError(
             "corpus.sources: none of the role replay has a weight, so there is nothing to mix new text with"
         )

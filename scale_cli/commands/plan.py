@@ -109,7 +109,7 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     base_config = load_base_config(config.model)
     check_context(config, base_config)
-    check_processes(config, num_processes)
+    check_processes(config.train, num_processes)
     if flops is None:
         device = measured_device(config.train.mixed_precision, utilisation)
     else:
@@ -202,7 +202,7 @@ def _share_measured(config: RunConfig, method: MethodConfig) -> float:
     """Return the windows that ADEPT measures its rates on, relative to those that it trains on."""
     if method.variant != "adept":
         return 0.0
-    num_known = method.adept.probe_windows * sum(source.role == "replay" for source in config.corpus.sources)
+    num_known = method.adept.probe_windows * len(config.corpus.replay)
     num_times = (config.train.max_steps - 1) // method.adept.every_steps
     return num_times * num_known / (config.train.max_steps * config.train.global_batch_size)
 

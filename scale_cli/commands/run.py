@@ -82,9 +82,9 @@ def _check(config: RunConfig) -> None:
     sources = config.evaluation.perplexity if trained else every_source(config)
     check_before_writing(config, sources, share().num_processes)
     check_init_from(config)
-    check_trackers(config)
+    check_trackers(config.train.trackers)
     if not RunFolder(config.output_dir).evaluation.is_dir():
-        open_benchmarks_of(config)
+        open_benchmarks_of(config.evaluation)
 
 
 def _upscaled(config: RunConfig, log: Callable[[str], None]) -> list[str]:

@@ -92,15 +92,15 @@ def train(
     process_state()  # joins the process group, with our own time-out
     # Autocast is the step's, by the config alone, whatever the launcher was told.
     accelerator = Accelerator(mixed_precision="no")
-    log = log if accelerator.is_main_process else _silent
+    log = log if accelerator.is_main_process else lambda _: None  # the main process alone speaks
     run_folder = RunFolder(config.output_dir)
     if resume == "auto" and run_folder.final.is_dir() and not is_longer(run_folder.final, config, accepted):
         return _finished(run_folder.final, config, accepted)
     if not run_folder.upscaled.is_dir():
         raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
     check_before_writing(config, training_sources(config), accelerator.num_processes)
-    check_trackers(config)
-    benchmarks = open_benchmarks_of(config) if config.train.eval_benchmarks_every_steps else None
+    check_trackers(config.train.trackers)
+    benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
     for skipped in benchmarks.skipped if benchmarks is not None else ():
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     with ExitStack() as held:
@@ -148,7 +148,7 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    check_base(run.metadata, run.accelerator, run.model, state)
+    check_base(run.metadata, run.model, state.step)
     with averaged(run.optimiser):
         trained = gather_trained(run.model, run.accelerator)
         if run.accelerator.is_main_process:
@@ -157,10 +157,6 @@ def _write_final(run: TrainingRun, state: TrainState) -> None:
                 save_tensors(partial / TRAINED, trained)
                 run.cost().save(partial)
     run.accelerator.wait_for_everyone()
-
-
-def _silent(line: str) -> None:
-    """Only the main process speaks."""
 
 
 def _open_run(

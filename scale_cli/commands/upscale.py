@@ -9,7 +9,7 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import known_windows
-from scale_cli.data.corpora import open_sources, replay_sources, training_sources, windows_of
+from scale_cli.data.corpora import open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -114,7 +114,7 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
     if method.variant == "adept" and method.adept.layers is None:
-        known = [windows_of(config, corpus) for corpus in open_sources(config, replay_sources(config), tokenizer)]
+        known = [windows_of(config.corpus, corpus) for corpus in open_sources(config, config.corpus.replay, tokenizer)]
         probe = known_windows(known, config.seed, method.adept.probe_windows)
         method = with_found_layers(method, placed(base), probe)
     prompts = sample_ids(of_base)

@@ -279,7 +279,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_what_the_method_needs(self) -> RunConfig:
-        if self.method.distils and not any(source.role == "replay" and source.weight for source in self.corpus.sources):
+        if self.method.distils and not any(source.weight for source in self.corpus.replay):
             raise ValueError(
                 "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
             )

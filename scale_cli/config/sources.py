@@ -249,6 +249,11 @@ class CorpusConfig(ReadingConfig):
         default=[], description="parts of the run, in order, each with weights of its own instead of the sources'"
     )
 
+    @property
+    def replay(self) -> list[CorpusSource]:
+        """The sources of what the base knows."""
+        return [source for source in self.sources if source.role == "replay"]
+
     def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
         """Return the steps at which the stages of a run end, and of each of them every source's weight."""
         if not self.stages:

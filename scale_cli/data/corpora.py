@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusSource, TextSource
+from scale_cli.config.sources import CorpusConfig, TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Windows
 from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
@@ -35,11 +35,6 @@ def every_source(config: RunConfig) -> list[TextSource]:
     return [*config.corpus.sources, *config.evaluation.perplexity]
 
 
-def replay_sources(config: RunConfig) -> list[CorpusSource]:
-    """Return every training source of what the base knows."""
-    return [source for source in config.corpus.sources if source.role == "replay"]
-
-
 def open_sources(
     config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenisedCorpus]:
@@ -60,10 +55,10 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return corpora
 
 
-def windows_of(config: RunConfig, corpus: TokenisedCorpus) -> PackedWindows:
+def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     """Return what a corpus is trained on in."""
-    length = config.corpus.sequence_length
-    if not config.corpus.isolate_documents:
+    length = config.sequence_length
+    if not config.isolate_documents:
         return PackedWindows(corpus.ids, length, corpus.learned)
     by_last = corpus.markers.bos is None
     return IsolatedWindows(corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=by_last)
@@ -78,7 +73,7 @@ def build_batches(
     """Return the batches of a whole run, each shared by some processes; `scores` choose or order a source's windows."""
     windows: list[Windows] = []
     for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
-        whole = windows_of(config, corpus)
+        whole = windows_of(config.corpus, corpus)
         windows.append(whole if of_source is None else chosen_windows(source, whole, of_source))
     return Batches(
         windows,

@@ -33,6 +33,7 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import Ledger, SourceTokens, TokenLedger
 from scale_cli.errors import PreservationError, StorageError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import is_main
 from scale_cli.storage.atomic import (
     MANIFEST,
     file_sha256,
@@ -111,7 +112,7 @@ def write_checkpoint(metadata: RunMetadata, model: MethodModel, snapshot: Snapsh
     """Write a snapshot as a checkpoint, then delete the oldest; on any thread of a process, while the model trains."""
     run, step = RunFolder(metadata.config.output_dir), snapshot.state.step
     with _beside_the_training_stream(model.device):
-        raise_for_changed_base(changed_base_tensors(model, metadata.record), step)
+        check_base(metadata, model, step)
     _remove_unfit(run.checkpoint(step))
     with new_folder(run.checkpoint(step)) as partial:
         describe_run(partial, metadata, model, snapshot.state)
@@ -134,7 +135,7 @@ def write_sharded_checkpoint(
 ) -> None:
     """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps."""
     run = RunFolder(metadata.config.output_dir)
-    check_base(metadata, accelerator, model, state)
+    check_base(metadata, model, state.step)
     tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
     if accelerator.is_main_process:
         _remove_unfit(run.checkpoint(state.step))
@@ -173,23 +174,14 @@ def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
         accelerator.wait_for_everyone()  # every file is
 
 
-def check_base(metadata: RunMetadata, accelerator: Accelerator, model: MethodModel, state: TrainState) -> None:
+def check_base(metadata: RunMetadata, model: MethodModel, step: int) -> None:
     """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
-    changed: list[str] = []
-    if metadata.base_parts and isinstance(model, ScaleForCausalLM):
+    if not isinstance(model, ScaleForCausalLM):
+        return  # it has no such base
+    if metadata.base_parts:
         changed = changed_parts(model.base, metadata.base_parts)
-    elif accelerator.is_main_process:
-        changed = changed_base_tensors(model, metadata.record)
-    raise_for_changed_base(changed, state.step)
-
-
-def changed_base_tensors(model: MethodModel, record: BaseRecord) -> list[str]:
-    """Return the tensors of a widened model's base that are not what was recorded; other methods have no such base."""
-    return changed_tensors(model.base, record) if isinstance(model, ScaleForCausalLM) else []
-
-
-def raise_for_changed_base(changed: list[str], step: int) -> None:
-    """Raise where any tensor has changed."""
+    else:
+        changed = changed_tensors(model.base, metadata.record) if is_main() else []
     if changed:
         raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 

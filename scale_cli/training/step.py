@@ -74,10 +74,6 @@ def figures_of(steps: Sequence[TakenStep]) -> list[list[float]]:
     return figures
 
 
-def _nothing() -> None:
-    """Between two micro-batches."""
-
-
 def train_step(
     accelerator: Accelerator,
     model: nn.Module,
@@ -85,7 +81,7 @@ def train_step(
     batches: BatchSource,
     step: int,
     train: TrainConfig,
-    between_micro_batches: Callable[[], None] = _nothing,
+    between_micro_batches: Callable[[], None] = lambda: None,
 ) -> TakenStep:
     """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
 

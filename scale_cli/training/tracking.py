@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ _Place = list[int | bool]  # as JSON has it
 _NOTHING: _Place = [-1, False]
 
 
-def check_trackers(config: RunConfig) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that are not installed, before anything is written."""
-    for name in config.train.trackers:
+    for name in names:
         require(name, f"train.trackers {name}")
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.schema import ModelConfig, RouterConfig, RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.corpora import cache_dir, replay_sources
+from scale_cli.data.corpora import cache_dir
 from scale_cli.data.documents import check_source
 from scale_cli.data.tokens import DocumentMarkers, content_name
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
@@ -98,7 +98,7 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
     base = any_base_without_weights(config.model)
     vocab_size = base.config.vocab_size
     check_context(config, base.config)
-    check_processes(config, num_processes)
+    check_processes(config.train, num_processes)
     with torch.device("meta"):
         build_model(base, config.method, config.seed)
     tokenizer = load_tokenizer(config.model)
@@ -121,7 +121,7 @@ def text_to_find_in(config: RunConfig) -> list[str]:
     method = config.method
     read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
     if method.variant == "adept" and method.adept.layers is None:
-        read += [source for source in replay_sources(config) if source not in read]
+        read += [source for source in config.corpus.replay if source not in read]
     if not read:
         return []
     tokenizer = load_tokenizer(config.model)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from scale_cli.config.schema import CollaborationConfig, MethodConfig, RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.upscale.vocabulary import NewPieces
@@ -94,9 +95,8 @@ def context_warnings(config: RunConfig, base_config: Any) -> list[str]:
     ]
 
 
-def check_processes(config: RunConfig, num_processes: int) -> None:
+def check_processes(sizes: TrainConfig, num_processes: int) -> None:
     """Refuse a batch that does not divide among the processes."""
-    sizes = config.train
     at_once = sizes.sequences_at_once(num_processes)
     if sizes.global_batch_size % (at_once * num_processes):
         share, rest = divmod(sizes.global_batch_size, num_processes)

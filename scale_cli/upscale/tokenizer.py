@@ -16,7 +16,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.vocabulary import Script, VocabularyConfig
-from scale_cli.data.corpora import cache_dir, replay_sources
+from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.storage.atomic import is_whole, read_json
@@ -205,7 +205,7 @@ def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: Pr
     vocabulary = config.method.vocabulary
     assert vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
-    kept += replay_sources(config)
+    kept += config.corpus.replay
     return check_extension(
         base.backend_tokenizer,
         grown.backend_tokenizer,

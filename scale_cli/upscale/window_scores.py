@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.config.sources import CorpusConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
@@ -36,8 +37,8 @@ def scores_of(
         if source.judge is None:
             scores.append(None)
             continue
-        windows = windows_of(config, corpus)
-        folder = cache_dir(config) / _name(config, corpus, source.judge, record)
+        windows = windows_of(config.corpus, corpus)
+        folder = cache_dir(config) / _name(config.corpus, corpus, source.judge, record)
         if not (folder / MANIFEST).is_file():
             by_ngram = source.judge == "ngram"
             made = ngram_scores(windows, vocab_size) if by_ngram else base_losses(windows, config.model)
@@ -48,12 +49,12 @@ def scores_of(
     return scores
 
 
-def _name(config: RunConfig, corpus: TokenisedCorpus, judge: str, record: BaseRecord) -> str:
+def _name(config: CorpusConfig, corpus: TokenisedCorpus, judge: str, record: BaseRecord) -> str:
     described = {
         "format": _FORMAT_VERSION,
         "text": corpus.folder.name,
-        "sequence_length": config.corpus.sequence_length,
-        "isolate_documents": config.corpus.isolate_documents,
+        "sequence_length": config.sequence_length,
+        "isolate_documents": config.isolate_documents,
         "base": record.content_sha256 if judge == "base_loss" else None,
     }
     return f"{corpus.folder.name}.{judge}-{json_sha256(described)[:12]}"

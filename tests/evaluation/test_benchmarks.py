@@ -135,7 +135,7 @@ def test_the_untrained_model_on_blimp_is_the_base_model_on_blimp(shared_data: Pa
     blimp = {"name": "blimp", "path": str(shared_data / "eval-blimp" / "BLiMP.zip"), "language": "en", "limit": 10}
     config = configured(shared_data, tmp_path, [blimp | {"delimiter": ""}])  # the evidence had no space before it
     model = widen(real_base(shared_data, "ckpt-stories260K"), "route")
-    opened = open_benchmarks_of(config)
+    opened = open_benchmarks_of(config.evaluation)
     assert opened is not None
     (result,) = opened.measure(model, load_tokenizer(config.model), config).results
     assert result.num_items == 670

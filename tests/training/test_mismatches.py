@@ -227,5 +227,5 @@ def test_processes_among_which_a_batch_does_not_divide_are_told_what_would(
     make: Make, num_processes: int, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_processes(make(), num_processes)
+        check_processes(make().train, num_processes)
     assert remedy in str(caught.value)

@@ -189,4 +189,4 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"^train.trackers {name}: needs {name}: pip install {how}$"):
-        check_trackers(make_config("run", f"train.trackers=[{name}]"))
+        check_trackers([name])
