@@ -149,7 +149,7 @@ def test_two_training_steps_of_every_method(device: torch.device, variant: Any, 
             wrapped = accelerator.prepare(for_training(nn.Module.to(model, where), train)).train()
             optimiser, batches, results = build_optimiser(wrapped, train), small_batches(), []
             for index in range(2):
-                results.append(train_step(accelerator, wrapped, optimiser, batches, index, train).result())
+                results.append(train_step(accelerator, wrapped, optimiser, batches.of_step(index), train).result())
                 saved = {name: moment.cpu() for name, moment in optimiser_tensors(optimiser, wrapped).items()}
                 load_optimiser_tensors(optimiser, wrapped, saved)
         return results

@@ -8,10 +8,9 @@ conversations, every one that is learned. The last window is padded, and its pad
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -186,16 +185,6 @@ class StepBatches:
     num_targets: tuple[int, ...]  # of the global batch, over all processes, by source
 
 
-class BatchSource(Protocol):
-    """Whatever gives the batches of a step: `Batches`, or the same made ahead."""
-
-    def num_targets(self, step: int) -> tuple[int, ...]:
-        """Return the targets in a step's global batch, over all processes, by source."""
-
-    def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterable[MicroBatch]:
-        """Return the micro-batches of one process in one step."""
-
-
 def _drawn(draws: npt.NDArray[np.float64], weights: Sequence[float]) -> npt.NDArray[np.int64]:
     """Return the source that every draw from [0, 1) falls on."""
     bounds = np.cumsum(weights) / np.sum(weights)
@@ -279,10 +268,13 @@ class Batches:
             targets[source] += int(self.sources[source].num_targets[window])
         return tuple(targets)
 
+    def of_step(self, step: int, rank: int = 0, num_processes: int = 1) -> StepBatches:
+        """Return what one process takes in one step."""
+        return StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step))
+
     def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
         """Yield what one process takes, step by step, from a step to the last."""
-        for step in range(first, self.num_steps):
-            yield StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step))
+        return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""

@@ -12,7 +12,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from scale_cli.data.batches import Batches, MicroBatch, StepBatches
+from scale_cli.data.batches import Batches, StepBatches
 
 _STEPS_AHEAD = 2
 
@@ -58,32 +58,15 @@ class Prefetched(Generic[Item]):
         return item
 
 
-class BatchesAhead(Prefetched[StepBatches]):
-    """The batches of one process, asked for step by step in order as `Batches` is; the next are made meanwhile.
+def batches_ahead(
+    batches: Batches, first: int, rank: int, num_processes: int, device: torch.device
+) -> Prefetched[StepBatches]:
+    """Return what one process takes, step by step from a step on, the next made meanwhile.
 
     For a GPU they are made in memory that it copies from by itself.
     """
-
-    def __init__(self, batches: Batches, first: int, rank: int, num_processes: int, device: torch.device) -> None:
-        self._place = (rank, num_processes)
-        self._current: StepBatches | None = None
-        steps = batches.from_step(first, rank, num_processes)
-        super().__init__(map(_pinned, steps) if device.type == "cuda" else steps, _STEPS_AHEAD)
-
-    def _at(self, step: int) -> StepBatches:
-        if self._current is None or self._current.step != step:
-            self._current = next(self)
-        assert self._current.step == step, "steps come in order"
-        return self._current
-
-    def num_targets(self, step: int) -> tuple[int, ...]:
-        """Return the targets in a step's global batch, over all processes, by source."""
-        return self._at(step).num_targets
-
-    def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> list[MicroBatch]:
-        """Return the micro-batches of this process in one step."""
-        assert (rank, num_processes) == self._place, "made for another process"
-        return self._at(step).micro_batches
+    steps = batches.from_step(first, rank, num_processes)
+    return Prefetched(map(_pinned, steps) if device.type == "cuda" else steps, _STEPS_AHEAD)
 
 
 def _pinned(step: StepBatches) -> StepBatches:

@@ -87,11 +87,11 @@ def training_steps(
     optimiser = build_optimiser(model, train, start, by_tensor=tensor_rates is not None)
     yield 0
     with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
-        for step in steps:
+        for step, batch in zip(steps, batches.from_step(0), strict=True):
             wrapped.train()
             if tensor_rates is not None and tensor_rates.are_due(step):
                 set_tensor_rates(optimiser, tensor_rates.measured(accelerator, optimiser))
-            result = train_step(accelerator, wrapped, optimiser, batches, step, train).result()
+            result = train_step(accelerator, wrapped, optimiser, batch, train).result()
             steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
             yield step + 1
 

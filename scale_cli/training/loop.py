@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.batches import Batches
-from scale_cli.data.prefetch import BatchesAhead
+from scale_cli.data.batches import Batches, StepBatches
+from scale_cli.data.prefetch import Prefetched, batches_ahead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.device import device_name, peak_memory_bytes
@@ -100,7 +100,7 @@ def run_loop(run: TrainingRun) -> None:
     run.wrapped.train()
     accelerator, max_hours = run.accelerator, run.config.train.max_hours
     processes = accelerator.process_index, accelerator.num_processes
-    ahead = BatchesAhead(run.batches, run.state.step, *processes, accelerator.device)
+    ahead = batches_ahead(run.batches, run.state.step, *processes, accelerator.device)
     saver = Saver(run.metadata, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
     alone = accelerator.num_processes == 1
     with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
@@ -118,7 +118,7 @@ class _Loop:
     """
 
     run: TrainingRun  # whose position is that of the last step of which it is known what it came to
-    batches: BatchesAhead
+    batches: Prefetched[StepBatches]  # of this process, from that position on
     stop: StopRequest  # what has asked this process to stop
     saver: Saver  # of checkpoints
     bar: Any  # of progress
@@ -177,7 +177,7 @@ class _Loop:
             set_tensor_rates(run.optimiser, run.state.tensor_rates)
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
         with self._measured_streams(step + 1) as ratios, self._measured_update(step + 1) as norms:
-            taken = train_step(run.accelerator, run.wrapped, run.optimiser, self.batches, step, run.config.train, look)
+            taken = train_step(run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train, look)
         if ratios and isinstance(run.model, ScaleForCausalLM):
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
         if norms:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import BatchSource, MicroBatch
+from scale_cli.data.batches import MicroBatch, StepBatches
 from scale_cli.errors import NonFiniteError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.anchors import decay_to_start, lookahead, project_osf_factors
@@ -78,8 +78,7 @@ def train_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
-    batches: BatchSource,
-    step: int,
+    batch: StepBatches,
     train: TrainConfig,
     between_micro_batches: Callable[[], None] = lambda: None,
 ) -> TakenStep:
@@ -92,32 +91,30 @@ def train_step(
         accelerator: processes and devices.
         model: as Accelerate runs it, or sharded; its output has a loss.
         optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
-        batches: of the whole run.
-        step: counted from 0.
+        batch: this process's part of it.
         train: learning rate, clipping, precision, lookahead, average.
         between_micro_batches: what it raises ends the step before anything is updated.
     """
-    num_targets = batches.num_targets(step)
+    step, num_targets, micro_batches = batch.step, batch.num_targets, batch.micro_batches
     num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
-    micro_batches = list(batches.micro_batches(step, accelerator.process_index, accelerator.num_processes))
     sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
     # The whole loss, then each source's.
     sums = torch.zeros(1 + sums_by_source * len(num_targets), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
-        batch = micro_batch.to(accelerator.device)
-        losses_BT = torch.zeros(batch.targets.shape, device=accelerator.device) if sums_by_source else None
+        here = micro_batch.to(accelerator.device)
+        losses_BT = torch.zeros(here.targets.shape, device=accelerator.device) if sums_by_source else None
         if index:
             between_micro_batches()
         last = index == len(micro_batches) - 1
         # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
         with nullcontext() if last else accelerator.no_sync(model):
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
-                share = loss_share(model, batch, accelerator.device, num_tokens, losses_BT)
+                share = loss_share(model, here, accelerator.device, num_tokens, losses_BT)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
         sums[0] += share.detach()
         if losses_BT is not None:
-            sums[1:] += _by_source(losses_BT.sum(dim=1), batch.sources, len(num_targets))
+            sums[1:] += _by_source(losses_BT.sum(dim=1), here.sources, len(num_targets))
     sums = accelerator.reduce(sums, reduction="sum")
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))

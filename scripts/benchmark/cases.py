@@ -102,7 +102,7 @@ def ours(
 
     def step(index: int) -> float:
         clock.start()
-        loss = train_step(accelerator, wrapped, optimiser, batches, index, train).result().loss
+        loss = train_step(accelerator, wrapped, optimiser, batches.of_step(index), train).result().loss
         clock.mark("optimiser")
         return loss
 

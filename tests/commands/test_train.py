@@ -40,9 +40,9 @@ def metrics(run: RunFolder) -> list[dict[str, object]]:
 def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     """Send ourselves a signal from inside a step, as a scheduler would."""
 
-    def step_then_signal(*args: object, **kwargs: object) -> TakenStep:
-        result = train_step(*args, **kwargs)  # type: ignore[arg-type]
-        if args[4] == step - 1:
+    def step_then_signal(*args: Any, **kwargs: Any) -> TakenStep:
+        result = train_step(*args, **kwargs)
+        if args[3].step == step - 1:
             os.kill(os.getpid(), number)
         return result
 
@@ -168,10 +168,10 @@ def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
     class Killed(BaseException):
         """Stands for SIGKILL: nothing of ours handles it."""
 
-    def step_until_killed(*args: object, **kwargs: object) -> TakenStep:
-        if args[4] == 5:
+    def step_until_killed(*args: Any, **kwargs: Any) -> TakenStep:
+        if args[3].step == 5:
             raise Killed
-        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+        return train_step(*args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", step_until_killed)
     with pytest.raises(Killed):

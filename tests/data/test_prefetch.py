@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.data.batches import Batches, PackedWindows, StepBatches
-from scale_cli.data.prefetch import BatchesAhead, Prefetched
+from scale_cli.data.prefetch import Prefetched, batches_ahead
 
 
 def threads() -> list[threading.Thread]:
@@ -107,11 +107,10 @@ def test_the_batches_of_the_steps_are_exactly_those_of_each_step(first: int, ran
 
 def test_asked_step_by_step_it_answers_as_the_batches_do() -> None:
     batches = some_batches(20)
-    with BatchesAhead(batches, 5, 1, 2, torch.device("cpu")) as ahead:
-        for step in range(5, 20):
-            assert ahead.num_targets(step) == batches.num_targets(step)
-            found, expected = ahead.micro_batches(step, 1, 2), list(batches.micro_batches(step, 1, 2))
-            for micro_batch, same in zip(found, expected, strict=True):
+    with batches_ahead(batches, 5, 1, 2, torch.device("cpu")) as ahead:
+        for found, expected in zip(ahead, batches.from_step(5, 1, 2), strict=True):
+            assert (found.step, found.num_targets) == (expected.step, expected.num_targets)
+            for micro_batch, same in zip(found.micro_batches, expected.micro_batches, strict=True):
                 assert torch.equal(micro_batch.input_ids, same.input_ids)
     assert not threads()
 
@@ -125,9 +124,9 @@ def test_for_a_gpu_the_thread_that_makes_them_pins_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     batches = some_batches(3)
-    with BatchesAhead(batches, 0, 0, 1, torch.device("cuda")) as ahead:
-        for step in range(3):
-            for micro_batch, same in zip(ahead.micro_batches(step), batches.micro_batches(step), strict=True):
+    with batches_ahead(batches, 0, 0, 1, torch.device("cuda")) as ahead:
+        for step, found in enumerate(ahead):
+            for micro_batch, same in zip(found.micro_batches, batches.micro_batches(step), strict=True):
                 assert torch.equal(micro_batch.input_ids, same.input_ids)
                 assert micro_batch.distillation == same.distillation
     assert len(pinned_by) == 3 * 4 * 3

@@ -76,7 +76,7 @@ def test_what_decays_to_the_base_is_the_base_and_a_difference_that_decays_to_zer
     differences = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in start.items()}
     adamw = torch.optim.AdamW(differences.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=20.0)
     for step in range(3):
-        train_step(Accelerator(cpu=True), model, optimiser, batches_of(4), step, train)
+        train_step(Accelerator(cpu=True), model, optimiser, batches_of(4).of_step(step), train)
         for name, parameter in trained.items():
             parameter.data.copy_(start[name] + differences[name].detach())
         for batch in batches_of(4).micro_batches(step):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,13 +34,13 @@ def said_nothing(line: str) -> None:
 def break_gradient_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Poison a gradient in the backward pass of some steps (counted from 1), as an overflow would."""
 
-    def step_with_poison(*args: object, **kwargs: object) -> TakenStep:
-        model, step = args[1], args[4]
+    def step_with_poison(*args: Any, **kwargs: Any) -> TakenStep:
+        model, step = args[1], args[3].step
         assert isinstance(model, torch.nn.Module)
         poisoned = [p for p in model.parameters() if p.requires_grad][:1] if step in {s - 1 for s in steps} else []
         hooks = [p.register_hook(lambda gradient: gradient * torch.nan) for p in poisoned]
         try:
-            return train_step(*args, **kwargs)  # type: ignore[arg-type]
+            return train_step(*args, **kwargs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -182,9 +183,9 @@ def test_the_warning_of_a_leap_names_its_batch_and_says_what_to_do(
     config = make_config("run")
     upscale(config)
 
-    def leaping(*args: object, **kwargs: object) -> TakenStep:
-        taken = train_step(*args, **kwargs)  # type: ignore[arg-type]
-        return dataclasses.replace(taken, figures=10 * taken.figures) if args[4] == 7 else taken
+    def leaping(*args: Any, **kwargs: Any) -> TakenStep:
+        taken = train_step(*args, **kwargs)
+        return dataclasses.replace(taken, figures=10 * taken.figures) if args[3].step == 7 else taken
 
     monkeypatch.setattr(loop, "train_step", leaping)
     train(config, None, said_nothing)

@@ -59,7 +59,7 @@ def test_a_frozen_bfloat16_base_is_never_copied_and_what_trains_is_held_in_float
     wrapped = for_training(model.train(), train)
     with CopiesOf(frozen) as copies:
         for step in range(2):
-            train_step(accelerator, wrapped, optimiser, batches, step, train)
+            train_step(accelerator, wrapped, optimiser, batches.of_step(step), train)
     assert copies.made == []
     assert {weight.dtype for weight in frozen} == {torch.bfloat16}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -36,7 +36,7 @@ def before_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], 
     """Call something with the number of steps done and the model, before every step."""
 
     def step(*args: Any, **kwargs: Any) -> TakenStep:
-        act(args[4], args[1])
+        act(args[3].step, args[1])
         return train_step(*args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", step)

@@ -52,7 +52,9 @@ def settings(lr: float, max_grad_norm: float = 1e9) -> TrainConfig:
 
 def step(model: torch.nn.Module, batches: Batches, index: int = 0, lr: float = 1e-2) -> StepResult:
     train = settings(lr=lr)
-    return train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches, index, train).result()
+    return train_step(
+        Accelerator(cpu=True), model, build_optimiser(model, train), batches.of_step(index), train
+    ).result()
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
@@ -170,7 +172,7 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name, **anchors})
     wrapped, optimiser = for_training(model, train), build_optimiser(model, train, start_to_decay_to(model, train))
     trained = trainable_parameters(model)
-    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 0, train).result()
+    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train).result()
 
     def state() -> dict[str, torch.Tensor]:
         return {name: t.detach().clone() for name, t in (trained | optimiser_tensors(optimiser, model)).items()}
@@ -183,10 +185,10 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__float__"):
             patch.setattr(torch.Tensor, name, read)
-        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 1, train)
+        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train)
         between = state()
         poison.remove()
-        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4), 2, train)
+        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train)
     assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
     with pytest.raises(NonFiniteError, match="step 2: "):
         bad.result()
@@ -197,7 +199,7 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
 def test_clipping_bounds_what_reaches_the_optimiser(model: LlamaForCausalLM) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1.0, 0.01)).result()
+    result = train_step(Accelerator(cpu=True), model, optimiser, batches_of(8).of_step(0), settings(1.0, 0.01)).result()
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.01
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
@@ -208,14 +210,14 @@ def test_optimiser_state_survives_a_round_trip_and_covers_only_what_trains(
 ) -> None:
     model.model.requires_grad_(False)
     optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8), 0, settings(1e-2, 1.0))
+    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8).of_step(0), settings(1e-2, 1.0))
     tensors = optimiser_tensors(optimiser, model)
     assert {name.split(".", 1)[1] for name in tensors} == {"lm_head.weight"}
     other = copy.deepcopy(model)
     restored = build_optimiser(other, TrainConfig(max_steps=1))
     load_optimiser_tensors(restored, other, {name: tensor.clone() for name, tensor in tensors.items()})
     for subject, optim in ((model, optimiser), (other, restored)):
-        train_step(Accelerator(cpu=True), subject, optim, batches_of(8), 1, settings(1e-2, 1.0))
+        train_step(Accelerator(cpu=True), subject, optim, batches_of(8).of_step(1), settings(1e-2, 1.0))
     assert torch.equal(model.lm_head.weight, other.lm_head.weight)
 
 

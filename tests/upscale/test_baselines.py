@@ -78,7 +78,7 @@ def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has
     train = TrainConfig.model_validate({"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser})
     steps = build_optimiser(model, train)
     for step in range(3):
-        train_step(Accelerator(cpu=True), model, steps, batches_of(4), step, train).result()
+        train_step(Accelerator(cpu=True), model, steps, batches_of(4).of_step(step), train).result()
     moved = set()
     for name, tensor in plain_model(model, "float32").state_dict().items():
         if change := float((difference := tensor.double() - before[name]).norm()):
@@ -99,7 +99,7 @@ def test_a_plain_step_of_osf_is_pefts_own() -> None:
     by_hand = torch.optim.SGD(trainable_parameters(theirs).values(), lr=0.1)
     optimiser = torch.optim.SGD(groups, lr=0.1, fused=True)
     for step in range(2):
-        train_step(Accelerator(cpu=True), ours, optimiser, batches_of(8), step, train)
+        train_step(Accelerator(cpu=True), ours, optimiser, batches_of(8).of_step(step), train)
         (batch,) = batches_of(8).micro_batches(step)
         num_tokens = sum(batches_of(8).num_targets(step))
         labels = {"labels": batch.targets, "shift_labels": batch.targets}

@@ -53,7 +53,8 @@ def losses(model: MethodModel, num_steps: int = 2, **settings: Any) -> list[floa
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(model, train), some_batches()
     wrapped = for_training(model, train)
     return [
-        train_step(accelerator, wrapped, optimiser, batches, step, train).result().loss for step in range(num_steps)
+        train_step(accelerator, wrapped, optimiser, batches.of_step(step), train).result().loss
+        for step in range(num_steps)
     ]
 
 
@@ -62,7 +63,9 @@ def test_a_baseline_learns_as_it_does_with_transformers_own_loss(name: str) -> N
     ours, theirs = start(name), start(name)
     train = TrainConfig(max_steps=8, lr=1e-2, schedule="constant")
     accelerator, optimiser, batches = Accelerator(cpu=True), build_optimiser(theirs, train), some_batches()
-    expected = [train_step(accelerator, theirs, optimiser, batches, step, train).result().loss for step in range(2)]
+    expected = [
+        train_step(accelerator, theirs, optimiser, batches.of_step(step), train).result().loss for step in range(2)
+    ]
     assert losses(ours) == pytest.approx(expected, rel=1e-4)
 
 
