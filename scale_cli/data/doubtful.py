@@ -64,7 +64,8 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
         return []
     return [
         f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
-        "teach little but themselves: give more text, a lower weight, or fewer train.max_steps"
+        "teach little but themselves: give more text, a lower weight, fewer train.max_steps, or many times the "
+        "train.weight_decay"
     ]
 
 
