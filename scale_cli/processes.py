@@ -156,20 +156,28 @@ def shared_out(
     """
     mine: list[Tensor] = []
     for batch in batches[share.index :: share.num_processes]:
-        mine += (tensor.cpu().clone() for tensor in compute(batch))  # a part of a batch would keep, and send, the whole
+        mine += compute(batch)
         done(share.num_processes * len(batch))
     shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
     items = [item for of_one in shares for batch in of_one for item in batch]
-    return list(zip(items, gathered(mine, share), strict=True))
+    if not items:
+        return []
+    import torch
+
+    # Off the device, and to the others, in one piece; a process may have had no batch.
+    held = (torch.cat(mine).cpu(), [len(tensor) for tensor in mine]) if mine else None
+    tensors = [tensor for one in gathered(held, share) if one is not None for tensor in one[0].split(one[1])]
+    return list(zip(items, tensors, strict=True))
 
 
-def gathered(mine: list[Tensor], share: Share) -> list[Tensor]:
+def gathered(held: Result, share: Share) -> list[Result]:
     """Return what all processes hold, in their order, to each of them."""
     if share.num_processes == 1:
-        return mine
+        return [held]
     from accelerate.utils import gather_object
 
-    return gather_object(mine)
+    everyone: list[Result] = gather_object([held])
+    return everyone
 
 
 def leave() -> None:

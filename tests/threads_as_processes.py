@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-from torch import Tensor
 
 from scale_cli import processes
 from scale_cli.processes import Share
@@ -18,15 +17,15 @@ Result = TypeVar("Result")
 
 def in_processes(monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Share], Result]) -> list[Result]:
     """Return what `work` returns for every share, all of them at work together."""
-    held: dict[int, list[Tensor]] = {}
+    held: dict[int, Any] = {}
     meeting = Barrier(count, timeout=60)
 
-    def gathered(mine: list[Tensor], share: Share) -> list[Tensor]:
+    def gathered(mine: Any, share: Share) -> list[Any]:
         if share.num_processes == 1:
-            return mine
+            return [mine]
         held[share.index] = mine
         meeting.wait()
-        everyone = [tensor for place in range(count) for tensor in held[place]]
+        everyone = [held[place] for place in range(count)]
         meeting.wait()
         return everyone
 
