@@ -137,7 +137,8 @@ def small_batches() -> Batches:
     ("variant", "precision"), [*((variant, "no") for variant in VARIANTS), ("route", "bf16"), ("full", "bf16")]
 )
 def test_two_training_steps_of_every_method(device: torch.device, variant: Any, precision: Any) -> None:
-    train = TrainConfig(max_steps=2, lr=1e-4, schedule="constant", mixed_precision=precision)
+    settings: dict[str, Any] = {"lr": 1e-4, "schedule": "constant", "embedding_norm": "bounded"}
+    train = TrainConfig(max_steps=2, mixed_precision=precision, **settings)
 
     def steps(where: torch.device) -> list[StepResult]:
         torch.manual_seed(0)

@@ -287,6 +287,10 @@ class RunConfig(Section):
             raise ValueError(f"method.variant: {self.method.variant} trains unsharded only; set train.sharding to none")
         if self.train.decay_to_base and not self.method.trains_base_weights:
             raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
+        if self.train.embedding_norm == "bounded" and not self.method.widens:
+            raise ValueError(f"train.embedding_norm: {self.method.variant} has no E', which alone can be bounded")
+        if self.train.embedding_norm == "bounded" and self.method.expansion.embedding_scale is None:
+            raise ValueError("train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'")
         variant, phase = self.method.variant, self.method.elo.phase
         if variant == "adept" and all(source.role == "new" for source in self.corpus.sources):
             raise ValueError(

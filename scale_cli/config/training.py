@@ -114,6 +114,10 @@ class TrainConfig(Section):
     weight_decay: Accepted[float] = Field(
         default=0.1, ge=0.0, le=100.0, description="by either optimiser; left out, 0 with osf"
     )
+    embedding_norm: Accepted[Literal["free", "bounded"]] = Field(
+        default="free",
+        description="rms of E' of every token; bounded: at most what it starts with, which long runs learn more by",
+    )
     decay_to_base: Accepted[bool] = Field(
         default=False,
         description="weight_decay draws what trains to the base's weights instead of 0, embeddings and gains too",

@@ -1,4 +1,4 @@
-"""Keeping weights near where they began: lookahead, decay to the base, and OSF, by the directions that it leaves.
+"""Keeping weights near where they began: lookahead, decay to the base, OSF (by the directions it leaves), bounds of E'.
 
 Lookahead (Zhang et al. 2019, https://arxiv.org/abs/1907.08610): every k steps theta becomes
 slow + share (theta - slow), slow being what that made of it k steps before. With replay that is MER, replay and
@@ -9,6 +9,9 @@ begins with theta - lr wd (theta - theta_0), wd being `train.weight_decay`.
 
 OSF (https://arxiv.org/abs/2504.07097) trains matrices outside their largest singular directions. PEFT projects the
 gradients, but an optimiser's update of projected gradients is not projected: so what it has made of them is, each step.
+
+Bounds of E' are ours (docs/training.md): no row of it grows beyond the rms that it started with. u is divided by rms(x)
+and never by its own, so that the rows of frequent tokens, which grow most, would be seen larger at every layer.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.training.optimiser import PROJECTED, START, trainable_parameters
+from scale_cli.training.optimiser import BOUNDED, PROJECTED, START, trainable_parameters
 from scale_cli.training.sharding import local_part
 
 SLOW = "slow"
@@ -81,3 +84,14 @@ def project_osf_factors(optimiser: torch.optim.Optimizer, finite: Tensor) -> Non
             for of_gradient in parameter._backward_hooks.values():
                 projected = of_gradient(projected)
             parameter.copy_(torch.where(finite, projected, parameter))
+
+
+@torch.no_grad()
+def bound_rows(optimiser: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Shrink every row that has grown beyond its bound to it; nothing where not finite."""
+    for group in optimiser.param_groups:
+        parameters, bound = group.get(BOUNDED, ((), None))
+        for parameter in parameters:
+            rows = local_part(parameter.detach())  # a sharded tensor is split by rows
+            shares = (bound / rows.float().pow(2).mean(dim=-1, keepdim=True).sqrt()).clamp(max=1.0)
+            rows.mul_(torch.where(finite, shares, 1.0))

@@ -19,8 +19,9 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-# Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions.
-START, PROJECTED = "start", "projected"
+# Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions; those
+# whose rows are bounded, and the rms that bounds them.
+START, PROJECTED, BOUNDED = "start", "projected", "bounded"
 # Of a group: its rate by what its one tensor matters, where a method measures that (`training/tensor_rates.py`).
 TENSOR_RATE = "tensor_rate"
 
@@ -32,10 +33,16 @@ _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     """Return the learning rates of a model's kinds of tensors, relative to `train.lr`: its start's, or the config's."""
     rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
-    if (embedding_rms := getattr(getattr(model, "config", None), "expansion_embedding_rms", None)) is not None:
+    if (embedding_rms := _embedding_rms(model)) is not None:
         rates |= {"embedding": _EMBEDDING_PER_RMS * embedding_rms, "head": _HEAD, "gains": _GAINS}
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
     return rates | given
+
+
+def _embedding_rms(model: nn.Module) -> float | None:
+    """Return the size that E' started with; None where there is none, or where `init` gave it."""
+    rms: float | None = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
+    return rms
 
 
 def build_optimiser(
@@ -65,6 +72,9 @@ def build_optimiser(
             more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
         if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
             more[PROJECTED] = projected
+        codes = [p for name, p in members.items() if name.endswith("expansion.embed_tokens.weight")]
+        if codes and train.embedding_norm == "bounded":
+            more[BOUNDED] = codes, _embedding_rms(model)
         moments = {"moments": moments_of(kind, train.optimiser)}
         return {"params": [*members.values()], "lr_multiplier": rates[kind], **more, **moments}
 

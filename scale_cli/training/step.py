@@ -16,7 +16,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import MicroBatch, StepBatches
 from scale_cli.errors import NonFiniteError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.training.anchors import decay_to_start, lookahead, project_osf_factors
+from scale_cli.training.anchors import bound_rows, decay_to_start, lookahead, project_osf_factors
 from scale_cli.training.averaging import update_average
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
@@ -145,6 +145,7 @@ def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -
     finally:
         del optimiser.found_inf
     project_osf_factors(optimiser, finite)
+    bound_rows(optimiser, finite)
 
 
 def loss_share(

@@ -64,6 +64,7 @@ OTHERWISE = (
     "corpus.sources.1.role=replay",
     "train.average={kind: ema, steps: 3}",
     "train.lookahead={every_steps: 3}",
+    "train.embedding_norm=bounded",
     "corpus.sources.1.weight=1.0",
     "corpus.stages=[{until: 0.4, weights: {petitions: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1}}]",
     "train.log_every_steps=4",

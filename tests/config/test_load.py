@@ -86,6 +86,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "cooldown_steps": None,
             "constant_lr_ratio": 0.5,
             "weight_decay": 0.1,
+            "embedding_norm": "free",
             "decay_to_base": False,
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,

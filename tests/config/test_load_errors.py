@@ -193,6 +193,18 @@ def test_what_trains_none_of_the_bases_weights_does_not_decay_to_them(variant: s
     assert f"train.decay_to_base: {variant} trains none of the base's weights" in message
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("method.variant=full", "full has no E'"),
+        ("method.expansion.embedding_scale=null", "bounded by the size that method.expansion.embedding_scale gives E'"),
+    ],
+)
+def test_an_embedding_without_a_size_of_its_own_is_not_bounded(override: str, told: str) -> None:
+    message = error_of(SMALLEST, "train.embedding_norm=bounded", override)
+    assert f"train.embedding_norm: {told}" in message
+
+
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
 
 

@@ -1,4 +1,4 @@
-"""Lookahead and decay to the base are their formulas, applied by loops of their own here."""
+"""Lookahead, decay to the base and the bound of E' are their formulas, applied by loops of their own here."""
 
 from __future__ import annotations
 
@@ -89,6 +89,33 @@ def test_what_decays_to_the_base_is_the_base_and_a_difference_that_decays_to_zer
     for name, parameter in trainable_parameters(model).items():
         torch.testing.assert_close(parameter.detach(), start[name] + differences[name].detach(), atol=2e-5, rtol=1e-4)
         assert not torch.equal(parameter, start[name])
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_bounded_rows_keep_their_direction_and_nothing_else_is_touched(optimiser: str) -> None:
+    model = start_model(tiny_llama(vocab_size=64), MethodConfig(), 0)
+    other = copy.deepcopy(model)
+    free, bounded = (train_of(optimiser=optimiser, embedding_norm=norm) for norm in ("free", "bounded"))
+    accelerator, batch = Accelerator(cpu=True), batches_of(4).of_step(0)
+    train_step(accelerator, model, build_optimiser(model, free), batch, free)
+    train_step(accelerator, other, build_optimiser(other, bounded), batch, bounded)
+    bound = model.config.expansion_embedding_rms
+    for name, parameter in trainable_parameters(other).items():
+        expected = trainable_parameters(model)[name].detach()
+        if name == "expansion.embed_tokens.weight":
+            rms = expected.square().mean(dim=1).sqrt()
+            assert rms.max() > bound > rms.min()
+            expected = torch.where(rms[:, None] > bound, expected * (bound / rms)[:, None], expected)
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
+    model, train = start_model(tiny_llama(vocab_size=64), MethodConfig(), 0), train_of(embedding_norm="bounded")
+    model.expansion.norm.weight.data.fill_(torch.nan)
+    before = model.expansion.embed_tokens.weight.detach().clone()
+    assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
+    train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches_of(4).of_step(0), train)
+    assert torch.equal(model.expansion.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize(

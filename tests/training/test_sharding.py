@@ -136,7 +136,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     chooses = ("train.eval_every_steps=1", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
     branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3", *chooses)
     add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all")
-    average = ("train.average={kind: ema, steps: 3}", evaluated)
+    average = ("train.average={kind: ema, steps: 3}", "train.embedding_norm=bounded", evaluated)
     train(add("average-one", *average), None, print)
     add("average-two", *average, "train.micro_batch_size=2", "train.sharding=all")
     train(add("muon-one", "train.optimiser=muon"), None, print)
