@@ -221,7 +221,7 @@ def _learning(
         if method.variant == "adept":
             probe = known_windows([SequenceWindows(known)], config.seed, method.adept.probe_windows)
             method = with_found_layers(method, plain, probe) if method.adept.layers is None else method
-        model = start_model(plain, method, config.seed)
+        model = start_model(plain, method, config.seed, tokenizer=curriculum.tokenizer)
         start = start_to_decay_to(model, train)
         if before is not None:
             model.load_state_dict(before.state_dict())

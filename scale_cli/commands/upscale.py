@@ -119,7 +119,7 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         method = with_found_layers(method, placed(base), probe)
     prompts = sample_ids(of_base)
     base_logits = own_logits(placed(base), prompts)
-    model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer)))
+    model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer), tokenizer))
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
     merged = plain_model(model, "float32") if method.variant == "osf" else model
     check_preservation(merged, prompts, base_logits)

@@ -80,6 +80,16 @@ class ExpansionConfig(Section):
         le=1e3,
         description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
     )
+    codes: Literal["random", "spelled"] = Field(
+        default="random",
+        description="what E' of such a size starts as: each token's own numbers, or in part those of its letters",
+    )
+
+    @model_validator(mode="after")
+    def _codes_have_a_size(self) -> ExpansionConfig:
+        if self.codes == "spelled" and self.embedding_scale is None:
+            raise ValueError("codes: spelled ones have the size that embedding_scale gives them; it is null")
+        return self
 
 
 class CollaborationConfig(Section):

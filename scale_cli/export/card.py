@@ -183,12 +183,14 @@ def _training(stage: _Stage) -> dict[str, str]:
         trained += "; " + kinds[train.average.kind].format(train.averaged_steps)
     if (ahead := train.lookahead) is not None:
         trained += f"; every {ahead.every_steps:,} steps back to {ahead.share:g} of the way since"
+    bounded = ", rows of E' bounded" if train.embedding_norm == "bounded" else ""
     return {
         "method": _method(config),
         "trained": trained,
         "optimiser": f"{_OPTIMISERS[train.optimiser]}, lr {train.lr:g} "
         f"({train.schedule}, {train.warmup_steps:,} steps of warm-up), "
-        f"weight decay {train.weight_decay:g}{' to the base' if train.decay_to_base else ''}, seed {config.seed}",
+        f"weight decay {train.weight_decay:g}{' to the base' if train.decay_to_base else ''}"
+        f"{bounded}, seed {config.seed}",
     }
 
 

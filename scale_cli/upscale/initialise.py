@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from scale_cli.config.schema import Start
 from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.codes import spelled_codes
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 
 # Tokens that the base reads for the sizes of its stream to be measured.
@@ -21,7 +23,11 @@ _NUM_MEASURED = 256
 
 @torch.no_grad()
 def initialise_expansion(
-    model: ScaleForCausalLM, start: Start, seed: int, embedding_scale: float | None = None
+    model: ScaleForCausalLM,
+    start: Start,
+    seed: int,
+    embedding_scale: float | None = None,
+    texts: Sequence[str] | None = None,
 ) -> None:
     """Fill every added block; the base is only read.
 
@@ -42,7 +48,7 @@ def initialise_expansion(
     With an `embedding_scale`, E' is random codes as large as the stream that it has to be seen beside, and the gains
     bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
 
-    | E'    | token -> u            | N(0, e^2), e = embedding_scale x rms(x) before the base's last norm |
+    | E'    | token -> u            | N(0, e^2), or spelled; e = embedding_scale x rms(x) before the base's last norm |
     | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
 
     Args:
@@ -50,6 +56,7 @@ def initialise_expansion(
         start: of W21, and of E' where no scale is given.
         seed: of what is drawn.
         embedding_scale: rms(E') relative to rms(x) before the last norm.
+        texts: of every token, where the codes are spelled (`upscale/codes.py`).
 
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
@@ -75,7 +82,10 @@ def initialise_expansion(
                 f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
                 "proportion to that; method.expansion.embedding_scale=null starts without"
             )
-        codes.copy_(_normal(codes.shape, embedding_rms, generator))
+        if texts is None:
+            codes.copy_(_normal(codes.shape, embedding_rms, generator))
+        else:
+            codes.copy_(spelled_codes(texts, codes.shape[1], generator) * embedding_rms)
         for name, module in expansion.named_modules():
             if isinstance(module, ExpansionNorm):
                 module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))

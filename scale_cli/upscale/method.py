@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
 from scale_cli.errors import ConfigError
@@ -14,6 +14,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
+from scale_cli.upscale.codes import texts_of_tokens
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import initialise_expansion, random_ids
 from scale_cli.upscale.sizes import plan_expansion
@@ -23,8 +24,22 @@ from scale_cli.upscale.vocabulary import NewPieces, beside_new_tokens, grow_plai
 Kind = Literal["embedding", "head", "gains", "matrix"]
 
 
-def start_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
-    """Return what a method makes of a base before any training; `base` becomes a part of it."""
+def start_model(
+    base: PreTrainedModel,
+    method: MethodConfig,
+    seed: int,
+    new: NewPieces | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> MethodModel:
+    """Return what a method makes of a base before any training; `base` becomes a part of it.
+
+    Args:
+        base: a plain or a widened model.
+        method: what is made of it.
+        seed: of what is drawn.
+        new: tokens that are added.
+        tokenizer: the run's; without one no code of E' is spelled.
+    """
     if method.vocabulary is not None and new is None:
         raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
     ids, num_old = random_ids(base, seed), base.config.vocab_size
@@ -32,7 +47,11 @@ def start_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: New
     if new is not None:
         start_new_head(_new_rows(model, num_old), base, new.first, ids)
     if isinstance(model, ScaleForCausalLM):
-        initialise_expansion(model, method.expansion.init, seed, method.expansion.embedding_scale)
+        start, texts = method.expansion, None
+        if start.codes == "spelled":
+            assert tokenizer is not None
+            texts = texts_of_tokens(tokenizer, model.config.vocab_size)
+        initialise_expansion(model, start.init, seed, start.embedding_scale, texts)
     return model
 
 

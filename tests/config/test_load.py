@@ -34,6 +34,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
                 "mlp_ratio": None,
                 "init": "svd",
                 "embedding_scale": 1.4,
+                "codes": "random",
             },
             "collaboration": {"layers": None, "modules": ["attention", "mlp"]},
             "router": {"rule": "posterior", "prior": 0.5, "switch_rate": 0.0, "threshold": 0.5},

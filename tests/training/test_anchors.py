@@ -20,7 +20,7 @@ from scale_cli.training.step import train_step
 from scale_cli.upscale.method import start_model
 from tests.training.test_muon import give_gradients, methods, model_of
 from tests.training.test_step import batches_of
-from tests.widening import tiny_llama
+from tests.widening import tiny_llama, widen
 
 
 def train_of(**keys: Any) -> TrainConfig:
@@ -93,7 +93,7 @@ def test_what_decays_to_the_base_is_the_base_and_a_difference_that_decays_to_zer
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_bounded_rows_keep_their_direction_and_nothing_else_is_touched(optimiser: str) -> None:
-    model = start_model(tiny_llama(vocab_size=64), MethodConfig(), 0)
+    model = widen(tiny_llama(vocab_size=64), "route")
     other = copy.deepcopy(model)
     free, bounded = (train_of(optimiser=optimiser, embedding_norm=norm) for norm in ("free", "bounded"))
     accelerator, batch = Accelerator(cpu=True), batches_of(4).of_step(0)
@@ -110,7 +110,7 @@ def test_bounded_rows_keep_their_direction_and_nothing_else_is_touched(optimiser
 
 
 def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
-    model, train = start_model(tiny_llama(vocab_size=64), MethodConfig(), 0), train_of(embedding_norm="bounded")
+    model, train = widen(tiny_llama(vocab_size=64), "route"), train_of(embedding_norm="bounded")
     model.expansion.norm.weight.data.fill_(torch.nan)
     before = model.expansion.embed_tokens.weight.detach().clone()
     assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
