@@ -48,7 +48,7 @@ _OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
 _OF = {"lora": _OF_LORA, "freeze": ("method.freeze.num_layers=1",)}
 OF_BASELINES = {v: (f"method.variant={v}", *_OF.get(v, ())) for v in SHARDED_BASELINES}
 EVALUATED_BASELINES = ("freeze", "lora")
-GROWN = ("route", "full")
+GROWN = {"route": ("train.embedding_norm=bounded",), "full": ()}
 _OF_GROWN = "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}"
 # Without sharding four processes do what two do, and so does a checkpoint of theirs.
 IN_FOUR = ("expansion", "all")
@@ -136,7 +136,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     chooses = ("train.eval_every_steps=1", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
     branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3", *chooses)
     add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all")
-    average = ("train.average={kind: ema, steps: 3}", "train.embedding_norm=bounded", evaluated)
+    average = ("train.average={kind: ema, steps: 3}", evaluated)
     train(add("average-one", *average), None, print)
     add("average-two", *average, "train.micro_batch_size=2", "train.sharding=all")
     train(add("muon-one", "train.optimiser=muon"), None, print)
@@ -144,8 +144,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proofs, "_CODE_POINTS", range(0x500))
         patch.setattr(proofs, "_NUM_RANDOM", 200)
-        for variant in GROWN:
-            grown = (f"method.variant={variant}", "method.collaboration.layers=null", _OF_GROWN, evaluated)
+        for variant, more in GROWN.items():
+            grown = (f"method.variant={variant}", "method.collaboration.layers=null", _OF_GROWN, evaluated, *more)
             train(add(f"grown-{variant}-one", *grown), None, print)
             add(f"grown-{variant}-two", *grown, "train.micro_batch_size=2", "train.sharding=all")
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
