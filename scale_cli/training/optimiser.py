@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import StorageError
+from scale_cli.errors import ConfigError, StorageError
 from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
@@ -72,9 +72,7 @@ def build_optimiser(
             more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
         if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
             more[PROJECTED] = projected
-        codes = [p for name, p in members.items() if name.endswith("expansion.embed_tokens.weight")]
-        if codes and train.embedding_norm == "bounded":
-            more[BOUNDED] = codes, _embedding_rms(model)
+        more |= _bounds(model, members, train)
         moments = {"moments": moments_of(kind, train.optimiser)}
         return {"params": [*members.values()], "lr_multiplier": rates[kind], **more, **moments}
 
@@ -83,6 +81,16 @@ def build_optimiser(
         return _adamw([*rest, *matrices], train)
     muon = WithholdingMuon(matrices, lr=train.lr, adjust_lr_fn="match_rms_adamw")
     return MuonBesideAdamW(muon, _adamw(rest, train) if rest else None)
+
+
+def _bounds(model: nn.Module, members: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, Any]:
+    """Return what of a group is bounded, and by which rms; nothing where nothing is."""
+    codes = [p for name, p in members.items() if name.endswith("expansion.embed_tokens.weight")]
+    if not codes or train.embedding_norm == "free":
+        return {}
+    if (rms := _embedding_rms(model)) is None:
+        raise ConfigError("train.embedding_norm: E' of this run began without a size; only free goes on with it")
+    return {BOUNDED: (codes, rms)}
 
 
 def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.AdamW:

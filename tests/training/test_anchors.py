@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
+from scale_cli.errors import ConfigError
 from scale_cli.training.anchors import lookahead, start_to_decay_to
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
 from scale_cli.training.step import train_step
@@ -116,6 +117,12 @@ def test_a_step_that_is_not_finite_leaves_rows_beyond_their_bound_too() -> None:
     assert before.square().mean(dim=1).sqrt().max() > model.config.expansion_embedding_rms
     train_step(Accelerator(cpu=True), model, build_optimiser(model, train), batches_of(4).of_step(0), train)
     assert torch.equal(model.expansion.embed_tokens.weight, before)
+
+
+def test_an_embedding_that_began_before_it_had_a_size_is_not_bounded() -> None:
+    model = widen(tiny_llama(vocab_size=64), "route", embedding_scale=None)
+    with pytest.raises(ConfigError, match=r"train\.embedding_norm: E' of this run began without a size"):
+        build_optimiser(model, train_of(embedding_norm="bounded"))
 
 
 @pytest.mark.parametrize(
