@@ -75,21 +75,29 @@ def initialise_expansion(
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
     if embedding_scale is not None:
-        stream_rms = measured_stream_rms(model.root, seed)
-        embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
-        if not 0.0 < embedding_rms < math.inf:
-            raise BaseModelError(
-                f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
-                "proportion to that; method.expansion.embedding_scale=null starts without"
-            )
-        if texts is None:
-            codes.copy_(_normal(codes.shape, embedding_rms, generator))
-        else:
-            codes.copy_(spelled_codes(texts, codes.shape[1], generator) * embedding_rms)
-        for name, module in expansion.named_modules():
-            if isinstance(module, ExpansionNorm):
-                module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))
-        model.config.expansion_embedding_rms = embedding_rms
+        _start_codes(model, seed, embedding_scale, texts, generator)
+
+
+def _start_codes(
+    model: ScaleForCausalLM, seed: int, embedding_scale: float, texts: Sequence[str] | None, generator: torch.Generator
+) -> None:
+    """Fill E' with codes of its own size, and the gains that let them through at the size of one."""
+    stream_rms = measured_stream_rms(model.root, seed)
+    embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
+    if not 0.0 < embedding_rms < math.inf:
+        raise BaseModelError(
+            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
+            "proportion to that; method.expansion.embedding_scale=null starts without"
+        )
+    codes = model.expansion.embed_tokens.weight
+    if texts is None:
+        codes.copy_(_normal(codes.shape, embedding_rms, generator))
+    else:
+        codes.copy_(spelled_codes(texts, codes.shape[1], generator) * embedding_rms)
+    for name, module in model.expansion.named_modules():
+        if isinstance(module, ExpansionNorm):
+            module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))
+    model.config.expansion_embedding_rms = embedding_rms
 
 
 @torch.no_grad()
