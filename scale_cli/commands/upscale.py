@@ -9,7 +9,7 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import known_windows
-from scale_cli.data.corpora import open_sources, training_sources, windows_of
+from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -119,7 +119,9 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         method = with_found_layers(method, placed(base), probe)
     prompts = sample_ids(of_base)
     base_logits = own_logits(placed(base), prompts)
-    model = placed(start_model(base, method, config.seed, new_pieces(config, of_base, tokenizer), tokenizer))
+    counted = ids_to_count(config, tokenizer) if method.counts_text else None
+    new = new_pieces(config, of_base, tokenizer)
+    model = placed(start_model(base, method, config.seed, new, tokenizer, counted))
     # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
     merged = plain_model(model, "float32") if method.variant == "osf" else model
     check_preservation(merged, prompts, base_logits)

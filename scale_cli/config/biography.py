@@ -114,6 +114,10 @@ class ComparedMethod(Section):
             raise ValueError("distillation.weight: the benchmark learns its questions alone; leave it out")
         if method.vocabulary is not None:
             raise ValueError("vocabulary: the benchmark's tokenizer has all that is asked; leave it out")
+        if method.counts_text:
+            raise ValueError(
+                "expansion.codes: cooccurrence is counted in a run's corpus, of which the benchmark has none"
+            )
         return method
 
 

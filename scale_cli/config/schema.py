@@ -80,15 +80,16 @@ class ExpansionConfig(Section):
         le=1e3,
         description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
     )
-    codes: Literal["random", "spelled"] = Field(
+    codes: Literal["random", "spelled", "cooccurrence"] = Field(
         default="random",
-        description="what E' of such a size starts as: each token's own numbers, or in part those of its letters",
+        description="what E' of such a size starts as: each token's own numbers, in part those of its letters, or in "
+        "part what follows it in the corpus too",
     )
 
     @model_validator(mode="after")
     def _codes_have_a_size(self) -> ExpansionConfig:
-        if self.codes == "spelled" and self.embedding_scale is None:
-            raise ValueError("codes: spelled ones have the size that embedding_scale gives them; it is null")
+        if self.codes != "random" and self.embedding_scale is None:
+            raise ValueError(f"codes: {self.codes} has the size that embedding_scale gives it; that is null")
         return self
 
 
@@ -182,6 +183,11 @@ class MethodConfig(Section):
         """Whether the plain export can be served routed: its one row of numbers holds what both heads read."""
         collaborates = self.collaboration.layers not in (None, "none", [])
         return self.variant == "route" and self.router.rule == "posterior" and not collaborates
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether what its blocks start as is counted in the corpus."""
+        return self.widens and self.expansion.codes == "cooccurrence"
 
     @property
     def distils(self) -> bool:

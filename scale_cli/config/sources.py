@@ -250,6 +250,11 @@ class CorpusConfig(ReadingConfig):
     )
 
     @property
+    def new(self) -> list[CorpusSource]:
+        """The sources of what is to be learned."""
+        return [source for source in self.sources if source.role == "new"]
+
+    @property
     def replay(self) -> list[CorpusSource]:
         """The sources of what the base knows."""
         return [source for source in self.sources if source.role == "replay"]

@@ -7,17 +7,22 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusConfig, TextSource
 from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Windows
+from scale_cli.data.encoding import Ids
 from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import read_corpora
+
+# Tokens of which the neighbours are counted: they and their pairs are held in memory.
+_NUM_COUNTED = 2**24
 
 
 def cache_dir(config: RunConfig) -> Path:
@@ -53,6 +58,12 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
             with suppress(CorpusError):
                 corpora[-1] = already_tokenised(source, tokenizer, folder, config.corpus)
     return corpora
+
+
+def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """Return (N,) what stands first in every source to be learned, of each as much as there is room for."""
+    corpora = open_sources(config, config.corpus.new, tokenizer)
+    return np.concatenate([corpus.ids[: _NUM_COUNTED // len(corpora)] for corpus in corpora], dtype=np.int64)
 
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:

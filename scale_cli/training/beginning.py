@@ -102,7 +102,7 @@ def _held_to(start: Path, config: RunConfig, log: Callable[[str], None], accepte
 
 
 def _check_beginning(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Refuse a `train.init_from` that does not fit; warn where layers or tokens were found in other text than now."""
+    """Refuse a `train.init_from` that does not fit; warn where layers, tokens or codes were found in other text."""
     for warning in other_text_warnings(config):
         log(f"warning: {warning}")
     check_init_from(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ from scale_cli.config.schema import Start
 from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.codes import spelled_codes
+from scale_cli.upscale.codes import DrawCodes
 from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 
 # Tokens that the base reads for the sizes of its stream to be measured.
@@ -27,7 +26,7 @@ def initialise_expansion(
     start: Start,
     seed: int,
     embedding_scale: float | None = None,
-    texts: Sequence[str] | None = None,
+    draw_codes: DrawCodes | None = None,
 ) -> None:
     """Fill every added block; the base is only read.
 
@@ -48,7 +47,7 @@ def initialise_expansion(
     With an `embedding_scale`, E' is random codes as large as the stream that it has to be seen beside, and the gains
     bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
 
-    | E'    | token -> u            | N(0, e^2), or spelled; e = embedding_scale x rms(x) before the base's last norm |
+    | E'    | token -> u            | N(0, e^2), or codes; e = embedding_scale x rms(x) before the base's last norm |
     | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
 
     Args:
@@ -56,7 +55,7 @@ def initialise_expansion(
         start: of W21, and of E' where no scale is given.
         seed: of what is drawn.
         embedding_scale: rms(E') relative to rms(x) before the last norm.
-        texts: of every token, where the codes are spelled (`upscale/codes.py`).
+        draw_codes: what E' of that size starts as (`upscale/codes.py`); without it, as random numbers.
 
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """
@@ -75,11 +74,15 @@ def initialise_expansion(
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
     if embedding_scale is not None:
-        _start_codes(model, seed, embedding_scale, texts, generator)
+        _start_codes(model, seed, embedding_scale, draw_codes, generator)
 
 
 def _start_codes(
-    model: ScaleForCausalLM, seed: int, embedding_scale: float, texts: Sequence[str] | None, generator: torch.Generator
+    model: ScaleForCausalLM,
+    seed: int,
+    embedding_scale: float,
+    draw_codes: DrawCodes | None,
+    generator: torch.Generator,
 ) -> None:
     """Fill E' with codes of its own size, and the gains that let them through at the size of one."""
     stream_rms = measured_stream_rms(model.root, seed)
@@ -90,10 +93,10 @@ def _start_codes(
             "proportion to that; method.expansion.embedding_scale=null starts without"
         )
     codes = model.expansion.embed_tokens.weight
-    if texts is None:
+    if draw_codes is None:
         codes.copy_(_normal(codes.shape, embedding_rms, generator))
     else:
-        codes.copy_(spelled_codes(texts, codes.shape[1], generator) * embedding_rms)
+        codes.copy_(draw_codes(codes.shape[1], generator) * embedding_rms)
     for name, module in model.expansion.named_modules():
         if isinstance(module, ExpansionNorm):
             module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
+from scale_cli.data.encoding import Ids
 from scale_cli.errors import ConfigError
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
-from scale_cli.upscale.codes import texts_of_tokens
+from scale_cli.upscale.codes import codes_of_text
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import initialise_expansion, random_ids
 from scale_cli.upscale.sizes import plan_expansion
@@ -30,6 +31,7 @@ def start_model(
     seed: int,
     new: NewPieces | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    ids_N: Ids | None = None,
 ) -> MethodModel:
     """Return what a method makes of a base before any training; `base` becomes a part of it.
 
@@ -38,7 +40,8 @@ def start_model(
         method: what is made of it.
         seed: of what is drawn.
         new: tokens that are added.
-        tokenizer: the run's; without one no code of E' is spelled.
+        tokenizer: the run's; without one E' starts as random codes.
+        ids_N: the text that codes by cooccurrence are of.
     """
     if method.vocabulary is not None and new is None:
         raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
@@ -47,11 +50,12 @@ def start_model(
     if new is not None:
         start_new_head(_new_rows(model, num_old), base, new.first, ids)
     if isinstance(model, ScaleForCausalLM):
-        start, texts = method.expansion, None
-        if start.codes == "spelled":
+        start, draw_codes = method.expansion, None
+        if start.codes != "random":
             assert tokenizer is not None
-            texts = texts_of_tokens(tokenizer, model.config.vocab_size)
-        initialise_expansion(model, start.init, seed, start.embedding_scale, texts)
+            assert (ids_N is not None) == (start.codes == "cooccurrence")
+            draw_codes = codes_of_text(tokenizer, model.config.vocab_size, ids_N)
+        initialise_expansion(model, start.init, seed, start.embedding_scale, draw_codes)
     return model
 
 

@@ -117,9 +117,11 @@ def check_before_writing(config: RunConfig, sources: Sequence[TextSource], num_p
 
 
 def text_to_find_in(config: RunConfig) -> list[str]:
-    """Return what names the content of every source that decides which layers or tokens are found; often none."""
+    """Return what names every source in which layers, tokens or codes are found, by its content; often none."""
     method = config.method
     read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
+    if method.counts_text:
+        read += [source for source in config.corpus.new if source not in read]
     if method.variant == "adept" and method.adept.layers is None:
         read += [source for source in config.corpus.replay if source not in read]
     if not read:
@@ -138,6 +140,6 @@ def other_text_warnings(config: RunConfig) -> list[str]:
     if not gone and not come:
         return []
     return [
-        f"{upscaled}: its layers or tokens were found in other text: {', '.join(gone) or 'none'} -> "
+        f"{upscaled}: its layers, tokens or codes were found in other text: {', '.join(gone) or 'none'} -> "
         f"{', '.join(come) or 'none'} (a source and its hash); they stay, and `scale upscale` finds them anew"
     ]

@@ -47,6 +47,10 @@ def test_every_method_of_the_paper_runs_by_default(tmp_path: Path) -> None:
         ),
         ("methods.0.method.variant=fuller", "methods: "),
         ("methods=[{name: a, lr: 1, method: {distillation: {weight: 1}}}]", "distillation.weight: the benchmark"),
+        (
+            "methods=[{name: a, lr: 1, method: {expansion: {codes: cooccurrence}}}]",
+            "expansion.codes: cooccurrence is counted in a run's corpus",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(tmp_path: Path, override: str, named: str) -> None:

@@ -1,21 +1,24 @@
-"""What E' starts as: codes of random numbers, or of what the tokens are spelled with."""
+"""What E' starts as: random numbers, or what the tokens are spelled with, or what they stand beside."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
 from scale_cli.config.schema import ExpansionConfig, MethodConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.from_scratch import train_tokenizer
-from scale_cli.upscale.codes import spelled_codes, texts_of_tokens
+from scale_cli.upscale.codes import cooccurrence_codes, spelled_codes, texts_of_tokens
 from scale_cli.upscale.method import start_model
 from tests.widening import tiny_llama, widen
 
@@ -74,6 +77,54 @@ def test_spelled_codes_are_the_size_that_random_ones_are_and_nothing_else_starts
         assert torch.equal(parameter, expected[name]) == (name != "embed_tokens.weight"), name
 
 
-def test_spelled_codes_without_a_size_are_refused() -> None:
-    with pytest.raises(ValidationError, match="codes: spelled ones have the size that embedding_scale gives them"):
-        ExpansionConfig(codes="spelled", embedding_scale=None)
+@pytest.mark.parametrize("codes", ["spelled", "cooccurrence"])
+def test_codes_without_a_size_are_refused(codes: Literal["spelled", "cooccurrence"]) -> None:
+    with pytest.raises(ValidationError, match=f"codes: {codes} has the size that embedding_scale gives it"):
+        ExpansionConfig(codes=codes, embedding_scale=None)
+
+
+def exact_directions(ids: list[int], size: int) -> NDArray[np.float64]:
+    """U sqrt(S) of what a token tells of those that follow: counted one by one, decomposed in full."""
+    counts = Counter(ids)
+    smoothed = {token: count**0.75 for token, count in counts.items()}
+    information = np.zeros((size, 2 * size))
+    for weight, distance, part in ((1.0, 1, information[:, :size]), (0.5, 2, information[:, size:])):
+        for (a, b), count in Counter(zip(ids, ids[distance:], strict=False)).items():
+            share = smoothed[b] / sum(smoothed.values())
+            part[a, b] = weight * max(0.0, np.log(count / counts[a] / share))
+    left, values, _ = np.linalg.svd(information, full_matrices=False)
+    directions: NDArray[np.float64] = left * np.sqrt(values)
+    return directions
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 6), max_size=60))
+def test_codes_by_cooccurrence_are_as_near_as_what_follows_two_tokens_and_their_letters(ids: list[int]) -> None:
+    codes = cooccurrence_codes([""] * 7, torch.tensor(ids).long(), 512, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(codes.square().mean(dim=1), torch.ones(7))
+    directions = exact_directions(ids, 7)
+    sizes = np.linalg.norm(directions, axis=1)
+    told = [size > 1e-3 for size in sizes]  # others start with their own numbers alone
+    for i, j in combinations(range(7), 2):
+        alike = directions[i] @ directions[j] / (sizes[i] * sizes[j]) if told[i] and told[j] else 0.0
+        own = [(told[k] + 0.7**2) ** 0.5 for k in (i, j)]  # without letters, what is the token's own
+        assert (codes[i] * codes[j]).mean().item() == pytest.approx(alike / (own[0] * own[1]), abs=0.2)
+
+
+def test_a_token_that_the_text_does_not_have_starts_as_it_is_spelled() -> None:
+    texts = ["ab", "bc", "cd", ""]
+    codes = cooccurrence_codes(texts, torch.tensor([0, 1] * 9), 8, torch.Generator().manual_seed(0))
+    spelled = spelled_codes(texts, 8, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(codes[2:], spelled[2:])
+    assert not torch.isclose(codes[:2], spelled[:2], atol=0.1).all(dim=1).any()
+
+
+def test_codes_by_cooccurrence_do_not_depend_on_torchs_own_seed_nor_change_it() -> None:
+    ids = torch.randint(0, 40, (400,), generator=torch.Generator().manual_seed(0))
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        made.append(cooccurrence_codes([""] * 40, ids, 8, torch.Generator().manual_seed(3)))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*made)

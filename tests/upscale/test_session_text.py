@@ -1,4 +1,4 @@
-"""Layers and tokens that `scale upscale` found stay what they are; that their text has become another one is said."""
+"""Layers, tokens and codes that `scale upscale` found stay what they are; that their text is another now is said."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.vocabulary.grown_run import config_of
 
 TOKENS = {"variant": "full", "vocabulary": {"new_tokens": 64, "min_count": 2}}
 ADEPT = {"variant": "adept", "adept": {"num_blocks": 1, "probe_windows": 2, "every_steps": 2}}
+CODES = {"variant": "route", "expansion": {"codes": "cooccurrence"}}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,9 @@ def config_with(method: dict[str, Any], shared_data: Path, folder: Path) -> RunC
 
 
 @pytest.mark.parametrize(
-    ("method", "of_source", "other"), [(TOKENS, "ko", "en"), (ADEPT, "en", "ko")], ids=["tokens", "layers"]
+    ("method", "of_source", "other"),
+    [(TOKENS, "ko", "en"), (ADEPT, "en", "ko"), (CODES, "ko", "en")],
+    ids=["tokens", "layers", "codes"],
 )
 def test_a_run_on_other_text_than_its_start_was_found_in_says_so(
     shared_data: Path, tmp_path: Path, method: dict[str, Any], of_source: str, other: str
