@@ -328,7 +328,8 @@ def test_every_verb_of_a_run_computes_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path, variant: str, formats: tuple[str, ...]
 ) -> None:
     config = asking_the_base(config, tmp_path) if variant == "adept" else config
-    config = shortened(config, tmp_path / "run", variant=variant, adept={"probe_windows": 2, "every_steps": 1})
+    counted, adept = {"codes": "cooccurrence"}, {"probe_windows": 2, "every_steps": 1}
+    config = shortened(config, tmp_path / "run", variant=variant, expansion=counted, adept=adept)
 
     def exported(name: str) -> Callable[[], Any]:
         settings = config.export.model_copy(update={"format": name})

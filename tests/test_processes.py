@@ -49,7 +49,8 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     # All processes have to agree on which weights are kept.
     continued = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
     observed = ("train.eval_every_steps=5", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]", continued)
-    one, two = make("one", *observed), make("two", *observed)
+    counted = "method.expansion.codes=cooccurrence"
+    one, two = make("one", *observed, counted), make("two", *observed, counted)
     alone = run_pipeline(one, lambda _: None)
     path = tmp_path / "two-processes.yaml"
     path.write_text(dump_config(two), encoding="utf-8")
