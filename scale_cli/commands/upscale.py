@@ -135,7 +135,9 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         if found_in:
             write_json(partial / CORPORA, found_in)
         write_text(partial / "scale.yaml", dump_config(config))
-    copied = f" (layers copied: {', '.join(map(str, method.adept.layers))})" if method.adept.layers else ""
+    copied = ""
+    if method.variant == "adept" and method.adept.layers:
+        copied = f" (layers copied: {', '.join(map(str, method.adept.layers))})"
     return UpscaleSummary(
         run.upscaled,
         f"{method.variant}{copied}",

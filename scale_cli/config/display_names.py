@@ -33,6 +33,8 @@ def method_in_words(method: MethodConfig) -> str:
         for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
             setting += "" if ratio is None else f", of the {part} {ratio:g}"
         setting += f", {expansion.init} start"
+        if expansion.codes != "random":
+            setting += {"spelled": ", spelled codes", "cooccurrence": ", codes by cooccurrence"}[expansion.codes]
         if method.distils:
             setting += f", distilled on replay (weight {method.distillation.weight:g})"
     else:

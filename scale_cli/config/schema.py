@@ -47,6 +47,7 @@ _LEFT_OUT = {
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
 Start = Literal["svd", "normal", "copy"]
+Codes = Literal["random", "spelled", "cooccurrence"]
 
 
 class ModelConfig(Section):
@@ -80,7 +81,7 @@ class ExpansionConfig(Section):
         le=1e3,
         description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
     )
-    codes: Literal["random", "spelled", "cooccurrence"] = Field(
+    codes: Codes = Field(
         default="random",
         description="what E' of such a size starts as: each token's own numbers, in part those of its letters, or in "
         "part what follows it in the corpus too",

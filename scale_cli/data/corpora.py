@@ -61,7 +61,7 @@ def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """Return (N,) what stands first in every source to be learned, of each as much as there is room for."""
+    """Return (N,) the first tokens of every source to be learned, of each an equal part of what there is room for."""
     corpora = open_sources(config, config.corpus.new, tokenizer)
     return np.concatenate([corpus.ids[: _NUM_COUNTED // len(corpora)] for corpus in corpora], dtype=np.int64)
 

@@ -23,6 +23,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
         return train.lr
     if train.schedule in ("wsd", "infinite"):
         return train.lr * _in_phases(step, train)
+    assert train.schedule in ("cosine", "linear"), train.schedule
     last_step = train.max_steps - 1
     progress = (step - train.warmup_steps) / max(1, last_step - train.warmup_steps)
     return train.lr * _between(1.0, train.min_lr_ratio, progress, train.schedule)

@@ -1,4 +1,4 @@
-"""What E' starts as: numbers of each token's own, or in part what a text says of the tokens.
+"""What E' starts as, other than numbers of each token's own: in part its letters, or what follows it in a text.
 
 Most of a vocabulary is rare. Where tokens that are used alike start alike, what is learned by the rows of frequent ones
 is read off those of rare ones too.
@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli.config.schema import Codes
 from scale_cli.data.encoding import Ids
 
-# Of a width and what draws, (V, E) codes, rows of rms 1.
+# Makes (V, E) codes, rows of rms 1, of E and of what draws.
 DrawCodes = Callable[[int, torch.Generator], Tensor]
 
-# Of a spelled code: what is the token's own, beside a sum of variance 1. Source: docs/comparing.md, "Longer".
-_OWN = 0.7
-# Of a code by cooccurrence: what is spelled, beside directions of variance 1. Source: the same.
-_SPELLED = 0.7
+# Of a spelled code: what is the token's own, beside a sum of variance 1; of a code by cooccurrence: what is spelled,
+# beside directions of variance 1. Source: ours (docs/comparing.md, "Longer").
+_OWN, _SPELLED = 0.7, 0.7
 # Which tokens after a token count, and how much.
 _FOLLOWING = {1: 1.0, 2: 0.5}
 # The counts of contexts, to this power: those of rare ones are kept from being large by accident (Levy et al., 3.2).
@@ -45,12 +45,19 @@ _NOTHING = 1e-4
 _BEGINS, _ENDS, _NO_CHARACTER = "\x02", "\x03", "\ufffd"
 
 
-def codes_of_text(tokenizer: PreTrainedTokenizerBase, vocab_size: int, ids_N: Ids | None) -> DrawCodes:
-    """Return what draws codes by cooccurrence in a text; without one, spelled codes."""
+def draw_codes(
+    codes: Codes, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, ids_N: Ids | None
+) -> DrawCodes | None:
+    """Return what makes codes of a tokenizer's pieces and, where they are counted, of a text; None of random ones."""
+    if codes == "random":
+        return None
+    assert tokenizer is not None
     texts = texts_of_tokens(tokenizer, vocab_size)
-    return (
-        partial(spelled_codes, texts) if ids_N is None else partial(cooccurrence_codes, texts, torch.from_numpy(ids_N))
-    )
+    if codes == "spelled":
+        return partial(spelled_codes, texts)
+    assert codes == "cooccurrence", codes
+    assert ids_N is not None
+    return partial(cooccurrence_codes, texts, torch.from_numpy(ids_N))
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
@@ -76,7 +83,7 @@ def spelled_codes(texts: Sequence[str], width: int, generator: torch.Generator) 
 def cooccurrence_codes(texts: Sequence[str], ids_N: Tensor, width: int, generator: torch.Generator) -> Tensor:
     """Return (V, E) codes, rows of rms 1, that are the nearer the more alike what stands after two tokens.
 
-    A token that the text does not have, or too seldom, has its spelled code alone.
+    A token that the text does not have keeps its spelled code. Neighbours count across documents too.
     """
     spelled_VE = spelled_codes(texts, width, generator)
     information_VC = torch.cat(
@@ -106,7 +113,7 @@ def _directions(information_VC: Tensor, width: int, generator: torch.Generator) 
     # The decomposition draws from the process's own numbers, and is three times as fast by rows: that they are new in
     # torch is not told again here.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-        torch.manual_seed(generator.initial_seed())
+        torch.default_generator.manual_seed(generator.initial_seed())
         left, values, _ = torch.svd_lowrank(information_VC.to_sparse_csr(), q=drawn, niter=_ITERATIONS)
     # Signs are fixed (the largest entry of each is positive): they hang on the number of threads.
     largest = left.gather(0, left.abs().argmax(dim=0, keepdim=True))

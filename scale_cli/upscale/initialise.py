@@ -44,10 +44,10 @@ def initialise_expansion(
     s is the base's initializer_range. Where W has fewer directions (or rows) than are asked for, the rest is N(0, s^2).
     Everything starts the same whatever the device and dtype: numbers are drawn on the CPU, in float32.
 
-    With an `embedding_scale`, E' is random codes as large as the stream that it has to be seen beside, and the gains
+    With an `embedding_scale`, E' is codes as large as the stream that it has to be seen beside, and the gains
     bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
 
-    | E'    | token -> u            | N(0, e^2), or codes; e = embedding_scale x rms(x) before the base's last norm |
+    | E'    | token -> u            | N(0, e^2), or `draw_codes`; e = embedding_scale x rms(x) before the last norm |
     | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
 
     Args:

@@ -15,7 +15,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.baselines import prepare_baseline
-from scale_cli.upscale.codes import codes_of_text
+from scale_cli.upscale.codes import draw_codes
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.initialise import initialise_expansion, random_ids
 from scale_cli.upscale.sizes import plan_expansion
@@ -40,8 +40,8 @@ def start_model(
         method: what is made of it.
         seed: of what is drawn.
         new: tokens that are added.
-        tokenizer: the run's; without one E' starts as random codes.
-        ids_N: the text that codes by cooccurrence are of.
+        tokenizer: the run's; only codes of E' that are random do without.
+        ids_N: the text in which codes by cooccurrence are counted.
     """
     if method.vocabulary is not None and new is None:
         raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
@@ -50,12 +50,9 @@ def start_model(
     if new is not None:
         start_new_head(_new_rows(model, num_old), base, new.first, ids)
     if isinstance(model, ScaleForCausalLM):
-        start, draw_codes = method.expansion, None
-        if start.codes != "random":
-            assert tokenizer is not None
-            assert (ids_N is not None) == (start.codes == "cooccurrence")
-            draw_codes = codes_of_text(tokenizer, model.config.vocab_size, ids_N)
-        initialise_expansion(model, start.init, seed, start.embedding_scale, draw_codes)
+        start = method.expansion
+        drawn = draw_codes(start.codes, model.config.vocab_size, tokenizer, ids_N)
+        initialise_expansion(model, start.init, seed, start.embedding_scale, drawn)
     return model
 
 

@@ -13,6 +13,9 @@ def test_methods_that_train_otherwise_are_told_apart() -> None:
         {"variant": "lora", "lora": {"embeddings": True}},
         {"variant": "osf"},
         {"variant": "osf", "osf": {"kept": 0.25}},
+        {"variant": "route", "expansion": {"codes": "random"}},
+        {"variant": "route", "expansion": {"codes": "spelled"}},
+        {"variant": "route", "expansion": {"codes": "cooccurrence"}},
         {"variant": "elo"},
         {"variant": "elo", "elo": {"phase": "alignment"}},
     ]

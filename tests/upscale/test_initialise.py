@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from scale_cli.config.schema import Start
 from scale_cli.config.training import LrMultipliers, TrainConfig
 from scale_cli.errors import BaseModelError
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
@@ -17,7 +18,7 @@ from scale_cli.training.optimiser import build_optimiser, rates_of
 from scale_cli.upscale.initialise import leading_directions, measured_stream_rms, random_ids
 from tests.widening import tiny_llama, widen
 
-STARTS = ("svd", "copy", "normal")
+STARTS = get_args(Start)
 STD = 0.2  # the tiny Llamas' initializer_range
 
 
