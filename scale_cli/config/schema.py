@@ -309,7 +309,7 @@ class RunConfig(Section):
         if self.train.embedding_norm == "bounded" and self.method.expansion.embedding_scale is None:
             raise ValueError("train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'")
         variant, phase = self.method.variant, self.method.elo.phase
-        if variant == "adept" and all(source.role == "new" for source in self.corpus.sources):
+        if variant == "adept" and not self.corpus.replay:
             raise ValueError(
                 "method.variant: adept measures on what the base knows: give a source with the role replay, and with "
                 "weight 0 where it is not to be trained on"
@@ -325,7 +325,7 @@ class RunConfig(Section):
         known = [source.name for source in self.corpus.sources]
         if odd := [name for name in vocabulary.sources if name not in known]:
             raise ValueError(f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})")
-        taken = vocabulary.sources or [source.name for source in self.corpus.sources if source.role == "new"]
+        taken = vocabulary.sources or [source.name for source in self.corpus.new]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
             raise ValueError("method.vocabulary.sources: new tokens are learned of text, not of conversations")
         if judged := [source.name for source in self.corpus.sources if source.judge == "base_loss"]:

@@ -101,7 +101,7 @@ def shared_values(
 ) -> dict[str, Any]:
     """Return what every card holds: the hub's metadata, what the base is called, what was taught, the licence."""
     base = runs[0].model.base
-    taught = [source.language for run in runs for source in run.corpus.sources if source.role == "new"]
+    taught = [source.language for run in runs for source in run.corpus.new]
     metadata = ModelCardData(
         language=_distinct(code for run in runs for code in _languages(run)),
         license=licence.identifier,

@@ -165,7 +165,7 @@ def learned_on(config: RunConfig) -> list[CorpusSource]:
     """Return the sources that a run's new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
-    return [source for source in config.corpus.sources if (source.name in named if named else source.role == "new")]
+    return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
 
 
 def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
