@@ -25,6 +25,9 @@ from scale_cli.config.values import (
 _MICRO_BATCH_SIZE = 8
 # Of max_steps: what is averaged, where a config leaves it open.
 _SHARE_AVERAGED = 0.1
+# Schedules of phases, and keys that mean nothing with the others.
+PHASED = ("wsd", "infinite")
+KEYS_OF_SCHEDULES = {"decay_steps": PHASED, "decay_shape": PHASED, "cooldown_steps": ("infinite",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -203,7 +206,7 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
                 )
-        if self.schedule in ("wsd", "infinite"):
+        if self.schedule in PHASED:
             given["decay_steps"] = self.decay_steps or 0
             # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
             if sum(given.values()) > max(self.max_steps, self.warmup_steps):

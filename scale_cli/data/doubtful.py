@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
+from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.report.numbers import percent
 
@@ -72,14 +73,9 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
 def idle_settings(config: RunConfig) -> list[str]:
     """Return a line for every setting that comes to nothing in this run, or never to what it says."""
     train, every_steps = config.train, config.method.adept.every_steps
-    of_schedules = {
-        "decay_steps": ("wsd", "infinite"),
-        "decay_shape": ("wsd", "infinite"),
-        "cooldown_steps": ("infinite",),
-    }
     lines = [
         f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
-        for key, schedules in of_schedules.items()
+        for key, schedules in KEYS_OF_SCHEDULES.items()
         if getattr(train, key) is not None and train.schedule not in schedules
     ]
     if train.decay_to_base and not train.weight_decay:

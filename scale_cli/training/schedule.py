@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scale_cli.config.training import TrainConfig
+from scale_cli.config.training import PHASED, TrainConfig
 
 # Of max_steps: a phase whose length a config leaves out.
 _SHARE_OF_A_PHASE = 0.2
@@ -21,7 +21,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
         return train.lr * (step + 1) / train.warmup_steps
     if train.schedule == "constant":
         return train.lr
-    if train.schedule in ("wsd", "infinite"):
+    if train.schedule in PHASED:
         return train.lr * _in_phases(step, train)
     assert train.schedule in ("cosine", "linear"), train.schedule
     last_step = train.max_steps - 1
