@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNTIMES := $(VENV)/llama.cpp
 TRANSFORMERS_4 := $(VENV)/transformers-4
-TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 
 .PHONY: install wheel reference demo bench bench-serving test proofs torture runtimes serving check format lint types layers clean
@@ -25,10 +24,10 @@ wheel:  ## dist/scale_cli-*.whl, and a look at it where nothing else is installe
 	$(VENV)/core/bin/python -m pip install --quiet --constraint constraints.txt dist/scale_cli-*.whl
 	cd $(VENV)/core && bin/scale --version && bin/scale --help > /dev/null && bin/python -m pip check
 
-demo: $(STAMP)  ## a small English model learns Korean: about 5 minutes on 2 cores
-	$(BIN)/python scripts/demo.py
+demo: $(STAMP)  ## a small English model learns Korean: under 2 minutes on 2 quiet cores
+	$(BIN)/python -m scripts.demo
 
-reference: $(STAMP)  ## the config's JSON Schemas and its page of keys in docs/, from the code
+reference: $(STAMP)  ## the config's JSON Schema and its page of keys in docs/, from the code
 	$(BIN)/python scripts/config_reference.py
 
 bench: $(STAMP)  ## speed, memory and FLOPs of every method against their bars, and routed decoding: some 20 minutes on one core
@@ -49,22 +48,14 @@ proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving pa
 torture: $(STAMP)  ## kills, damage, full disks, fuzzed input and attacks, in full length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture --torture --numprocesses 2
 
-# Exports in llama.cpp, built the first time in about 10 minutes, and in transformers 4; runs in trackers.
-runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed $(TRACKERS)/.installed
+# Exports in llama.cpp, built the first time in about 10 minutes, and in transformers 4.
+runtimes: $(RUNTIMES) $(TRANSFORMERS_4)/.installed
 	LLAMA_CPP=$(abspath $(RUNTIMES)) TRANSFORMERS_4=$(abspath $(TRANSFORMERS_4))/bin/python \
-		TRACKERS=$(abspath $(TRACKERS))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtimes --runtimes
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtimes --runtimes
 
 $(TRANSFORMERS_4)/.installed: $(STAMP) tests/runtimes/transformers-4.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_4)
 	$(TRANSFORMERS_4)/bin/python -m pip install --quiet --requirement tests/runtimes/transformers-4.txt
-	touch $@
-
-# Beside the libraries of .venv, which it sees; where a tracker needs another version of one, it has its own.
-$(TRACKERS)/.installed: $(STAMP) tests/runtimes/trackers.txt
-	$(PYTHON) -m venv $(TRACKERS)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-		"$$($(TRACKERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
-	$(TRACKERS)/bin/python -m pip install --quiet --requirement tests/runtimes/trackers.txt
 	touch $@
 
 serving: $(STAMP) $(VLLM)/.installed  ## plain exports routed by vLLM, on a processor, beside transformers: about 15 minutes

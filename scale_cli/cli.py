@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,13 +9,15 @@ import typer
 
 from scale_cli import options as take
 from scale_cli.console import (
+    Verbs,
     asked,
-    check_output,
     ended_in_one_message,
     load,
     log,
     numbers,
+    print_json,
     quieten_libraries,
+    reporting,
     run_folder,
     show,
     typed,
@@ -27,6 +28,8 @@ from scale_cli.processes import on_main, refuse_several
 app = typer.Typer(
     name="scale",
     help="Teach a pretrained language model a new language without losing what it knows.",
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -39,25 +42,25 @@ def _common(version: take.Version = False) -> None:
 
 
 @app.command()
+@reporting
 def plan(
     config: take.Config,
     overrides: take.Overrides = None,
     flops: take.Flops = None,
-    utilisation: take.Utilisation = None,
     num_processes: take.Processes = 1,
-    output: take.PlanFile = None,
 ) -> None:
     """Tell what a run and every other method will cost.
 
     Of the base it needs the config.json only.
     """
     checked = load(config, overrides)
-    from scale_cli.commands.plan import plan_and_write
+    from scale_cli.commands.plan import plan
 
-    show(on_main(lambda: plan_and_write(checked, flops, utilisation, num_processes, output)))
+    show(on_main(lambda: plan(checked, flops, num_processes)))
 
 
 @app.command()
+@reporting
 def init(
     file: take.NewConfig = Path("scale.yaml"),
     base: take.Base = None,
@@ -84,19 +87,18 @@ def init(
 
 
 @app.command()
-def schema(of: take.SchemaOf = "run") -> None:
+def schema() -> None:
     """Print the JSON Schema of the config, for editors.
 
     It lies in docs/ too, beside a page with every key.
     """
-    from scale_cli.config.biography import BiographyConfig
     from scale_cli.config.load import json_schema_text
-    from scale_cli.config.schema import RunConfig
 
-    typer.echo(json_schema_text(RunConfig if of == "run" else BiographyConfig), nl=False)
+    typer.echo(json_schema_text(), nl=False)
 
 
 @app.command()
+@reporting
 def upscale(config: take.Config, overrides: take.Overrides = None) -> None:
     """Widen the base model; nothing it computes changes."""
     checked = load(config, overrides)
@@ -106,6 +108,7 @@ def upscale(config: take.Config, overrides: take.Overrides = None) -> None:
 
 
 @app.command()
+@reporting
 def prepare(config: take.Config, overrides: take.Overrides = None) -> None:
     """Tokenise every corpus ahead of training.
 
@@ -118,6 +121,7 @@ def prepare(config: take.Config, overrides: take.Overrides = None) -> None:
 
 
 @app.command()
+@reporting
 def train(
     config: take.Config, overrides: take.Overrides = None, resume: take.Resume = None, accept: take.Accepted = None
 ) -> None:
@@ -132,6 +136,7 @@ def train(
 
 
 @app.command()
+@reporting
 def evaluate(config: take.Config, overrides: take.Overrides = None, max_forgetting: take.MaxForgetting = None) -> None:
     """Compare base and trained model: the forgetting report.
 
@@ -150,6 +155,7 @@ app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
 
 
 @app.command()
+@reporting
 def export(
     config: take.Config,
     overrides: take.Overrides = None,
@@ -167,6 +173,7 @@ def export(
 
 
 @app.command()
+@reporting
 def sweep(
     config: take.Config, values: take.Swept = None, max_runs: take.MaxRuns = None, paired: take.Paired = False
 ) -> None:
@@ -185,6 +192,7 @@ def sweep(
 
 
 @app.command()
+@reporting
 def mixture(
     config: take.Config,
     overrides: take.Overrides = None,
@@ -207,6 +215,7 @@ def mixture(
 
 
 @app.command()
+@reporting
 def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: take.Weights = None) -> None:
     """Average what several checkpoints or runs have trained.
 
@@ -221,18 +230,7 @@ def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: ta
 
 
 @app.command()
-def calibrate(config: take.Config, overrides: take.Overrides = None, documents: take.Documents = 32) -> None:
-    """Find a threshold for the cosine rule on held-out samples.
-
-    Prints its frontier: what each threshold costs on either kind of text.
-    """
-    checked = load(config, overrides)
-    from scale_cli.commands.calibrate import calibrate
-
-    show(calibrate(checked, documents))
-
-
-@app.command()
+@reporting
 def compare(runs: take.Runs, output: take.Output) -> None:
     """Put any number of finished runs into one report."""
     folders = [run_folder(path) for path in runs]
@@ -242,6 +240,7 @@ def compare(runs: take.Runs, output: take.Output) -> None:
 
 
 @app.command()
+@reporting
 def join(
     runs: take.Runs,
     output: take.JoinedFolder,
@@ -272,7 +271,6 @@ def generate(
     options: take.Options = None,
     chat: take.Chat = False,
     show_heads: take.ShowHeads = False,
-    gguf: take.Gguf = None,
     as_json: take.AsJson = False,
     samples: take.Samples = None,
     output: take.SamplesFile = None,
@@ -283,8 +281,8 @@ def generate(
     """
     if (samples is None) != (output is None):
         raise ConfigError("--samples, --output: each needs the other")
-    if samples is not None and (chat or gguf is not None):
-        raise ConfigError(f"--samples, {'--chat' if chat else '--gguf'}: one or the other")
+    if samples is not None and chat:
+        raise ConfigError("--samples, --chat: one or the other")
     if samples is not None and output is not None:
         config = load(path, None)
         from scale_cli.commands.generate import sampling, write_samples
@@ -305,7 +303,7 @@ def generate(
     chosen = sampling(max_new_tokens or 128, temperature, 0.0, top_p, seed, options)
 
     def speak() -> None:
-        generator = Generator(folder, gguf)
+        generator = Generator(folder)
         if talks:
             converse(generator, lines, chosen, show_heads=show_heads)
         else:
@@ -314,7 +312,7 @@ def generate(
     on_main(speak)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks
 def serve(
     path: take.Served,
     options: take.EngineOptions = None,
@@ -323,19 +321,21 @@ def serve(
 ) -> None:
     """Serve an export as an OpenAI endpoint, with its router.
 
-    By the server of vLLM or of transformers.
+    By vLLM's server, or with transformers by our own.
     """
     refuse_several("serve")
+    quieten_libraries()
     from scale_cli.commands.serve import serving
 
     server = serving(run_folder(path), engine, options or [], plainly=plain)
-    log(f"serving        {server.promise}")
+    for line in server.lines:
+        log(line)
     sys.stdout.flush()
-    # vLLM reports how it is used, unless it is told not to.
-    os.execve(server.command[0], server.command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
+    server.start()
 
 
 @app.command()
+@reporting
 def verify(path: take.Checked) -> None:
     """Check a folder of ours, or all folders of a run.
 
@@ -353,25 +353,8 @@ def verify(path: take.Checked) -> None:
     on_main(verify_and_require)
 
 
-@app.command()
-def biography(config: take.Config, overrides: take.Overrides = None) -> None:
-    """Teach synthetic people to every method, task after task.
-
-    Draws what each method forgets.
-    """
-    refuse_several("biography")
-    from scale_cli.config.biography import BiographyConfig
-    from scale_cli.config.load import load_checked
-
-    checked = load_checked(BiographyConfig, config, overrides)
-    check_output(checked.output_dir)
-    quieten_libraries()
-    from scale_cli.commands.biography import run_biography
-
-    show(run_biography(checked, log))
-
-
-@app.command(name="run")
+@app.command("run")
+@reporting
 def run_all(
     config: take.Config,
     overrides: take.Overrides = None,
@@ -386,6 +369,7 @@ def run_all(
     check_gate(checked.evaluation, max_forgetting)
     report = run_pipeline(checked, log, accept or ())
     if report is not None:  # of the process that speaks
+        print_json(report)
         check_forgetting(report, max_forgetting)
 
 

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from safetensors import SafetensorError
+from typer.core import TyperGroup
 
-from scale_cli.errors import ConfigError, EndedElsewhere, Interrupted, RunError, ScaleError, StorageError, UsageError
+from scale_cli import options as take
+from scale_cli import progress
+from scale_cli.errors import (
+    ConfigError,
+    EndedElsewhere,
+    Interrupted,
+    OutOfMemory,
+    ScaleError,
+    StorageError,
+    UsageError,
+    is_out_of_memory,
+    one_line,
+)
 from scale_cli.printable import printable, without_passwords
-from scale_cli.processes import leave, lost_peers_named
+from scale_cli.processes import check_launch, is_first_to_end, is_main, leave, lost_peers_named
 
 if TYPE_CHECKING:
     from scale_cli.config.schema import RunConfig
+
+
+Verb = TypeVar("Verb", bound=Callable[..., None])
+_GROUPS = {
+    "First": ("run", "init", "plan"),
+    "One verb at a time": ("upscale", "prepare", "train", "evaluate", "export"),
+    "Serving": ("generate", "serve"),
+    "Research": ("sweep", "mixture", "average", "compare", "join", "verify", "schema"),
+}
+_output = {"json": False, "quiet": False}  # how the verb at work shows what it found
 
 
 class Summary(Protocol):
@@ -30,6 +57,43 @@ class Summary(Protocol):
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
+
+
+class Verbs(TyperGroup):
+    """The verbs, which the help shows in groups."""
+
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
+        """Write each group with its verbs."""
+        width = max(len(name) for name in self.commands) + 2
+        for title, names in _GROUPS.items():
+            verbs = [(name, self.commands[name]) for name in names if name in self.commands]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width - 2), verb.get_short_help_str(formatter.width - width - 4))
+                        for name, verb in verbs
+                    ]
+                )
+
+
+def reporting(verb: Verb) -> Verb:
+    """Give `--json` and `--quiet` to a verb that ends with figures."""
+    added = {"json": take.Json, "quiet": take.Quiet}
+
+    @wraps(verb)
+    def choose_output(**given: Any) -> Any:
+        for name in added:
+            _output[name] = given.pop(name)
+        progress.is_shown = not any(_output.values())
+        return verb(**given)
+
+    signature = inspect.signature(verb, eval_str=True)
+    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=added[name]) for name in added]
+    told: Any = choose_output  # typer reads off it what the verb takes
+    told.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *options])
+    told.__annotations__ = {name: option.annotation for name, option in told.__signature__.parameters.items()}
+    chosen: Verb = told
+    return chosen
 
 
 def asked(flag: str, meaning: str) -> str:
@@ -105,23 +169,59 @@ def quieten_libraries() -> None:
 
 def show(summary: Summary | None) -> None:
     """Print what a verb returns, where this is the process that speaks."""
-    for line in () if summary is None else summary.lines():
+    if summary is None:
+        return
+    for line in summary.lines():
         log(line)
+    print_json(summary)
 
 
 def log(line: str) -> None:
+    """Print a line for people; where none are wanted, a warning alone, beside the figures."""
+    if not any(_output.values()):
+        _speak(line)
+    elif line.startswith("warning:"):
+        _speak(line, err=True)
+
+
+def print_json(summary: object) -> None:
+    """Print the figures of a summary, where `--json` asks for them."""
+    if _output["json"]:
+        _speak(json.dumps(_plain(summary), ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it; of an object its figures, models and arrays left out."""
+    if hasattr(value, "to_json"):
+        value = value.to_json()
+    elif is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        held = {str(key): _plain(of_key) for key, of_key in value.items()}
+        return {key: of_key for key, of_key in held.items() if of_key is not Ellipsis}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else ...
+
+
+def _speak(line: str, *, err: bool = False) -> None:
     """Print a line once: every process of `accelerate launch` runs the verb, one of them speaks."""
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(printable(line))
+        typer.echo(printable(line), err=err)
 
 
 @contextmanager
 def ended_in_one_message() -> Iterator[None]:
-    """Run a verb: user errors end in one message and their exit code, without a traceback."""
+    """Run a verb: user errors end in one message, of all processes one, and their exit code, without a traceback."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
         with lost_peers_named():
+            check_launch()
             try:
                 yield
             except SystemExit as ended:
@@ -131,8 +231,8 @@ def ended_in_one_message() -> Iterator[None]:
     except Interrupted as stopped:
         from scale_cli.training.interruption import command_to_go_on
 
-        again = command_to_go_on(sys.argv[1:], os.environ)
-        typer.echo(printable(without_passwords(f"{stopped}\ncontinue with: {again}")), err=True)
+        if is_main():  # all processes stop together
+            _say(f"{stopped}\ncontinue with: {command_to_go_on(sys.argv[1:], os.environ)}")
         sys.exit(stopped.exit_code)
     except EndedElsewhere as ended:
         sys.exit(ended.exit_code)
@@ -141,18 +241,27 @@ def ended_in_one_message() -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         place = getattr(error, "filename", None) or "input/output"
         _fail(StorageError(f"{place}: {getattr(error, 'strerror', None) or error}"))
-    except MemoryError:
-        _fail(RunError("out of memory"))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _fail(OutOfMemory(f"out of memory: {one_line(error)}"))
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     """End at once, outside the training loop, which has its own way: what is half-written is never taken for whole."""
-    typer.echo(
-        f"stopped by {signal.Signals(number).name}; the same command starts what was not finished again", err=True
-    )
-    raise SystemExit(128 + number)
+    _end(f"stopped by {signal.Signals(number).name}; the same command starts what was not finished again", 128 + number)
 
 
-def _fail(error: ScaleError) -> None:
-    typer.echo(f"error: {printable(without_passwords(str(error)))}", err=True)
-    sys.exit(error.exit_code)
+def _fail(error: ScaleError) -> NoReturn:
+    _end(f"error: {error}", error.exit_code)
+
+
+def _end(message: str, exit_code: int) -> NoReturn:
+    """Say why the process ends, unless another one of the launch has said why it does."""
+    if is_first_to_end():
+        _say(message)
+    sys.exit(exit_code)
+
+
+def _say(message: str) -> None:
+    typer.echo(printable(without_passwords(message)), err=True)

@@ -53,6 +53,10 @@ class NonFiniteError(TrainingError):
     """One step's loss or gradient is not finite; nothing was updated."""
 
 
+class OutOfMemory(RunError):
+    """A device, or the process itself, has no memory left."""
+
+
 class StorageError(RunError):
     """A folder of ours is damaged, or cannot be written."""
 
@@ -97,6 +101,16 @@ class Interrupted(ScaleError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, torch's or Python's, says that there is no memory left; imports nothing."""
+    if isinstance(error, MemoryError):
+        return True
+    told = ("out of memory", "can't allocate memory")  # by CUDA, by the CPU's allocator
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from scale_cli.errors import MissingExtraError
 
 EXTRA_OF = {"lm_eval": "eval", "peft": "lora", "matplotlib": "report", "tensorboard": "track"}
-# For transformers' own server, and the client that it is tested with.
-EXTRA_OF |= dict.fromkeys(("openai", "fastapi", "uvicorn"), "serve")
+EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn"), "serve")
 
 
 def is_installed(module: str) -> bool:

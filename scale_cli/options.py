@@ -19,6 +19,8 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print figures alone, a JSON object a line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print warnings and errors alone.")]
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")
 ]
@@ -35,10 +37,9 @@ Retention = Annotated[
 RetentionLanguage = Annotated[str, typer.Option("--retention-language", metavar="CODE", help="Of that text.")]
 HeldOut = Annotated[
     str | None,
-    typer.Option("--held-out", metavar="TEXT", help="More of the corpus to measure on; else its first documents."),
+    typer.Option("--held-out", metavar="TEXT", help="More of the corpus to measure on; else a part of it."),
 ]
 Minutes = Annotated[float, typer.Option(metavar="N", min=0.1, max=1e6, help="To train for, by `scale plan`'s speed.")]
-SchemaOf = Annotated[Literal["run", "biography"], typer.Argument(help="Of `scale run`, or of `scale biography`.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Swept = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.SUB=A,B,C", help="Values to train with; with one value, an override.")
@@ -68,7 +69,9 @@ ServingEngine = Annotated[
     Literal["vllm", "transformers"] | None, typer.Option("--engine", help="vLLM where it is installed, if not given.")
 ]
 Plainly = Annotated[bool, typer.Option("--plain", help="Without the router.")]
-EngineOptions = Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="The engine's own.")]
+EngineOptions = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="The engine's own, such as --port 8001.")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")]
 MaxNewTokens = Annotated[
     int | None,
@@ -89,10 +92,6 @@ Samples = Annotated[
 ]
 SamplesFile = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="With --samples: a new .jsonl.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampling.")]
-Gguf = Annotated[
-    Path | None,
-    typer.Option("--gguf", metavar="FILE", help="Of PATH's plain export: llama.cpp computes its layers."),
-]
 Chat = Annotated[
     bool,
     typer.Option("--chat", help="Prompts are a user's, in the base's chat template; at a terminal, one after one."),
@@ -143,16 +142,14 @@ SwitchRate = Annotated[
 ]
 Flops = Annotated[
     float | None,
-    typer.Option(metavar="FLOP/S", min=1.0, help="What a device sustains; else the one at hand is measured."),
-]
-Utilisation = Annotated[
-    float | None,
-    typer.Option(metavar="SHARE", min=0.01, max=1.0, help="Of the device's FLOP/s: 1 of stated, 0.4 of measured ones."),
+    typer.Option(
+        metavar="FLOP/S",
+        min=1.0,
+        help="What a device sustains, about 0.4 of its peak; else the one at hand is measured.",
+    ),
 ]
 Processes = Annotated[int, typer.Option(metavar="N", min=1, help="That share a step, each on a device of its own.")]
-PlanFile = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the plan here.")]
 Repository = Annotated[
     str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also send it there; a dry run, unless ...")
 ]
 DryRun = Annotated[bool, typer.Option(help="... --no-dry-run is given too.")]
-Documents = Annotated[int, typer.Option(metavar="N", min=1, help="Documents of each held-out corpus.")]

@@ -2,9 +2,9 @@
 
 | verb                                                       | under several processes                               |
 |------------------------------------------------------------|-------------------------------------------------------|
-| train, evaluate, calibrate                                 | all of them work; the main one writes                 |
+| train, evaluate                                            | all of them work; the main one writes                 |
 | run                                                        | each of its verbs as by itself                        |
-| init, sweep, mixture, serve, biography                     | refused                                               |
+| init, sweep, mixture, serve                                | refused                                               |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 
@@ -39,8 +39,10 @@ class Share:
 
 ALONE = Share()
 
-# One process tokenises, upscales, exports or saves while the others wait.
-_TIMEOUT = timedelta(hours=24)
+# How long a process waits for the others: while one tokenises, upscales, exports or saves; and from step to step.
+_SET_UP = timedelta(hours=24)
+_STEPS = timedelta(minutes=30)
+_FAREWELL = timedelta(seconds=5)
 # How launchers say how many processes there are: torchrun and Accelerate; MPI's.
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -48,6 +50,20 @@ _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORL
 def are_several() -> bool:
     """Return whether a launcher has started several processes; imports nothing."""
     return any(os.environ.get(name, "1") not in ("", "1") for name in _WORLD_SIZES)
+
+
+def check_launch() -> None:
+    """Refuse several processes of which none knows of the others: `srun` starts such, each would do the whole work."""
+    number = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if number == "1" or any(name in os.environ for name in _WORLD_SIZES):
+        return
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        raise EndedElsewhere(UsageError.exit_code)
+    raise UsageError(
+        f"srun has started {number} processes that do not know of each other; start one launcher a node: "
+        "srun --ntasks-per-node=1 torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29500 -m scale_cli VERB CONFIG"
+    )
 
 
 def process_state() -> PartialState:
@@ -58,7 +74,7 @@ def process_state() -> PartialState:
 
     # Unless it is told so, Accelerate takes each of several processes without an accelerator to be alone.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=on_cpu, timeout=_TIMEOUT)
+    return PartialState(cpu=on_cpu, timeout=_SET_UP)
 
 
 def device() -> torch.device:
@@ -79,6 +95,13 @@ def placed(module: AnyModule) -> AnyModule:
 def share() -> Share:
     """Return this process's share of work that all of a launch do together."""
     return Share(process_state().process_index, process_state().num_processes) if are_several() else ALONE
+
+
+def share_of_machine() -> Share | None:
+    """Return this process's share of what lies on its machine; None where it is alone, or nobody says who is there."""
+    if not are_several() or "LOCAL_WORLD_SIZE" not in os.environ:
+        return None
+    return Share(process_state().local_process_index, int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def is_main() -> bool:
@@ -155,9 +178,12 @@ def shared_out(
         done: is told how many more items are done, by all processes.
     """
     mine: list[Tensor] = []
-    for batch in batches[share.index :: share.num_processes]:
-        mine += compute(batch)
-        done(share.num_processes * len(batch))
+    for first in range(0, len(batches), share.num_processes):
+        if (place := first + share.index) < len(batches):
+            mine += compute(batches[place])
+            done(share.num_processes * len(batches[place]))
+        else:  # parts of a sharded model are together only while all processes run it
+            compute(batches[first])
     shares = (batches[place :: share.num_processes] for place in range(share.num_processes))
     items = [item for of_one in shares for batch in of_one for item in batch]
     if not items:
@@ -178,6 +204,37 @@ def gathered(held: Result, share: Share) -> list[Result]:
 
     everyone: list[Result] = gather_object([held])
     return everyone
+
+
+@contextmanager
+def waiting_for_steps() -> Iterator[None]:
+    """Let a process that waits for the others give up after minutes, where every process works at the same."""
+    _wait_at_most(_STEPS)
+    try:
+        yield
+    finally:
+        _wait_at_most(_SET_UP)
+
+
+def _wait_at_most(timeout: timedelta) -> None:
+    if are_several():
+        from torch.distributed import distributed_c10d as c10d
+
+        c10d._set_pg_timeout(timeout, c10d._get_default_group())
+
+
+def is_first_to_end() -> bool:
+    """Return whether no other process of the launch has told yet why it ends; who cannot know it tells."""
+    if not are_several():
+        return True
+    from torch._C._distributed_c10d import TCPStore
+
+    place = f"scale/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_FAREWELL)
+        return store.add(place, 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True
 
 
 def leave() -> None:

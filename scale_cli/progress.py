@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 _SECONDS_APART = 30.0  # of the lines in a log; what takes less long has none
+is_shown = True  # what `--quiet` and `--json` turn off
 
 
 class _Lines:
@@ -23,6 +24,7 @@ class _Lines:
 
 def progress_bar(**options: Any) -> Any:
     """Return a bar with tqdm's options."""
+    options["disable"] = not is_shown or options.get("disable", False)
     if sys.stderr.isatty():
         return tqdm(**options)
     apart: dict[str, Any] = dict.fromkeys(("delay", "mininterval", "maxinterval"), _SECONDS_APART)

@@ -17,13 +17,9 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-from scale_cli.config.baselines import EloConfig
-from scale_cli.config.grid import parse_grid
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
@@ -36,7 +32,6 @@ from scripts.benchmark.algebra import ideal_flops_per_token
 
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 HELD_BACK = 60
-BEGUN = "train.init_from="
 LEAST_TUNED_SHARE = 0.5
 # Of each method four settings are tried: rates about the best of earlier studies on the same base, and Muon.
 MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
@@ -44,14 +39,6 @@ MUON_OR_ADAMW = "train.optimiser=muon,muon,muon,adamw"
 
 # Text of what the base knows, where a config has none itself.
 KNOWN = {"name": "eltec-train", "path": "../shared/data/en-eltec/train.txt.xz", "language": "en", "role": "replay"}
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One of the runs that a method is: what makes it that one, and its share of the steps."""
-
-    share: float
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,6 @@ class Method:
     # of text that the base knows, relative to a new source's weight of 1: 1/3 is a quarter of the windows, and 0 is
     # only measured on; None: none is read
     replay: float | None = None
-    phases: tuple[Phase, ...] = (Phase(1.0),)  # each begins with what the one before has trained
 
     def makes(self, path: Path, given: list[str]) -> list[str]:
         """Return the overrides that make a config one of the method, those given among them."""
@@ -77,7 +63,7 @@ class Method:
         return [*self.overrides, *given, f"corpus.sources={json.dumps(sources, ensure_ascii=False)}"]
 
 
-# Of full fine-tuning's kin: at 125 steps the third is its best that is known (docs/comparing.md).
+# Of full fine-tuning's kin: at 125 steps the third is its best that is known (docs/results/rivals.md).
 OF_FULL = (MUON_OR_ADAMW, "train.lr=2e-2,5e-3,1e-2,2e-3", "train.lr_multipliers.embedding=1,4,2,10")
 OF_PRESERVE = (
     "train.optimiser=muon,muon,adamw,adamw",
@@ -104,11 +90,6 @@ METHODS = {
         ("train.lr=1e-2,1e-2,1e-2,2e-2", "train.weight_decay=0.1,1,4,1"),
     ),
     "osf": Method(("method.variant=osf",), ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,5e-3,1e-3")),
-    "elo": Method(
-        ("method.variant=elo",),
-        OF_FULL,
-        phases=(Phase(0.9), Phase(0.1, ("method.elo.phase=alignment", "train.warmup_steps=0"))),
-    ),
     "adept": Method(
         ("method.variant=adept", "method.adept={every_steps: 25}"),
         ("train.optimiser=muon,muon,adamw,adamw", "train.lr=2e-2,5e-3,8e-3,2e-3"),
@@ -157,8 +138,7 @@ def main() -> None:
         for budget, steps in budgets(configs, name).items():
             for seed in SEEDS:
                 folder = root / name / f"{budget}-seed{seed}"
-                for words in phases(method, steps, folder, seed):
-                    scale("run", str(path), *overrides[name], *best, *words)
+                scale("run", str(path), *overrides[name], *best, *words_of_run(steps, folder, seed))
                 runs.setdefault((name, budget), []).append(folder)
     write_text(root / "table.md", f"{table(runs, configs).markdown()}\n")
     folders = [str(folder) for of_one in runs.values() for folder in of_one]
@@ -179,32 +159,18 @@ def parsed(words: list[str]) -> argparse.Namespace:
     return asked
 
 
-def phases(method: Method, steps: int, folder: Path, seed: int) -> list[list[str]]:
-    """Return what makes a run each phase of a method: the last one in a folder, those before it beside that."""
-    shares = list(accumulate(phase.share for phase in method.phases))
-    ends = [round(steps * share) for share in shares]
-    places = [*(folder.with_name(f"{folder.name}-phase{number}") for number in range(1, len(ends))), folder]
-    made: list[list[str]] = []
-    for place, phase in enumerate(method.phases):
-        length = ends[place] - (ends[place - 1] if place else 0)
-        begun = [f"train.init_from={places[place - 1] / 'final'}"] if place else []
-        words = [f"seed={seed + 10 * place}", f"train.max_steps={length}", f"output_dir={places[place]}"]
-        made.append([*phase.overrides, *begun, *words])
-    return made
+def words_of_run(steps: int, folder: Path, seed: int) -> list[str]:
+    """Return what makes a config a run of some length in a folder."""
+    return [f"seed={seed}", f"train.max_steps={steps}", f"output_dir={folder}"]
 
 
 def tune(method: Method, path: Path, overrides: list[str], folder: Path, steps: int) -> list[str]:
-    """Return the best of what is tried: by what the last phase comes to, each try's upon its own of the one before."""
-    points, begun, trials = parse_grid(method.tried, paired=True).points, list[str](), list[Any]()
-    for words in phases(method, steps, folder / "tuning", TUNING_SEED):
-        # What the phase begins with stands in the words too, so that they make a config; each try has its own.
-        scale("sweep", str(path), *overrides, *words, *method.tried, *begun, "--paired")
-        trials = read_json(Path(words[-1].partition("=")[2]) / "report" / "report.json")["trials"]
-        folders = {
-            tuple(value for value in one["values"] if not value.startswith(BEGUN)): one["folder"] for one in trials
-        }
-        begun = [BEGUN + ",".join(json.dumps(f"{folders[point]}/final") for point in points)]
-    return [value for value in trials[0]["values"] if not value.startswith(BEGUN)]
+    """Return the best of what is tried."""
+    place = folder / "tuning"
+    words = words_of_run(steps, place, TUNING_SEED)
+    scale("sweep", str(path), *overrides, *words, *method.tried, "--paired")
+    best: list[str] = read_json(place / "report" / "report.json")["trials"][0]["values"]
+    return best
 
 
 def scale(*words: str) -> None:
@@ -225,22 +191,14 @@ def tuning_overrides(config: RunConfig) -> list[str]:
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return a method's training work on a token, its last phase's where it has several."""
+    """Return a method's training work on a token."""
     return ideal_flops_per_token(load_base_config(config.model), config.method, config.corpus.sequence_length).total
-
-
-def work_of_token(config: RunConfig, method: Method) -> float:
-    """Return the training work on a token, over all phases of a method."""
-    ends, aligned = config.method, config.method.model_copy(update={"elo": EloConfig(phase="alignment")})
-    of_phases = [aligned if any("alignment" in word for word in phase.overrides) else ends for phase in method.phases]
-    works = [flops_per_token(config.model_copy(update={"method": of_phase})) for of_phase in of_phases]
-    return sum(phase.share * work for phase, work in zip(method.phases, works, strict=True))
 
 
 def budgets(configs: dict[str, RunConfig], name: str) -> dict[str, int]:
     """Return the steps of a method at as many tokens as the config says, and at the work that those are of Preserve."""
     steps = configs[name].train.max_steps
-    relative = work_of_token(configs[name], METHODS[name]) / flops_per_token(configs["preserve"])
+    relative = flops_per_token(configs[name]) / flops_per_token(configs["preserve"])
     return {"tokens": steps} | ({} if name == "preserve" else {"work": round(steps / relative)})
 
 
@@ -257,7 +215,7 @@ def table(runs: dict[tuple[str, str], list[Path]], configs: dict[str, RunConfig]
         learned = [report.with_role("acquisition")[0].heads["adapted"] for report in reports]
         steps = budgets(configs, name)[budget]
         row = [name, budget, str(len(reports)), str(steps)]
-        row += [number(steps * work_of_token(configs[name], METHODS[name]) / unit, 2)]
+        row += [number(steps * flops_per_token(configs[name]) / unit, 2)]
         row += [spread([head.nats_per_token for head in learned]), spread([head.bits_per_byte for head in learned])]
         for served in ("adapted", "posterior"):
             kept = [report.with_role("retention")[0].heads[served] for report in reports]

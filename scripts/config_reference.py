@@ -1,4 +1,4 @@
-"""Write what docs/ holds of the configs' schemas: JSON Schemas, and a page with every key (`make reference`)."""
+"""Write what docs/ holds of the config's schema: a JSON Schema, and a page with every key (`make reference`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scale_cli.config.biography import BiographyConfig
 from scale_cli.config.load import json_schema, json_schema_text
-from scale_cli.config.schema import RunConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 _HEAD = """\
@@ -26,10 +24,9 @@ where a config begins with `# yaml-language-server: $schema=` and the place of t
 
 def files() -> dict[Path, str]:
     """Return what is to lie in docs/, by place."""
-    rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(json_schema(RunConfig)))
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(json_schema()))
     return {
-        DOCS / "run.schema.json": json_schema_text(RunConfig),
-        DOCS / "biography.schema.json": json_schema_text(BiographyConfig),
+        DOCS / "run.schema.json": json_schema_text(),
         DOCS / "configuration-reference.md": _HEAD + rows,
     }
 

@@ -1,4 +1,4 @@
-"""`make demo`: the whole loop in a few minutes, from nothing but a random seed.
+"""`make demo`: the whole loop in two minutes, from nothing but a random seed.
 
 Writes English and Korean biographies of synthetic people, trains a tiny English base model on the English ones, and
 runs configs/demo.yaml on it: upscale, train on the Korean ones, evaluate, export, and a few generations.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from scale_cli.commands.run import run_pipeline
@@ -19,24 +20,27 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
-from scale_cli.data.biography import Language, biography, generate_people
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenised
 from scale_cli.export.router_keys import routed_class
+from scale_cli.printable import printable
+from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.from_scratch import train_base, train_tokenizer
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.tokenizer import load_tokenizer
+from scripts.biography.people import Language, biography, generate_people
+from scripts.from_scratch import train_base, train_tokenizer
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 NUM_TRAIN, NUM_VALID = 5000, 200
+ANSWER_WIDTH = 48  # characters
 BASE_TRAIN = TrainConfig(
-    max_steps=300,
-    global_batch_size=32,
-    micro_batch_size=32,
+    max_steps=420,
+    global_batch_size=16,
+    micro_batch_size=16,
     lr=3.0e-3,
-    warmup_steps=30,
+    warmup_steps=40,
     mixed_precision="bf16",
 )
 
@@ -90,19 +94,30 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     train_base(architecture, tokenizer, batches, BASE_TRAIN, config.seed, folder)
 
 
-def show_generations(config: RunConfig, texts: dict[str, list[str]]) -> None:
-    """Complete the beginnings of unseen biographies with the exported model, router and all."""
+def show_answers(config: RunConfig, texts: dict[str, list[str]]) -> None:
+    """Show how the base, the trained head alone and the routed model go on with unseen biographies."""
     folder = RunFolder(config.output_dir).export("llama", config.export.dtype)
-    model = load_written(routed_class(folder), folder).eval()
     tokenizer = load_tokenizer(config.model)
-    for name in ("english-valid", "korean-valid"):
-        for text in texts[name][:2]:
-            prompt = text.split(". ")[0] + "."
-            ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]])
-            with torch.no_grad():
-                generated = model.generate(ids, max_new_tokens=60, do_sample=False)
-            completion = tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
-            print(f"  {prompt} |{completion}")
+    models = [
+        LlamaForCausalLM.from_pretrained(config.model.base),
+        LlamaForCausalLM.from_pretrained(folder),
+        load_written(routed_class(folder), folder),
+    ]
+    rows = [["", "base", "trained", "routed"]]
+    prompts = [text.split(". ")[0] + "." for name in ("english-valid", "korean-valid") for text in texts[name][:2]]
+    for number, prompt in enumerate(prompts, 1):
+        print(f"  {number}  {prompt}")
+        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]])
+        rows.append([f"  {number}", *(next_sentence(model.eval(), tokenizer, ids) for model in models)])
+    print("\n".join(aligned(rows, "llll")))
+
+
+def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
+    """Return the sentence that a model says next, or the beginning of a longer one."""
+    said = model.generate(ids, min_new_tokens=24, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    text = str(tokenizer.decode(said, skip_special_tokens=True))
+    sentence, end, _ = text.strip().partition(".")
+    return printable(sentence[:ANSWER_WIDTH] + (end if len(sentence) <= ANSWER_WIDTH else "..."))
 
 
 def main() -> None:
@@ -116,8 +131,8 @@ def main() -> None:
     if not Path(config.model.base).is_dir():
         make_base(config, texts)
     run_pipeline(config, print)
-    print("== generations from the exported model: prompt | completion")
-    show_generations(config, texts)
+    print("== unseen people: how the base, the trained head alone and the routed model go on")
+    show_answers(config, texts)
     print(f"{time.monotonic() - started_s:,.0f} s in all")
 
 

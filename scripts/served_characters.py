@@ -27,7 +27,7 @@ from scale_cli.export.router_keys import router_keys
 from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.tokenizer import load_tokenizer, make_run_tokenizer
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.vocabulary import new_pieces
 from scale_cli.vocabulary.tokenizer import read_texts
 
@@ -36,7 +36,8 @@ CHARACTERS = 300
 
 def served(config: RunConfig) -> tuple[Any, Tensor]:
     """Return the routed export of a config's model at its start, and its ids of the held-out text."""
-    base_tokenizer, tokenizer = load_tokenizer(config.model), make_run_tokenizer(config)
+    run = Run(config)
+    base_tokenizer, tokenizer = run.base_tokenizer, run.make_tokenizer()
     new = new_pieces(config, base_tokenizer, tokenizer)
     model: Any = start_model(load_base(config.model), config.method, config.seed, new).eval()
     plain = dense_model(model, "float32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from scripts.all_methods import (
     budgets,
     flops_per_token,
     parsed,
-    phases,
     tune,
     tuning_overrides,
-    work_of_token,
+    words_of_run,
 )
 
 PETITIONS = Path(__file__).parents[1] / "configs" / "petitions.yaml"
@@ -45,48 +43,33 @@ def test_every_method_is_tuned_by_equally_many_runs_and_every_one_is_a_config(
     assert len({len(parse_grid(method.tried, paired=True).points) for method in METHODS.values()}) == 1
     for name, method in METHODS.items():
         overrides = [*method.makes(PETITIONS, given), *tuning_overrides(configs[name])]
-        for words in phases(method, 125, Path("runs/x"), TUNING_SEED):
-            for values in parse_grid(method.tried, paired=True).points:
-                tried = load_config(PETITIONS, [*overrides, *words, *values])
-                assert tried.method.variant == configs[name].method.variant
+        for values in parse_grid(method.tried, paired=True).points:
+            tried = load_config(PETITIONS, [*overrides, *words_of_run(125, Path("runs/x"), TUNING_SEED), *values])
+            assert tried.method.variant == configs[name].method.variant and tried.train.max_steps == 125
 
 
-def test_every_run_and_every_tuning_has_the_steps_that_are_reported(configs: dict[str, RunConfig]) -> None:
+def test_methods_are_tuned_at_half_the_steps_that_are_reported_or_more() -> None:
     assert parsed(["x.yaml", "seed=1"]).tuned_share == 1.0
     for share in ("0.4", "1.1"):
         with pytest.raises(SystemExit):
             parsed(["--tuned-share", share])
-    for name, method in METHODS.items():
-        for steps in budgets(configs, name).values():
-            words = phases(method, steps, Path("runs/x"), 0)
-            lengths = [
-                int(word.partition("=")[2]) for of in words for word in of if word.startswith("train.max_steps=")
-            ]
-            assert sum(lengths) == steps and len(words) == len(method.phases) and min(lengths) > 0
-            assert words[-1][-1] == "output_dir=runs/x"
 
 
-def test_a_later_phase_is_tuned_upon_its_own_try_of_the_one_before(
+def test_the_best_of_what_is_tried_is_what_its_sweep_ranked_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
 ) -> None:
-    asked: list[list[str]] = []
+    points = parse_grid(METHODS["full"].tried, paired=True).points
 
     def scale(*words: str) -> None:
-        asked.append([*words])
-        grid = parse_grid(words[2:-1], paired=True)
-        load_config(PETITIONS, [*given, *grid.shared])  # as the verb does
-        (place,) = [word.partition("=")[2] for word in grid.shared if word.startswith("output_dir=")]
-        trials = [{"values": [*point], "folder": f"{place}/{number}"} for number, point in enumerate(grid.points)]
-        (tmp_path / place / "report").mkdir(parents=True)
-        write_json(tmp_path / place / "report" / "report.json", {"trials": trials[::-1]})
+        assert [*words] == ["sweep", str(PETITIONS), *given, *run, *METHODS["full"].tried, "--paired"]
+        (tmp_path / "full" / "tuning" / "report").mkdir(parents=True)
+        trials = [{"values": [*point]} for point in points[::-1]]
+        write_json(tmp_path / "full" / "tuning" / "report" / "report.json", {"trials": trials})
 
+    run = words_of_run(125, Path("full/tuning"), TUNING_SEED)
     monkeypatch.setattr(all_methods, "scale", scale)
     monkeypatch.chdir(tmp_path)
-    best = tune(METHODS["elo"], PETITIONS, [*METHODS["elo"].overrides], Path("elo"), 125)
-    points = parse_grid(METHODS["elo"].tried, paired=True).points
-    assert tuple(best) == points[-1], "what the last phase ranked first, and nothing of where it began"
-    of_each = ",".join(json.dumps(f"elo/tuning-phase1/{number}/final") for number in range(len(points)))
-    assert asked[1][-2] == f"train.init_from={of_each}"
+    assert tuple(tune(METHODS["full"], PETITIONS, given, Path("full"), 125)) == points[-1]
 
 
 def test_nothing_is_tuned_on_what_is_trained_on_or_reported(configs: dict[str, RunConfig], given: list[str]) -> None:
@@ -110,7 +93,7 @@ def test_replay_is_a_quarter_of_the_windows_or_measured_on_alone(configs: dict[s
 
 def test_equal_work_is_equal_to_half_a_step(configs: dict[str, RunConfig]) -> None:
     reference = configs["preserve"].train.max_steps * flops_per_token(configs["preserve"])
-    for name, method in METHODS.items():
-        of_method, work = budgets(configs, name), work_of_token(configs[name], method)
+    for name in METHODS:
+        of_method, work = budgets(configs, name), flops_per_token(configs[name])
         assert of_method["tokens"] == configs[name].train.max_steps
         assert abs(of_method.get("work", of_method["tokens"]) * work - reference) <= work / 2

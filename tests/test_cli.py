@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command_name
 
+from scale_cli.cli import app
 from scale_cli.console import numbers
 from scale_cli.errors import ConfigError
 from tests.command_line import Outcome, Scale
 
-VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "eval", "export", "run", "biography", "calibrate")
+VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "eval", "export", "run")
 
 
 def write_config(folder: Path, base: Path | str, name: str = "config") -> Path:
@@ -55,15 +57,27 @@ def config(tmp_path: Path) -> Path:
 # Help
 
 
-def test_help_shows_every_verb_but_the_alias_in_a_line_that_is_whole(
+def test_help_shows_every_verb_but_the_alias_in_groups_in_a_line_that_is_whole(
     scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    _, _, commands = scale("--help").stdout.partition("Commands:\n")
-    shown = dict(line.split(maxsplit=1) for line in commands.splitlines() if line)
-    assert {*VERBS} - {"eval"} <= shown.keys()
-    assert "eval" not in shown
+    assert scale("-h") == scale("--help")
+    _, _, commands = scale("-h").stdout.partition("First:\n")
+    titles = [line for line in commands.splitlines() if line.endswith(":")]
+    shown = dict(line.split(maxsplit=1) for line in commands.splitlines() if line.startswith("  "))
+    assert titles == ["One verb at a time:", "Serving:", "Research:"]
+    assert list(shown)[:3] == ["run", "init", "plan"]
+    named = [command.name or str(getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+    names = set(map(get_command_name, named))
+    assert shown.keys() == names - {"eval"}
     assert all(line.endswith(".") and not line.endswith("...") for line in shown.values())
+
+
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"eval"}))
+def test_the_short_form_of_help_is_the_long_one_and_figures_are_had_as_json(verb: str, scale: Scale) -> None:
+    asked = scale(verb, "-h")
+    assert asked == scale(verb, "--help")
+    assert "--json" in asked.stdout and "--quiet" in asked.stdout
 
 
 def test_the_version_is_told(scale: Scale) -> None:
@@ -193,18 +207,21 @@ def upscaled(upscaled_once: Path, tmp_path: Path, shared_data: Path) -> Path:
     return write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
 
 
+def files_beside_tokens(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in files_of(folder).items() if not name.startswith("tokens/")}
+
+
 def test_a_corpus_of_which_too_much_is_bad_is_named_with_its_lines_and_nothing_is_trained(
     upscaled: Path, scale: Scale
 ) -> None:
     corpus = upscaled.parent / "news.txt"
     corpus.write_bytes(b"fine\n\nalso fine\ncaf\xe9\n")
-    before = files_of(upscaled.parent / "run")
+    before = files_beside_tokens(upscaled.parent / "run")
     done = scale("train", upscaled)
     assert re.match(r"news \(.*/news\.txt\): 50\.000 % of it is bad, more than", done.error())
-    assert done.error().endswith(f"1 not UTF-8: {corpus}:4")
+    assert f"1 not UTF-8: {corpus}:4" in done.error()
     assert done.exit_code == 2
-    after = files_of(upscaled.parent / "run")
-    assert {name: content for name, content in after.items() if not name.startswith("tokens/")} == before
+    assert files_beside_tokens(upscaled.parent / "run") == before
 
 
 def test_a_missing_corpus_is_named(upscaled: Path, scale: Scale) -> None:
@@ -225,7 +242,9 @@ def test_another_method_than_was_upscaled_is_refused(upscaled: Path, scale: Scal
 
 def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -> None:
     run = upscaled.parent / "run"
-    assert scale("train", upscaled).exit_code == 0
+    trained = scale("train", upscaled, "--json")
+    assert trained.exit_code == 0
+    assert json.loads(trained.stdout)["state"]["step"] == 1
     finished = files_of(run)
     assert scale("train", upscaled).error() == f"{run}: holds a finished run; choose another output_dir"
     assert files_of(run) == finished
@@ -235,8 +254,17 @@ def test_a_run_that_is_there_is_not_trained_over(upscaled: Path, scale: Scale) -
     assert "--resume" in done.error()
     assert done.exit_code == 2
     assert not (run / "final").exists()
-    assert scale("train", upscaled, "--resume", "auto").exit_code == 0
+    assert scale("train", upscaled, "--resume", "auto", "--quiet").stdout == ""
     assert (run / "final").is_dir()
+
+
+def test_quiet_verbs_warn_all_the_same_and_json_is_alone_on_standard_output(upscaled: Path, scale: Scale) -> None:
+    shown = scale("prepare", upscaled, "train.max_steps=500")
+    assert "warning: corpus news: " in shown.stdout
+    for option in ("--quiet", "--json"):
+        told = scale("prepare", upscaled, "train.max_steps=500", option)
+        assert all(line.startswith("warning: ") for line in told.stderr.splitlines()) and told.stderr
+        assert (json.loads(told.stdout)["corpora"] != {}) if option == "--json" else (told.stdout == "")
 
 
 def test_upscaling_over_a_run_is_refused(upscaled: Path, scale: Scale) -> None:

@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.biography import run_biography
 from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import PICTURE, EvaluationSummary, write_report
 from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.biography import BiographyConfig
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import MissingExtraError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.extras import EXTRA_OF
-from scale_cli.generation.gguf import LlamaCppDecoder
 from tests.evaluation.test_render import report
 from tests.export.conftest import configured
 
@@ -87,7 +84,7 @@ def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
     beside = [MethodConfig(variant="full"), MethodConfig(variant="lora"), MethodConfig(variant="osf")]
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     without("peft")
-    planned = plan(config, flops=1e12, utilisation=None, num_processes=1)
+    planned = plan(config, flops=1e12, num_processes=1)
     assert list(planned.refused) == ["lora", "osf"]
     assert "scale-cli[lora]" in planned.refused["lora"]
     assert [method.variant for method in planned.methods] == ["route", "full"]
@@ -103,8 +100,8 @@ def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_
     assert files["with"] - files["without"] == {PICTURE}
     assert PICTURE not in (tmp_path / "without" / "report.md").read_text(encoding="utf-8")
     *_, place, left_out = EvaluationSummary(tmp_path / "without", report()).lines()
-    assert place.endswith("report.md") and "pip install 'scale-cli[report]'" in left_out
-    assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.md")
+    assert place.endswith("report.html") and "pip install 'scale-cli[report]'" in left_out
+    assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.html")
 
 
 def test_a_comparison_that_could_not_be_drawn_is_refused(without: Callable[[str], None], tmp_path: Path) -> None:
@@ -114,19 +111,3 @@ def test_a_comparison_that_could_not_be_drawn_is_refused(without: Callable[[str]
     ):
         compare([tmp_path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("module", "extra"), [("matplotlib", "report"), ("peft", "lora")])
-def test_a_biography_that_could_not_be_drawn_or_trained_is_not_begun(
-    module: str, extra: str, without: Callable[[str], None], tmp_path: Path
-) -> None:
-    without(module)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'scale-cli\[{extra}\]'$"):
-        run_biography(BiographyConfig(output_dir=tmp_path / "out"), print)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_gguf_without_llama_cpp_is_refused_in_one_line(without: Callable[[str], None], tmp_path: Path) -> None:
-    without("llama_cpp")
-    with pytest.raises(MissingExtraError, match=r"^--gguf: needs llama-cpp-python: pip install '.*runtimes\]'$"):
-        LlamaCppDecoder(tmp_path / "model.gguf", None)

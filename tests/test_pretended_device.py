@@ -15,19 +15,15 @@ from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from scale_cli.biography.accuracy import first_token_accuracy
-from scale_cli.biography.tasks import Question
 from scale_cli.commands.average import average
-from scale_cli.commands.calibrate import calibrate
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.config.baselines import FreezeConfig
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import MethodConfig, RouterConfig, RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, IsolatedWindows
 from scale_cli.data.corpora import open_sources
@@ -35,10 +31,11 @@ from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.export.dense import plain_model
-from scale_cli.export.parity import check_parity, measure_parity, served_logits, trained_logits
+from scale_cli.export.parity import check_parity, measure_parity, served_logits
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.join.scoring import HeldOut, score
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -52,9 +49,11 @@ from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
+from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids, trained_logits
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scale_cli.vocabulary import proofs
+from scripts.biography.accuracy import first_token_accuracy
+from scripts.biography.tasks import Question
 from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
@@ -143,7 +142,9 @@ def test_two_training_steps_of_every_method(device: torch.device, variant: Any, 
     def steps(where: torch.device) -> list[StepResult]:
         torch.manual_seed(0)
         model = start_model(
-            tiny_llama(num_hidden_layers=2), MethodConfig(variant=variant, freeze=FreezeConfig(num_layers=1)), seed=0
+            tiny_llama(num_hidden_layers=2),
+            MethodConfig.model_validate({"variant": variant, "freeze": {"num_layers": 1}}),
+            seed=0,
         )
         with accelerate_on(where):
             accelerator = Accelerator()
@@ -339,7 +340,6 @@ def test_every_verb_of_a_run_computes_on_the_device(
         "upscale": lambda: upscale(config),
         "train": lambda: train(config, None, print),
         "evaluate": lambda: evaluate(config),
-        "calibrate": lambda: calibrate(config, 2),
         **{name: exported(name) for name in formats},
         "generate": lambda: Generator(config.output_dir).continue_all(PROMPTS, Sampling(2)),
         "generate from an export": lambda: Generator(RunFolder(config.output_dir).export("llama")).continue_all(
@@ -353,7 +353,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
 def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:
-    layers = shortened(config, tmp_path / "layers", variant="elo", elo={"phase": "layers"})
+    layers = shortened(config, tmp_path / "layers", variant="full")
     anchored = {
         "init_from": str(RunFolder(layers.output_dir).final),
         "lookahead": {"every_steps": 1, "share": 0.5},
@@ -361,8 +361,7 @@ def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_
         "decay_to_base": True,
         "save_every_steps": 1,
     }
-    alignment = {"variant": "elo", "elo": {"phase": "alignment"}}
-    whole = changed(config, output_dir=tmp_path / "whole", method=alignment, train=TWO_STEPS | anchored)
+    whole = changed(config, output_dir=tmp_path / "whole", method={"variant": "full"}, train=TWO_STEPS | anchored)
     trained = RunFolder(whole.output_dir)
 
     def average_and_evaluate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,25 @@ import pytest
 import torch
 
 from scale_cli import processes
+from scale_cli.commands import train as train_verb
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
-from scale_cli.processes import on_main, refuse_several
+from scale_cli.processes import check_launch, on_main, refuse_several
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records
 from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.training import loop
+from scale_cli.training.interruption import StopRequest
+from tests.command_line import Scale
 from tests.torture.tiny_run import Runs, write_base_and_texts
-from tests.torture.verbs import ended_group, start_group
+from tests.torture.verbs import ended_group, run_verb, start_group
 from tests.training.conftest import configs_in
+from tests.training.test_tensor_rates import measured_rates
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 pytestmark = pytest.mark.long
@@ -38,7 +44,10 @@ def losses(run: RunFolder) -> list[float]:
     """Return what was logged of losses and of evaluations."""
     records = [dict(leaves(record)) for record in read_records(run.metrics)]
     return [
-        value for record in records for key, value in record.items() if key.startswith(("loss", "evaluation_", "best"))
+        value
+        for record in records
+        for key, value in record.items()
+        if key.startswith(("loss", "evaluation_", "best")) and isinstance(value, int | float)
     ]
 
 
@@ -74,6 +83,52 @@ def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Pa
     verify(two.output_dir).require()
 
 
+def count_waits() -> None:
+    """Have a run print what it asked of tensors in its steps, and what is exchanged."""
+    waits: Counter[str] = Counter()
+    at: list[str] = []
+
+    def counting(owner: Any, name: str, place: str | None) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if place is None:
+                waits.update([f"{name} in {at[-1]}"] if at else [])
+                return function(*args, **kwargs)
+            at.append(place)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                at.pop()
+
+        setattr(owner, name, counted)
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        counting(torch.Tensor, name, None)
+    counting(loop._Loop, "_take_step", "a step")
+    counting(StopRequest, "agreed", "agreeing")
+    run_loop = loop.run_loop
+
+    def run_and_tell(run: Any) -> None:
+        run_loop(run)
+        wrapped = run.wrapped
+        print("waits", dict(waits), "buffers", wrapped.broadcast_buffers, "views", wrapped.gradient_as_bucket_view)
+
+    vars(train_verb)["run_loop"] = run_and_tell
+
+
+def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path) -> None:
+    """What all were asked by is read off the host, where it came to in the step before."""
+    write_base_and_texts(tmp_path)
+    runs = Runs(tmp_path, tmp_path)
+    config = str(runs.config("two"))
+    assert run_verb("upscale", config).exit_code == 0
+    few = ("train.max_steps=5", "train.log_every_steps=5", "train.save_every_steps=5", "train.eval_every_steps=null")
+    for ended in ended_group(start_group("train", config, *few, num_processes=2, hook=count_waits)):
+        assert ended.exit_code == 0, ended.printed
+        assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
+
+
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
     "corpus.sources.0.select={by: base_loss, keep: 0.5}",
@@ -99,7 +154,7 @@ def test_two_processes_ask_the_base_of_text_as_one_does(tmp_path: Path) -> None:
     trained = load_tensors(one.final / TRAINED)
     for name, tensor in load_tensors(two.final / TRAINED).items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
-    rates = [TrainState.load(run.final).tensor_rates for run in (one, two)]
+    rates = [measured_rates(sorted(run.checkpoints.iterdir())[-1]) for run in (one, two)]
     assert rates[1] == pytest.approx(rates[0], rel=1e-5) and len(set(rates[0])) > 2
     reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
     for alone, told in zip(*(report.corpora for report in reports), strict=True):
@@ -158,7 +213,26 @@ def test_the_main_process_tells_the_others_however_it_fails(
 
 
 def test_a_verb_that_has_no_use_for_several_processes_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_several("biography")
+    refuse_several("sweep")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="one process"):
-        refuse_several("biography")
+        refuse_several("sweep")
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", "srun has started 4 processes"), ("1", "")])
+def test_processes_of_srun_alone_are_refused_in_one_line(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, rank: str, told: str
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", rank)
+    ended = scale("train", "absent.yaml")
+    assert ended.exit_code == 2 and told in ended.stderr
+    assert len(ended.stderr.splitlines()) == bool(told)
+
+
+def test_one_process_of_srun_and_those_of_a_launcher_under_it_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    check_launch()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    check_launch()

@@ -16,15 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from scale_cli.config.schema import CollaborationConfig, ExpansionConfig, MethodConfig, ModelConfig, RouterConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.join.members import Member, stack_reads
+from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, RouterConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.storage.atomic import verify_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import load_model
+from scale_cli.upscale.folder import MethodModel, load_onto_base
 from scale_cli.upscale.method import start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
@@ -113,6 +115,12 @@ def widen(
     return model.eval()
 
 
+def load_model(folder: Path, base: ModelConfig) -> MethodModel:
+    """Load a base and what a folder makes of it, both held to their hashes."""
+    verify_folder(folder)
+    return load_onto_base(folder, base)
+
+
 def load_widened(folder: Path, base: ModelConfig) -> ScaleForCausalLM:
     model = load_model(folder, base)
     assert isinstance(model, ScaleForCausalLM)
@@ -151,7 +159,13 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
 
 def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
     """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
-    return stack_reads(
-        base,
-        [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in members.items()],
-    )
+    return stack_reads(base, _members(members))
+
+
+def ensemble(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
+    """Put the mean of expansions beside their base; members as of `joined`."""
+    return stack_reads(base, _members(members), rule="mean")
+
+
+def _members(given: dict[str, tuple[int, ScaleForCausalLM]]) -> list[Member]:
+    return [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in given.items()]

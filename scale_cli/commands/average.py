@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import dump_config
 from scale_cli.config.same_run import BASE_KEYS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, save_tensors, verify_folder, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
-from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, BaseRecord, TrainState
+from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, TrainState
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.upscale.folder import MethodModel, load_onto_base, load_trained, read_method
+from scale_cli.upscale.folder import MethodModel, load_trained
+from scale_cli.upscale.run import MethodFolder
 
 _CONFIG = "scale.yaml"
 
@@ -52,24 +53,23 @@ def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None
     run.check()
     if run.final.is_dir():
         raise RunFolderError(f"--output {output}: holds a run already; choose another")
-    configs = [_config_of(folder) for folder in folders]
-    *others, last = zip(folders, configs, strict=True)
+    *others, last = opened = [_open_member(folder) for folder in folders]
     for other in others:
         _check_alike(other, last)
-    model = load_onto_base(folders[-1], configs[-1].model, configs[-1].seed)
+    model = last.load_to_train()
     mean = _mean(model, folders, shares)
     members = tuple(
-        AveragedMember(str(folder), file_sha256(folder / MANIFEST), TrainState.load(folder).step, share)
-        for folder, share in zip(folders, shares, strict=True)
+        AveragedMember(str(member.path), file_sha256(member.path / MANIFEST), member.state.step, share)
+        for member, share in zip(opened, shares, strict=True)
     )
     with claimed(run.root), new_folder(run.final) as partial:
-        for file in folders[-1].iterdir():
+        for file in last.path.iterdir():
             if file.is_file() and file.suffix != ".safetensors" and file.name not in (MANIFEST, _CONFIG):
                 shutil.copyfile(file, partial / file.name)
         save_tensors(partial / TRAINED, mean)
         AverageRecord(members).save(partial)
-        write_text(partial / _CONFIG, dump_config(configs[-1].model_copy(update={"output_dir": run.root})))
-    return AverageSummary(run.final, members, _warnings(configs))
+        write_text(partial / _CONFIG, dump_config(last.run.config.model_copy(update={"output_dir": run.root})))
+    return AverageSummary(run.final, members, _warnings([member.run.config for member in opened]))
 
 
 def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
@@ -81,24 +81,22 @@ def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / sum(given) for weight in given]
 
 
-def _config_of(folder: Path) -> RunConfig:
+def _open_member(folder: Path) -> MethodFolder:
     if not TrainState.is_in(folder):
         raise RunFolderError(f"{folder}: is neither a checkpoint (checkpoints/step-...), a final/ nor a finished run")
     verify_folder(folder)
-    return load_config(folder / _CONFIG)
+    return MethodFolder.at(folder)
 
 
-def _check_alike(member: tuple[Path, RunConfig], last_member: tuple[Path, RunConfig]) -> None:
+def _check_alike(member: MethodFolder, last: MethodFolder) -> None:
     """Refuse a member of another base or another method than the last one's."""
-    folder, last = member[0], last_member[0]
-    ours, theirs = BaseRecord.load(folder), BaseRecord.load(last)
     for what in ("content", "config", "tokenizer"):
-        if getattr(ours, f"{what}_sha256") != getattr(theirs, f"{what}_sha256"):
-            raise RunFolderError(f"{folder}: was trained on another base than {last} (its {what} differs)")
+        if getattr(member.record, f"{what}_sha256") != getattr(last.record, f"{what}_sha256"):
+            raise RunFolderError(f"{member.path}: was trained on another base than {last.path} (its {what} differs)")
     # What was found to upscale is in the folder alone.
-    one, other = (of.model_copy(update={"method": read_method(place)}) for place, of in (member, last_member))
+    one, other = (of.run.config.model_copy(update={"method": of.method}) for of in (member, last))
     if changed := differences(one, other, ("model", "method"), BASE_KEYS):
-        raise RunFolderError(f"{folder}: was trained by another method than {last} ({'; '.join(changed)})")
+        raise RunFolderError(f"{member.path}: was trained by another method than {last.path} ({'; '.join(changed)})")
 
 
 @torch.no_grad()
@@ -115,7 +113,6 @@ def _mean(model: MethodModel, folders: Sequence[Path], shares: Sequence[float]) 
 
 def _warnings(configs: Sequence[RunConfig]) -> list[str]:
     """Return a line where members may have begun with other random numbers, so that a mean of them is of no model."""
-    drawn = configs[-1].method.widens or configs[-1].method.variant == "lora"
-    if not drawn or len({config.seed for config in configs}) == 1:
+    if not configs[-1].method.definition.draws_its_start or len({config.seed for config in configs}) == 1:
         return []
     return ["their seeds differ, and so do their starts, unless all branched off one trunk (train.init_from)"]

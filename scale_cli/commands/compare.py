@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import TextWrapper
 
-from scale_cli.comparison.content import (
-    KIND,
-    WIDTHS,
-    Comparison,
-    comparison_of,
-    figures,
-    in_html,
-    in_markdown,
-    notes,
-    to_json,
-)
+from scale_cli.comparison.options import side_names
+from scale_cli.comparison.report import KIND, Comparison, compare_runs, in_html, in_markdown, notes, to_json
 from scale_cli.comparison.runs import load_runs
-from scale_cli.comparison.tables import side_titles
 from scale_cli.extras import require
-from scale_cli.report.figures import svg_alone
+from scale_cli.report.figures import svg
 from scale_cli.report.numbers import DASH, with_interval
 from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -43,7 +33,7 @@ class ComparisonSummary:
             for option in self.comparison.options
         ]
         return [
-            *aligned([["", *side_titles(self.comparison.options)], *rows], "lll"),
+            *aligned([["", *side_names(self.comparison.runs[0].report)], *rows], "lll"),
             "bits/byte against the base [95 %]",
             *(part for line in notes(self.comparison) for part in _NOTES.wrap(f"note: {line}")),
             f"report: {self.folder / 'report.html'}",
@@ -54,12 +44,11 @@ def compare(folders: list[Path], output: Path) -> ComparisonSummary:
     """Compare finished runs, and write report.html, report.md, report.json and the figures."""
     require("matplotlib", "scale compare")
     check_replaceable(output, KIND)
-    comparison = comparison_of(load_runs(folders))
+    comparison = compare_runs(load_runs(folders))
     with new_folder(output) as partial:
         write_json(partial / "report.json", to_json(comparison))
         write_text(partial / "report.md", in_markdown(comparison))
         write_text(partial / "report.html", in_html(comparison))
-        for figure in figures(comparison):
-            if figure.draw is not None:
-                write_text(partial / f"{figure.key}.svg", svg_alone(figure.draw, WIDTHS[0], figure.title))
+        for name, _, draw in comparison.figures:
+            write_text(partial / f"{name}.svg", svg(draw))
     return ComparisonSummary(output, comparison)

@@ -9,22 +9,22 @@ from pathlib import Path
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.data.corpora import open_sources
+from scale_cli.data.doubtful import one_document
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
 from scale_cli.evaluation.language_confusion import continue_prompts
-from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
+from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.extras import how_to_install, is_installed
-from scale_cli.processes import is_main, main_first, on_main, share
-from scale_cli.report.figures import png
+from scale_cli.processes import is_main, main_first, on_main, share, share_of_machine
+from scale_cli.report.figures import save, svg
 from scale_cli.storage.atomic import new_folder, write_text
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState, trained_sha256
+from scale_cli.storage.records import trained_sha256
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.session import open_final
+from scale_cli.upscale.run import Run
 
 PICTURE = "trade-off.png"
 
@@ -42,7 +42,8 @@ class EvaluationSummary:
         left_out = (
             [f"without its picture, which needs matplotlib: {how_to_install('matplotlib')}"] if no_picture else []
         )
-        return [*terminal_lines(self.report), f"report: {self.folder / 'report.md'}", *left_out]
+        alone = [f"warning: {one_document(corpus.name)}" for corpus in self.report.corpora if corpus.num_documents == 1]
+        return [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}", *left_out]
 
 
 def evaluate(config: RunConfig) -> EvaluationSummary:
@@ -50,10 +51,11 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     sources = config.evaluation.perplexity
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
-    run, session, main = RunFolder(config.output_dir), open_final(config), is_main()
+    run, main = Run(config), is_main()
+    final = run.open_final()
     benchmarks = open_benchmarks_of(config.evaluation)  # before time is spent: a file may not be there
-    model = two_headed(session.load(), config.model)
-    corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, session.tokenizer))
+    model = two_headed(final.load(share_of_machine()), config.model)
+    corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, final.tokenizer))
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
     answers = None if asked is None else SelectableHeads(model, config.method.router)
@@ -64,40 +66,41 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         letters = None
         if answers is not None and asked is not None:
             letters = continue_prompts(
-                answers, HEADS, corpus, session.tokenizer, asked, passes, progress=shown, share=share()
+                answers, HEADS, corpus, final.tokenizer, asked, passes, progress=shown, share=share()
             )
         results.append(summarise(source, losses, letters, num_resamples=num_resamples, seed=config.seed))
     measured = MeasuredBenchmarks([], [], [], {})
     if benchmarks is not None:
-        measured = benchmarks.measure(model, session.tokenizer, config)
-    state = TrainState.load(run.final)
+        measured = benchmarks.measure(model, final.tokenizer, config)
     report = Report(
         variant=config.method.variant,
-        served=config.method.router.rule if config.method.variant == "route" else "adapted",
-        step=state.step,
-        num_tokens_trained=state.num_tokens,
-        trained_sha256=trained_sha256(run.final),
+        served=config.method.definition.served(config.method.settings),
+        step=final.state.step,
+        num_tokens_trained=final.state.num_tokens,
+        trained_sha256=trained_sha256(final.path),
         corpora=results,
         benchmarks=measured.results,
         benchmark_averages=measured.averages,
         skipped_benchmarks=measured.skipped,
     )
-    on_main(lambda: write_report(report, config, run.evaluation, measured.items))
-    return EvaluationSummary(run.evaluation, report)
+    on_main(lambda: write_report(report, config, run.folder.evaluation, measured.items))
+    return EvaluationSummary(run.folder.evaluation, report)
 
 
 def write_report(
     report: Report, config: RunConfig, folder: Path, items: Mapping[str, list[Item]] | None = None
 ) -> None:
-    """Write report.json, report.md, its picture where that can be drawn, and items/NAME.jsonl of every benchmark."""
+    """Write report.{json,md,html}, its picture where that can be drawn, and items/NAME.jsonl of every benchmark."""
     with new_folder(folder) as partial:
         for name, of_benchmark in (items or {}).items():
             write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
         report.save(partial)
         drawn = report.has_trade_off and is_installed("matplotlib")
         write_text(partial / "report.md", markdown(report, config.method, PICTURE if drawn else None))
+        picture = svg(lambda figure: draw_trade_off(figure, report)) if drawn else None
+        write_text(partial / "report.html", html(report, config.method, picture))
         if drawn:
-            png(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
+            save(lambda figure: draw_trade_off(figure, report), partial / PICTURE)
         write_text(partial / "scale.yaml", dump_config(config))
 
 

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-import re
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from scale_cli.config.load import checked, json_schema_text
 from scale_cli.config.safe_yaml import dump_line, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
-from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import every_source
-from scale_cli.errors import ConfigError, UsageError
-from scale_cli.planning.counting import count_flops, count_saved_tensors
-from scale_cli.planning.device import Device, measured_device
-from scale_cli.planning.memory import Parameters, training_memory
+from scale_cli.errors import CorpusError, UsageError
+from scale_cli.planning.fitting import MIN_STEP_TOKENS, MOST_READINGS, Sizes, fitting_sizes, gib
+from scale_cli.planning.texts import NewTokens, Parted, as_jsonl, check_apart, limit, look_into, offer_tokens, part
 from scale_cli.storage.atomic import write_text
-from scale_cli.upscale.base import base_without_weights, load_base_config
-from scale_cli.upscale.method import build_model
-from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.base import load_base_config
+from scale_cli.upscale.run import Run
+from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.values import check_language
 
 SCHEMA_FILE = "scale.schema.json"
-_HELD_OUT_DOCUMENTS = 32
-_LENGTHS = (2048, 1024, 512, 256, 128, 64)
-# A step of fewer tokens is noise; a schedule of fewer steps is none, where the time allows more.
-_MIN_STEP_TOKENS, _MAX_STEP_TOKENS, _MIN_BATCH_SIZE = 2048, 131_072, 8
-_MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
-# The rest is for the allocator, the data, the evaluation, and whoever else uses the machine.
-_MEMORY_SHARE = {"cpu": 0.5}
-_MEMORY_SHARE_OF_OTHERS = 0.8
-_METHOD = MethodConfig()
-_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
-_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
+_FIRST = {"max_documents": 32}  # of a text that is only measured on
+_REPLAY_SHARE = 0.1  # of the windows, which a weight of 0.111 beside 1 gives
+# Measured on bases of 5 M parameters (docs/training.md); of larger ones the paper's, which is the default.
+_SMALL_HIDDEN_SIZE, _MEASURED_LR, _PAPERS_LR = 512, 5.0e-3, 1.0e-3
 
 
 @dataclass(frozen=True)
@@ -51,27 +39,8 @@ class Answers:
     language: str
     retention: str
     retention_language: str
-    held_out: str | None  # None: the first documents of the corpus
+    held_out: str | None  # None: a part of the corpus
     minutes: float
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What fits the device and the time."""
-
-    device: Device
-    mixed_precision: str
-    sequence_length: int
-    global_batch_size: int
-    micro_batch_size: int
-    max_steps: int
-    memory_bytes: int
-    available_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the run."""
-        return self.max_steps * self.global_batch_size * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -79,129 +48,117 @@ class StarterSummary:
     """What was written, for the terminal."""
 
     file: Path
+    texts: dict[str, str]  # where their documents went
+    tokens: str
     sizes: Sizes
 
     def lines(self) -> list[str]:
-        """Return where it is, what it asks for, and what to do with it."""
+        """Return what was found, where it is, what it asks for, and what to do with it."""
         sizes = self.sizes
         step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
         return [
-            f"sizes          {sizes.max_steps:,} steps of {step}; speed {sizes.device.origin}",
+            *(f"{name:<15}{words}" for name, words in self.texts.items()),
+            f"tokens         {self.tokens}",
+            f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}",
+            f"{'':<15}a run of minutes shows that everything works; to write well takes hours",
             f"written        {self.file}, and {SCHEMA_FILE} beside it, by which an editor checks it",
             f"next           scale plan {self.file}; scale run {self.file}",
         ]
 
 
 def init(answers: Answers, file: Path) -> StarterSummary:
-    """Write a config that passes every check that `scale run` makes before it writes anything."""
+    """Write a config that `scale run` takes as it is."""
     if file.exists():
         raise UsageError(f"{file}: is there already; give another name")
+    _check(answers)
     model = {"base": answers.base, "dtype": "float32"}
-    base_config = load_base_config(checked(ModelConfig, model, "--base"))
-    sizes = fitting_sizes(base_config, answers.minutes)
+    named = checked(ModelConfig, model, "--base")
+    base_config, tokenizer = load_base_config(named), load_tokenizer(named)
+    corpus = look_into("corpus", answers.corpus, answers.language, tokenizer)
+    if answers.held_out is None:
+        parted = part(corpus, "held-out", file)
+    else:
+        other = look_into("held-out", answers.held_out, answers.language, tokenizer)
+        parted = Parted(corpus.source, other.source | _FIRST, "all of it to train on")
+    new = offer_tokens(corpus, tokenizer, base_config.vocab_size)
+    num_tokens = int(corpus.num_bytes * (new.tokens_per_byte or corpus.tokens_per_byte))
+    if num_tokens < MIN_STEP_TOKENS:
+        raise CorpusError(
+            f"--corpus {answers.corpus}: about {num_tokens:,} tokens, and a step takes {MIN_STEP_TOKENS:,}"
+        )
+    retention = look_into("replay", answers.retention, answers.retention_language, tokenizer)
+    kept = part(retention, "retention", file)
+    distilling = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
+    sizes = fitting_sizes(base_config, distilling, new.number, answers.minutes, num_tokens)
+    if MOST_READINGS * retention.num_tokens < _REPLAY_SHARE * sizes.num_tokens:  # too little to train on
+        kept = Parted({}, retention.source | {"name": "retention"} | _FIRST, "all of it to measure on")
+    parted = limit(corpus, parted, sizes.num_tokens)
+    kept = limit(retention, kept, round(_REPLAY_SHARE * sizes.num_tokens))
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
         model["dtype"] = "bfloat16"
-    text = starter_text(answers, model, sizes, file)
-    config = checked(RunConfig, parse(text, str(file)), str(file))
-    check_before_writing(config, every_source(config))
-    write_text(file, text)
-    if not (schema := file.with_name(SCHEMA_FILE)).exists():
-        write_text(schema, json_schema_text(RunConfig))
-    return StarterSummary(file, sizes)
+    lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
+    text = starter_text(answers, file, model, parted, kept, new, sizes, lr)
+    _write(file, text, parted.files | kept.files)
+    return StarterSummary(file, {"corpus": parted.words, "retention": kept.words}, new.words, sizes)
 
 
-def fitting_sizes(base_config: Any, minutes: float) -> Sizes:
-    """Return the longest windows, and the most at once, that the device holds and of which there is time for many."""
-    devices = {precision: measured_device(precision, None) for precision in ("no", "bf16")}
-    mixed_precision = max(devices, key=lambda precision: devices[precision].flops_per_s)
-    device, available = devices[mixed_precision], _memory_bytes(devices[mixed_precision].type)
-    with torch.device("meta"):
-        model = build_model(base_without_weights(base_config, "float32"), _METHOD, seed=0)
-    settings = {"max_steps": 1, "mixed_precision": mixed_precision}
-    parameters = Parameters.of(model, TrainConfig.model_validate(settings))
-    flops, saved = count_flops(model, _LENGTHS[-1]), count_saved_tensors(model, mixed_precision)
-
-    def memory(length: int, at_once: int) -> int:
-        batch = {"global_batch_size": at_once, "micro_batch_size": at_once}
-        return training_memory(
-            parameters,
-            saved,
-            TrainConfig.model_validate(settings | batch),
-            sequence_length=length,
-            vocab_size=base_config.vocab_size,
-            num_processes=1,
-            device_type=device.type,
-        ).total
-
-    def tokens_in_time(length: int) -> float:
-        return 60 * minutes * device.sustained_flops_per_s / flops.total(length)
-
-    step_tokens = min(max(tokens_in_time(_LENGTHS[-1]) / _WANTED_STEPS, _MIN_STEP_TOKENS), _MAX_STEP_TOKENS)
-    longest = min(base_config.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)
-    lengths = [length for length in _LENGTHS if length <= longest and memory(length, 1) <= available]
-    if not lengths:
-        needed = memory(_LENGTHS[-1], 1)
-        raise ConfigError(f"--base: needs {_gib(needed)} to be trained, and {device.type} has {_gib(available)} for it")
-    length = lengths[0]
-    batch_size = 2 ** int(step_tokens / length).bit_length() // 2
-    at_once = batch_size
-    while at_once > 1 and memory(length, at_once) > available:
-        at_once //= 2
-    steps = min(max(_MIN_STEPS, int(tokens_in_time(length) / (batch_size * length))), _MAX_STEPS)
-    return Sizes(device, mixed_precision, length, batch_size, at_once, steps, memory(length, at_once), available)
+def _check(answers: Answers) -> None:
+    """Refuse, by their flags, languages that are none and texts that are not apart."""
+    for flag, code in (("--language", answers.language), ("--retention-language", answers.retention_language)):
+        try:
+            check_language(code)
+        except ValueError as error:
+            raise UsageError(f"{flag}: {error}") from None
+    texts = {"--corpus": answers.corpus, "--retention": answers.retention, "--held-out": answers.held_out}
+    check_apart({flag: text for flag, text in texts.items() if text is not None})
 
 
-def _memory_bytes(device_type: str) -> int:
-    """Return what a run may hold: a share of a CPU's whole memory, or of what is free on any other device."""
-    if device_type == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        memory, _ = torch.accelerator.get_memory_info()
-    return int(memory * _MEMORY_SHARE.get(device_type, _MEMORY_SHARE_OF_OTHERS))
-
-
-def starter_text(answers: Answers, model: dict[str, str], sizes: Sizes, file: Path) -> str:
+def starter_text(
+    answers: Answers,
+    file: Path,
+    model: dict[str, str],
+    corpus: Parted,
+    kept: Parted,
+    new: NewTokens,
+    sizes: Sizes,
+    lr: float,
+) -> str:
     """Return the config, comments and all."""
-    corpus = _source("corpus", answers.corpus, answers.language)
-    some = {"max_documents": _HELD_OUT_DOCUMENTS}
-    if answers.held_out is None:
-        held_out = {"split": "train"} | corpus | some if "dataset" in corpus else corpus | some
-        corpus = corpus | {"skip_documents": _HELD_OUT_DOCUMENTS}
-    else:
-        held_out = _source("held-out", answers.held_out, answers.language) | some
-    retention = _source("retention", answers.retention, answers.retention_language) | some
+    template = Environment(
+        loader=PackageLoader("scale_cli", "report/templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).get_template("starter.yaml.j2")
     values: dict[str, Any] = {
-        "file": file,
-        "device": sizes.device.origin,
         "output_dir": json.dumps(f"runs/{file.stem}", ensure_ascii=False),
         "model": dump_line(model),
-        "corpus": dump_line(corpus),
-        "held_out": dump_line(held_out | {"name": "held-out", "role": "acquisition"}),
-        "retention": dump_line(retention | {"role": "retention"}),
-        "retention_language": answers.retention_language,
-        "sequence_length": sizes.sequence_length,
-        "max_steps": sizes.max_steps,
-        "num_tokens": f"{sizes.num_tokens:,}",
-        "minutes": f"{answers.minutes:g}",
-        "global_batch_size": sizes.global_batch_size,
-        "micro_batch_size": sizes.micro_batch_size,
-        "memory": _gib(sizes.memory_bytes),
-        "available": _gib(sizes.available_bytes),
-        "warmup_steps": max(1, sizes.max_steps // 5),  # a short run leaps where its rate is raised fast
-        "save_every_steps": max(1, sizes.max_steps // 4),
-        "mixed_precision": sizes.mixed_precision,
+        "corpus": dump_line(corpus.trained_on),
+        "held_out": dump_line(corpus.held_out | {"role": "acquisition"}),
+        "retention": dump_line(kept.held_out | {"role": "retention"}),
+        "replay": dump_line(kept.trained_on | {"weight": 0.111, "role": "replay"}) if kept.trained_on else None,
+        "memory": gib(sizes.memory_bytes),
+        "available": gib(sizes.available_bytes),
     }
-    return Template(files("scale_cli").joinpath("starter.yaml").read_text(encoding="utf-8")).substitute(values)
+    return template.render(
+        values, answers=answers, file=file, new=new, sizes=sizes, lr=f"{lr:.1e}".replace("e-0", "e-")
+    )
 
 
-def _source(name: str, given: str, language: str) -> dict[str, Any]:
-    """Return what the config calls a text: files where there are any, or a name like one; else a dataset on the hub."""
-    dataset = _DATASET.fullmatch(given)
-    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111
-        return {"name": name, "path": given, "language": language}
-    place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
-    return {"name": name, **{key: value for key, value in place if value}, "language": language}
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
+    """Write the config and the parts of texts that it names; nothing, where `scale run` would refuse it."""
+    if there := next((path for path in texts if path.exists()), None):
+        raise UsageError(f"{there}: is there already; give the config another name, or move that away")
+    config = checked(RunConfig, parse(text, str(file)), str(file))
+    try:
+        for path, documents in texts.items():
+            write_text(path, as_jsonl(documents))
+        Run(config).check(every_source(config))
+    except BaseException:
+        for path in texts:
+            path.unlink(missing_ok=True)
+        raise
+    write_text(file, text)
+    if not (schema := file.with_name(SCHEMA_FILE)).exists():
+        write_text(schema, json_schema_text())

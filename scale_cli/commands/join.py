@@ -138,6 +138,14 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
             f"--format llama: {config.vocab_size:,} tokens in all are what llama.cpp knows another model by; "
             "take --format transformers"
         )
+    root, stages = config.base(), config.stages()
+    channels = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
+    heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
+    if root.model_type == "llama" and channels % heads:
+        raise ConfigError(
+            f"--format llama: {channels} channels in all do not divide by {heads} heads, as a Llama's must; "
+            "take --format transformers"
+        )
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""

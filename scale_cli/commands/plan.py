@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from textwrap import wrap
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from scale_cli.config.schema import MethodConfig, RunConfig, Variant
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import cache_dir, every_source
 from scale_cli.data.documents import check_source
 from scale_cli.data.doubtful import idle_settings, num_readings, reading_warnings
-from scale_cli.data.tokens import already_tokenised
-from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError, UsageError
-from scale_cli.evaluation.benchmark_files import find_files
+from scale_cli.data.tokens import already_tokenised, check_sample
+from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
+from scale_cli.evaluation.benchmark_opening import check_task_file
+from scale_cli.methods import METHODS
 from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
-from scale_cli.planning.device import Device, measured_device, stated_device
 from scale_cli.planning.memory import Memory, Parameters, training_memory
+from scale_cli.planning.speed import Device, measured_device
 from scale_cli.planning.vocabulary import Growth, growth_of
-from scale_cli.report.numbers import percent, quantity
+from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
-from scale_cli.storage.atomic import write_json
-from scale_cli.upscale.base import base_without_weights, load_base_config, stage_folder
+from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import build_model
+from scale_cli.upscale.objective import attends_by_mask
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
-from scale_cli.upscale.tokenizer import known_run_tokenizer
 from scale_cli.upscale.vocabulary import NewPieces
 
 _WITHOUT = "no new tokens"  # the config's method on the same text
@@ -50,7 +52,7 @@ class MethodPlan:
     time_s: float  # the run's FLOPs at what the devices sustain
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `--output` holds of it."""
+        """Return what `--json` prints of it."""
         totals = {"memory_bytes": self.memory.total, "checkpoint_bytes": self.parameters.checkpoint_bytes}
         return asdict(self) | totals
 
@@ -88,7 +90,7 @@ class Plan:
         return [*_heading(self), "", *_work_table(self), "", *_memory_table(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `--output` holds."""
+        """Return what `--json` prints."""
         return {
             "base": self.config.model.base,
             "max_steps": self.config.train.max_steps,
@@ -103,19 +105,20 @@ class Plan:
         }
 
 
-def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int) -> Plan:
+def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     """Plan a run, and beside it every other method, without loading or downloading a weight."""
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
-    base_config = load_base_config(config.model)
+    run = Run(config)
+    base_config = run.base_config
     check_context(config, base_config)
     check_processes(config.train, num_processes)
     if flops is None:
-        device = measured_device(config.train.mixed_precision, utilisation)
+        device = measured_device(base_config, config.train.mixed_precision)
     else:
-        device = stated_device(flops, utilisation)
+        device = Device("cuda", flops, "as stated")
     refused: dict[str, str] = {}
-    growth = None if config.method.vocabulary is None else growth_of(config)
+    growth = None if config.method.vocabulary is None else growth_of(run)
     planned = [_plan_method(config, base_config, config.method, device, num_processes, growth)]
     if growth is not None:
         without = config.method.model_copy(update={"vocabulary": None})
@@ -127,8 +130,8 @@ def plan(config: RunConfig, flops: float | None, utilisation: float | None, num_
         except (ConfigError, MissingExtraError) as error:
             # The config does not ask for it: the others are planned all the same.
             refused[method.variant] = str(error)
-    corpora = tokenised_corpora(config)
-    warnings = [*_absent(config), *context_warnings(config, base_config), *idle_settings(config)]
+    corpora = tokenised_corpora(run)
+    warnings = [*_absent(run), *context_warnings(config, base_config), *idle_settings(config)]
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
     return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)
@@ -140,25 +143,13 @@ def methods_beside(method: MethodConfig) -> list[MethodConfig]:
     sections["collaboration"]["layers"] = None
     del sections["distillation"]  # most have no base to distil from
     vocabulary = sections.pop("vocabulary")
-    plain = [MethodConfig(variant=variant) for variant in get_args(Variant) if variant != method.variant]
     return [
         MethodConfig.model_validate(
-            {**sections, "variant": other.variant, "vocabulary": vocabulary if other.takes_new_tokens else None}
+            {**sections, "variant": name, "vocabulary": vocabulary if other.takes_new_tokens else None}
         )
-        for other in plain
+        for name, other in METHODS.items()
+        if name != method.variant
     ]
-
-
-def plan_and_write(
-    config: RunConfig, flops: float | None, utilisation: float | None, num_processes: int, output: Path | None
-) -> Plan:
-    """Plan as `plan` does, and write that to a file, where one is named."""
-    if output is not None and output.is_dir():
-        raise UsageError(f"--output {output}: is a folder; give a file")
-    made = plan(config, flops, utilisation, num_processes)
-    if output is not None:
-        write_json(output, made.to_json())
-    return made
 
 
 def _plan_method(
@@ -185,7 +176,7 @@ def _plan_method(
     flops = count_flops(model, length)
     memory = training_memory(
         parameters,
-        count_saved_tensors(model, train.mixed_precision),
+        count_saved_tensors(model, train.mixed_precision, masked=attends_by_mask(config, device.type)),
         train,
         sequence_length=length,
         vocab_size=vocab_size,
@@ -193,31 +184,26 @@ def _plan_method(
         device_type=device.type,
         distils=method.distils,
     )
-    per_token = flops.total(length) * (1 + _share_measured(config, method))
-    time_s = num_tokens * per_token / (device.sustained_flops_per_s * num_processes)
+    beside = method.definition.work_beside(
+        method.settings, train.max_steps, train.global_batch_size, len(config.corpus.replay)
+    )
+    per_token = flops.total(length) * (1 + beside)
+    time_s = num_tokens * per_token / (device.flops_per_s * num_processes)
     return MethodPlan(method.variant, method == config.method, parameters, flops, num_tokens, per_token, memory, time_s)
-
-
-def _share_measured(config: RunConfig, method: MethodConfig) -> float:
-    """Return the windows that ADEPT measures its rates on, relative to those that it trains on."""
-    if method.variant != "adept":
-        return 0.0
-    num_known = method.adept.probe_windows * len(config.corpus.replay)
-    num_times = (config.train.max_steps - 1) // method.adept.every_steps
-    return num_times * num_known / (config.train.max_steps * config.train.global_batch_size)
 
 
 def _num_tokens(config: RunConfig) -> int:
     return config.train.max_steps * config.train.global_batch_size * config.corpus.sequence_length
 
 
-def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
+def tokenised_corpora(run: Run) -> list[Corpus | None]:
     """Return how often the run reads each training source; None for those that the cache does not hold yet."""
+    config = run.config
     folder, sources = cache_dir(config), config.corpus.sources
     if not any(any(folder.glob(f"{source.name}-*")) for source in sources):
         return [None] * len(sources)  # then neither a tokenizer nor a look at the texts is needed
     try:
-        tokenizer = known_run_tokenizer(config)
+        tokenizer = run.known_tokenizer()
         if tokenizer is None:
             return [None] * len(sources)
         opened = [already_tokenised(source, tokenizer, folder, config.corpus) for source in sources]
@@ -229,12 +215,15 @@ def tokenised_corpora(config: RunConfig) -> list[Corpus | None]:
     ]
 
 
-def _absent(config: RunConfig) -> list[str]:
-    """Return a line for every source and benchmark whose files are not here; a plan needs none, but a run does."""
-    checks: list[Callable[[], object]] = [partial(find_files, benchmark) for benchmark in config.evaluation.benchmarks]
+def _absent(run: Run) -> list[str]:
+    """Return a line for every source and benchmark of which a run would refuse the files or the first text."""
+    config = run.config
+    checks: list[Callable[[], object]] = [
+        partial(check_task_file, benchmark) for benchmark in config.evaluation.benchmarks
+    ]
     for source in every_source(config):
         if source.dataset is None and not any("://" in path for path in source.paths):  # nobody else is asked
-            checks.append(partial(check_source, source))
+            checks.append(partial(_check_text, source, run))
     lines = []
     for check in checks:
         try:
@@ -242,6 +231,12 @@ def _absent(config: RunConfig) -> list[str]:
         except CorpusError as error:
             lines.append(f"{error}; the plan needs no text, but `scale run` does")
     return lines
+
+
+def _check_text(source: TextSource, run: Run) -> None:
+    check_source(source)
+    with suppress(BaseModelError):  # a plan needs no tokenizer
+        check_sample(source, run.base_tokenizer, run.config.corpus)
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -268,7 +263,7 @@ def _heading(plan: Plan) -> list[str]:
         role = " (replay)" if source.role == "replay" else ""
         lines.append(("corpus", f"{source.name}{role}: {size}"))
     lines += [] if plan.growth is None else _growth_lines(plan.growth)
-    lines.append(("device", _device_line(plan.device)))
+    lines.append(("device", f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}"))
     if processes > 1:
         lines.append(("processes", f"{processes:,}, each on a device of its own"))
     for warning in plan.warnings:
@@ -287,11 +282,6 @@ def _growth_lines(growth: Growth) -> list[tuple[str, str]]:
         of_text = f"{source.name}: {source.num_bytes:,} bytes are {before:,} -> {after:,} tokens"
         lines.append(("", f"{of_text}, {per_token} bytes each"))
     return lines
-
-
-def _device_line(device: Device) -> str:
-    rate = f"{quantity(device.flops_per_s, 'FLOP/s')} {device.origin}"
-    return rate if device.utilisation == 1.0 else f"{rate}; {percent(device.utilisation, 0)} of it assumed"
 
 
 def _work_table(plan: Plan) -> list[str]:
@@ -332,7 +322,8 @@ def _footnotes(plan: Plan) -> list[str]:
         "FLOPs/token: the products of the real model, counted on tensors without numbers, attention causal.",
         "The time is theirs, without evaluation and checkpoints.",
         f"memory: of one process; saved: for the backward pass of a micro-batch of {at_once:,}, {precision};",
-        f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments.",
+        f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments, of which host memory",
+        "holds a copy while one is written.",
     ]
     return lines
 

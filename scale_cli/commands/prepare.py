@@ -8,10 +8,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.session import check_before_writing
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.tokenizer import load_run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,16 @@ def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
 
 def prepare(config: RunConfig) -> PrepareSummary:
     """Tokenise all training and held-out corpora that the cache does not hold."""
-    check_before_writing(config, every_source(config))
-    tokenizer = load_run_tokenizer(config)
+    run = Run(config)
+    run.check(every_source(config))
+    tokenizer = run.tokenizer
     training = open_sources(config, config.corpus.sources, tokenizer)
     held_out = open_sources(config, config.evaluation.perplexity, tokenizer)
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]
     warnings = [
-        *context_warnings(config, load_base_config(config.model)),
+        *context_warnings(config, run.base_config),
         *corpus_warnings(config, training, held_out),
     ]
     return PrepareSummary(dict(zip(names, [*training, *held_out], strict=True)), warnings)

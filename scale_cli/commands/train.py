@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from scale_cli.config.load import load_config
-from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, check_same_run, scored_otherwise
+from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, scored_otherwise
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (
+    check_same_choice,
     check_same_text,
     open_sources,
     training_sources,
 )
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import OutOfMemory, RunFolderError, StorageError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
+from scale_cli.methods.hooks import of_final
+from scale_cli.methods.recipes import copy_start
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.planning.device import device_name
+from scale_cli.planning.memory import memory_of_run
 from scale_cli.processes import on_main, process_state
+from scale_cli.report.numbers import quantity
 from scale_cli.storage.atomic import (
     new_folder,
     remove_leftovers,
@@ -35,28 +40,26 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
-from scale_cli.training.anchors import start_to_decay_to
-from scale_cli.training.averaging import averaged
-from scale_cli.training.beginning import adopt_rates, is_longer, starting_point
+from scale_cli.training.beginning import adopt_rates, init_from, repetition_warnings, starting_point
 from scale_cli.training.checkpoint import (
-    RunMetadata,
     branch_point_at,
     check_base,
     describe_run,
     load_checkpoint,
 )
-from scale_cli.training.loop import TrainingRun, run_loop
+from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
-from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
-from scale_cli.training.text import hold_to_beginning, open_text
+from scale_cli.training.step import hooks_of
+from scale_cli.training.text import open_text
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import MethodModel, load_trained, read_method
+from scale_cli.upscale.folder import MethodModel, load_trained
 from scale_cli.upscale.method import two_headed
-from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.session import check_before_writing, open_folder, open_start
+from scale_cli.upscale.objective import for_training, settings_on
+from scale_cli.upscale.run import MethodFolder, Run
 from scale_cli.upscale.vocabulary import beside_new_tokens
 
 if TYPE_CHECKING:
@@ -90,27 +93,35 @@ def train(
 ) -> TrainSummary:
     """Train what the method trains, from `upscaled/` or from a checkpoint, and write `final/`."""
     process_state()  # joins the process group, with our own time-out
+    run = Run(config)
     # Autocast is the step's, by the config alone, whatever the launcher was told.
-    accelerator = Accelerator(mixed_precision="no")
+    accelerator = Accelerator(
+        mixed_precision="no",
+        log_with=list(config.train.trackers) or None,
+        project_dir=run.folder.tensorboard,
+        # No buffer changes, and a gradient lies where it is exchanged: neither is sent or kept twice.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
     log = log if accelerator.is_main_process else lambda _: None  # the main process alone speaks
-    run_folder = RunFolder(config.output_dir)
-    if resume == "auto" and run_folder.final.is_dir() and not is_longer(run_folder.final, config, accepted):
-        return _finished(run_folder.final, config, accepted)
-    if not run_folder.upscaled.is_dir():
-        raise RunFolderError(f"{run_folder.upscaled}: not there; run `scale upscale` first")
-    check_before_writing(config, training_sources(config), accelerator.num_processes)
+    final = MethodFolder(run.folder.final, run)
+    if resume == "auto" and final.path.is_dir() and not _is_longer(final, accepted):
+        return _finished(final, accepted)
+    if not run.folder.upscaled.is_dir():
+        raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
+    run.check(training_sources(config), accelerator.num_processes)
     check_trackers(config.train.trackers)
     benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
     for skipped in benchmarks.skipped if benchmarks is not None else ():
         log(f"warning: {skipped.name} is not measured: {skipped.reason}")
     with ExitStack() as held:
-        on_main(lambda: _claim(run_folder, held))
-        start = starting_point(config, resume, log, accepted)
-        run = _open_run(config, accelerator, start, benchmarks, log)
-        on_main(lambda: held.enter_context(tracked(run.metrics, config, run.state.step)))
-        run_loop(run)
-        _write_final(run, _put_back_best(run, log))
-    return TrainSummary(run_folder.final, run.state)
+        on_main(lambda: _claim(run.folder, held))
+        begun = starting_point(run, resume, log, accepted)
+        held.enter_context(_memory_named(config, accelerator))
+        training = _open_training(run, accelerator, begun, benchmarks, log)
+        on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
+        run_loop(training)
+        _write_final(training, _put_back_best(training, log))
+    return TrainSummary(final.path, training.state)
 
 
 def _claim(run_folder: RunFolder, held: ExitStack) -> None:
@@ -119,15 +130,46 @@ def _claim(run_folder: RunFolder, held: ExitStack) -> None:
     remove_leftovers(run_folder.checkpoints)
 
 
-def _finished(final: Path, config: RunConfig, accepted: Collection[str]) -> TrainSummary:
+@contextmanager
+def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Where memory runs out, say what to lower, and what the plan expects."""
     try:
-        session = open_folder(final, config.model)
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        train, num_processes, device = config.train, accelerator.num_processes, accelerator.device.type
+        planned = quantity(memory_of_run(config, num_processes, device).total, "B")
+        lower = [
+            f"train.micro_batch_size (now {train.sequences_at_once(num_processes)})",
+            f"corpus.sequence_length (now {config.corpus.sequence_length:,})",
+        ]
+        settings = [] if train.activation_checkpointing else ["train.activation_checkpointing=true"]
+        if num_processes > 1 and train.sharding != "all":
+            settings.append("train.sharding=all")
+        instead = f", or set {' or '.join(settings)}" if settings else ""
+        raise OutOfMemory(
+            f"out of memory on {device} while training ({one_line(error)}): lower {' or '.join(lower)}{instead}; "
+            f"`scale plan` says {planned} a process, libraries and allocator apart"
+        ) from None
+
+
+def _is_longer(final: MethodFolder, accepted: Collection[str]) -> bool:
+    """Return whether a finished run is to go on to more steps."""
+    return "train.max_steps" in accepted and final.run.config.train.max_steps > final.config.train.max_steps
+
+
+def _finished(final: MethodFolder, accepted: Collection[str]) -> TrainSummary:
+    config = final.run.config
+    try:
+        verify_folder(final.path)
     except StorageError as error:
-        raise StorageError(f"{error}; remove {final}, and --resume auto makes it again") from None
-    if check_same_run(final, config, TRAIN_SECTIONS, LOCATION_KEYS, accepted):
-        session.load_to_train(config.seed)  # a base that lies elsewhere than it did is held to what it was
-        check_same_text(final, open_sources(config, config.corpus.sources, session.tokenizer), config)
-    return TrainSummary(final, TrainState.load(final))
+        raise StorageError(f"{error}; remove {final.path}, and --resume auto makes it again") from None
+    final.check_base()
+    if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
+        final.load_to_train()  # a base that lies elsewhere than it did is held to what it was
+        check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
+    return TrainSummary(final.path, final.state)
 
 
 def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
@@ -140,100 +182,108 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
         log(f"warning: train.max_forgetting {bound:g}: no evaluation kept within it; the least was lost, {lost}")
     if best.step == run.state.step:
         return run.state
-    checkpoint = run.folder.checkpoint(best.step)
-    on_main(lambda: verify_folder(checkpoint))
-    of_best = load_config(checkpoint / "scale.yaml").train
-    return load_checkpoint(checkpoint, run.model, run.optimiser, of_best)
+    kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
+    on_main(lambda: verify_folder(kept.path))
+    return load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
 
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    check_base(run.metadata, run.model, state.step)
-    with averaged(run.optimiser):
+    check_base(run, state.step)
+    with of_final(run.hooks, run.optimiser):
         trained = gather_trained(run.model, run.accelerator)
         if run.accelerator.is_main_process:
             with new_folder(run.folder.final) as partial:
-                describe_run(partial, run.metadata, run.model, state)
+                describe_run(partial, run, state)
                 save_tensors(partial / TRAINED, trained)
                 run.cost().save(partial)
     run.accelerator.wait_for_everyone()
 
 
-def _open_run(
-    config: RunConfig,
+def _open_training(
+    run: Run,
     accelerator: Accelerator,
-    start: Path | None,
+    begun: MethodFolder | None,
     benchmarks: OpenedBenchmarks | None,
     log: Callable[[str], None],
 ) -> TrainingRun:
-    run_folder, settings = RunFolder(config.output_dir), config.train
-    session = open_start(config)
-    main = accelerator.is_main_process
+    config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
-    text = open_text(config, session, accelerator, log)
-    init_from = None if start is not None or settings.init_from is None else Path(settings.init_from)
-    hold_to_beginning(text, config, start, init_from, log)
-    model = session.load_to_train(config.seed)
-    base_weights = start_to_decay_to(model, settings)
-    if init_from is not None:
-        load_trained(model, init_from)
-    if (begun := start or init_from) is not None:
-        adopt_rates(model, begun)
+    text, theirs = open_text(start, accelerator, log), init_from(run) if begun is None else None
+    if begun is not None:
+        check_same_text(begun.path, text.corpora)
+        check_same_choice(begun.path, text.contents, config)
+    elif theirs is not None:
+        for warning in repetition_warnings(theirs, text.contents):
+            log(f"warning: {warning}")
+    model: Any = start.load_to_train()
+    start_weights = copy_start(model, settings)
+    if theirs is not None:
+        load_trained(model, theirs.path)
+    if (before := begun or theirs) is not None:
+        adopt_rates(model, before.path)
     wrapped = _wrapped(model, config, accelerator)
-    optimiser = build_optimiser(model, settings, base_weights, by_tensor=config.method.variant == "adept")
+    optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
+    probe = partial(_known_text, config, text.batches)
+    hooks = hooks_of(config.method, settings, model, wrapped, accelerator, start_weights, probe)
     state, branch_point = TrainState(), None
-    if start is not None:
-        state = load_checkpoint(start, model, optimiser, settings)
-        state = _with_best_to_compare(state, start, config, log)
-        set_tensor_rates(optimiser, state.tensor_rates)
-        branch_point = BranchPoint.load_if_there(start)
-    elif init_from is not None:
+    if begun is not None:
+        load_checkpoint(begun, model, optimiser, settings, hooks)
+        state = _with_best_to_compare(begun, log)
+        branch_point = BranchPoint.load_if_there(begun.path)
+    elif theirs is not None:
         if settings.init_moments == "kept":
-            load_checkpoint(init_from, model, optimiser, None)
-        branch_point = branch_point_at(init_from, settings.init_moments)
-    base_parts = hash_parts(model.base) if is_sharded(model) and isinstance(model, ScaleForCausalLM) else {}
-    # What was measured to upscale is there alone.
-    method = config.method.model_copy(update={"adept": read_method(session.folder).adept})
-    saved, observer = run_folder.checkpoint(state.step), None
+            load_checkpoint(theirs, model, optimiser, None)
+        branch_point = branch_point_at(theirs, settings.init_moments)
+    base_parts = hash_parts(model.base) if is_sharded(model) and config.method.definition.widens else {}
+    saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
         observed = _observed(model, config, accelerator)
-        observer = Observer(config, model, wrapped, observed, session.tokenizer, text.held_out, benchmarks)
+        observer = Observer(config, model, wrapped, observed, start.tokenizer, text.held_out, benchmarks)
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     return TrainingRun(
-        config=config,
+        start=start,
+        text=text,
         accelerator=accelerator,
         model=model,
         wrapped=wrapped,
-        metadata=RunMetadata(
-            config, method, session.record, text.contents, base_parts, text.ledgers, text.batches, branch_point
-        ),
         optimiser=optimiser,
-        batches=text.batches,
         observer=observer,
         state=state,
-        tensor_rates=TensorRates.of(config, accelerator.unwrap_model(wrapped), text.batches),
-        metrics=MetricsLog(run_folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
+        hooks=hooks,
+        metrics=MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=peak,
+        branch_point=branch_point,
+        base_parts=base_parts,
         # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
-        saved_step=None if start is None or start.resolve() != saved.resolve() else state.step,
+        saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
     )
+
+
+def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
+    """Return some windows of every source of the role replay."""
+    roles = [source.role for source in config.corpus.sources]
+    known = [windows for windows, role in zip(batches.sources, roles, strict=True) if role == "replay"]
+    return known_windows(known, config.seed, num_windows)
 
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
     """Return the model as it is run: sharded, which Accelerate would wrap once more, or by Accelerate."""
-    if config.train.sharding != "none" and accelerator.num_processes > 1:
-        return shard_model(model, accelerator, config.train)
-    return accelerator.prepare(for_training(model.to(accelerator.device), config.train))
+    settings = settings_on(accelerator.device.type, config)
+    if settings.sharding != "none" and accelerator.num_processes > 1:
+        return shard_model(model, accelerator, settings)
+    return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 
-def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log: Callable[[str], None]) -> TrainState:
-    """Return the state, its best so far dropped where its checkpoint is gone or was scored by other settings."""
+def _with_best_to_compare(begun: MethodFolder, log: Callable[[str], None]) -> TrainState:
+    """Return the position, its best so far dropped where its checkpoint is gone or was scored by other settings."""
+    state, run = begun.state, begun.run
     if state.best is None:
         return state
-    best = RunFolder(config.output_dir).checkpoint(state.best.step)
+    best = run.folder.checkpoint(state.best.step)
     if not best.is_dir():
         reason = "is not there"
-    elif changed := scored_otherwise(load_config(start / "scale.yaml"), config):
+    elif changed := scored_otherwise(begun.config, run.config):
         reason = f"was scored otherwise ({', '.join(changed)})"
     else:
         return state
@@ -243,7 +293,7 @@ def _with_best_to_compare(state: TrainState, start: Path, config: RunConfig, log
 
 def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:
     """Return what this process scores in a periodic evaluation."""
-    if not is_sharded(model) or isinstance(model, ScaleForCausalLM) or config.train.sharding == "expansion":
+    if not is_sharded(model) or config.method.definition.widens or config.train.sharding == "expansion":
         return two_headed(model, config.model)
     base = load_base(config.model)
     beside = beside_new_tokens(base, model)

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import dump_config
 from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
-from scale_cli.export.dense import plain_model
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.bypass import with_found_layers
 from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.session import check_before_writing, text_to_find_in
+from scale_cli.upscale.run import MethodFolder, Run
 from scale_cli.upscale.tokenizer import (
     check_tokenizer,
-    load_run_tokenizer,
-    load_tokenizer,
-    make_run_tokenizer,
     prove_vocabulary,
     write_run_tokenizer,
 )
@@ -41,6 +35,7 @@ class UpscaleSummary:
 
     folder: Path
     variant: str
+    widens: bool
     model: MethodModel
     record: BaseRecord
     num_prompts: int
@@ -54,7 +49,7 @@ class UpscaleSummary:
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
         made = [f"method         {self.variant}: widens nothing; the folder is prepared for `scale train`"]
         proved = "logits at the start"
-        if isinstance(self.model, ScaleForCausalLM):
+        if self.widens:
             made, proved = _expansion_lines(self.model), "base logits"
         return [
             f"base           {self.record.name} ({self.record.dtype})",
@@ -75,7 +70,7 @@ class UpscaleSummary:
         ]
 
 
-def _expansion_lines(model: ScaleForCausalLM) -> list[str]:
+def _expansion_lines(model: Any) -> list[str]:
     base, config = model.root.config, model.config
     layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
     names = {
@@ -96,38 +91,39 @@ def _expansion_lines(model: ScaleForCausalLM) -> list[str]:
 
 def upscale(config: RunConfig) -> UpscaleSummary:
     """Make what the method trains of the base model and write `upscaled/`; nothing the base computes changes."""
-    run = RunFolder(config.output_dir)
-    with claimed(run.root):
-        return _upscale(run, config)
+    run = Run(config)
+    with claimed(run.folder.root):
+        return _upscale(run)
 
 
-def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
-    method = config.method
-    if run.final.is_dir() or run.checkpoints.is_dir():
-        raise RunFolderError(_already_begun(run, config))
-    check_before_writing(config, training_sources(config))
-    tokenizer, of_base = make_run_tokenizer(config), load_tokenizer(config.model)
+def _upscale(run: Run) -> UpscaleSummary:
+    config, method, upscaled = run.config, run.config.method, run.folder.upscaled
+    if run.folder.final.is_dir() or run.folder.checkpoints.is_dir():
+        raise RunFolderError(_already_begun(run))
+    run.check(training_sources(config))
+    of_base = run.base_tokenizer
+    tokenizer = run.make_tokenizer()
+    open_sources(config, training_sources(config), tokenizer)  # what is wrong with a text is known before weights load
     num_texts = prove_vocabulary(config, of_base, tokenizer) if method.vocabulary else 0
     base = load_any_base(config.model)
     check_finite(base, config.model.base)
     record = record_base(base, config.model, tokenizer)
     if method.trains_base_weights:
         base.float()  # the master copy it will be trained in: compared in the same precision
-    if method.variant == "adept" and method.adept.layers is None:
+    definition = method.definition
+    if num_windows := definition.probe_windows(method.settings):
         known = [windows_of(config.corpus, corpus) for corpus in open_sources(config, config.corpus.replay, tokenizer)]
-        probe = known_windows(known, config.seed, method.adept.probe_windows)
-        method = with_found_layers(method, placed(base), probe)
+        probe = known_windows(known, config.seed, num_windows)
+        method = method.with_settings(definition.find(method.settings, placed(base), probe))
     prompts = sample_ids(of_base)
     base_logits = own_logits(placed(base), prompts)
-    counted = ids_to_count(config, tokenizer) if method.counts_text else None
+    counted = ids_to_count(config, tokenizer) if definition.counts_text(method.settings) else None
     new = new_pieces(config, of_base, tokenizer)
     model = placed(start_model(base, method, config.seed, new, tokenizer, counted))
-    # A matrix in two parts is itself to rounding; merged, as it is exported, bit for bit.
-    merged = plain_model(model, "float32") if method.variant == "osf" else model
-    check_preservation(merged, prompts, base_logits)
-    found_in = text_to_find_in(config)
-    with new_folder(run.upscaled) as partial:
-        if method.widens or method.vocabulary is not None:
+    check_preservation(definition.as_base(model), prompts, base_logits)
+    found_in = run.text_to_find_in()
+    with new_folder(upscaled) as partial:
+        if definition.widens or method.vocabulary is not None:
             write_trained(partial, model, method, record)
         else:
             describe_method(partial, model, method, record)
@@ -135,12 +131,11 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
         if found_in:
             write_json(partial / CORPORA, found_in)
         write_text(partial / "scale.yaml", dump_config(config))
-    copied = ""
-    if method.variant == "adept" and method.adept.layers:
-        copied = f" (layers copied: {', '.join(map(str, method.adept.layers))})"
+    found = definition.found(method.settings)
     return UpscaleSummary(
-        run.upscaled,
-        f"{method.variant}{copied}",
+        upscaled,
+        f"{method.variant} ({found})" if found else method.variant,
+        definition.widens,
         model,
         record,
         len(base_logits),
@@ -149,24 +144,21 @@ def _upscale(run: RunFolder, config: RunConfig) -> UpscaleSummary:
     )
 
 
-def _already_begun(run: RunFolder, config: RunConfig) -> str:
-    message = f"{run.root}: training has begun from what is there; choose another output_dir"
-    if not (run.upscaled / "scale.yaml").is_file():
+def _already_begun(run: Run) -> str:
+    message = f"{run.folder.root}: training has begun from what is there; choose another output_dir"
+    upscaled = MethodFolder(run.folder.upscaled, run)
+    if not (upscaled.path / "scale.yaml").is_file():
         return message
-    changed = differences(load_config(run.upscaled / "scale.yaml"), config, UPSCALE_SECTIONS)
+    changed = differences(upscaled.config, run.config, UPSCALE_SECTIONS)
     return f"{message} ({'; '.join(changed)})" if changed else message
 
 
-def upscale_is_finished(config: RunConfig) -> bool:
+def upscale_is_finished(run: Run) -> bool:
     """Return whether `upscaled/` is there, made with the same base and method."""
-    folder = RunFolder(config.output_dir).upscaled
-    if not folder.is_dir():
+    upscaled, config = MethodFolder(run.folder.upscaled, run), run.config
+    if not upscaled.path.is_dir() or differences(upscaled.config, config, UPSCALE_SECTIONS, BASE_KEYS):
         return False
-    before = load_config(folder / "scale.yaml")
-    if differences(before, config, UPSCALE_SECTIONS, BASE_KEYS):
-        return False
-    if differences(before, config, UPSCALE_SECTIONS):  # the base has moved
-        record = BaseRecord.load(folder)
-        check_same_base(load_any_base(config.model), record, where=f"model.base {config.model.base}")
-        check_tokenizer(load_run_tokenizer(config), record)
+    if differences(upscaled.config, config, UPSCALE_SECTIONS):  # the base has moved
+        check_same_base(load_any_base(config.model), upscaled.record, where=f"model.base {config.model.base}")
+        check_tokenizer(run.tokenizer, upscaled.record)
     return True

@@ -1,18 +1,9 @@
 """The verb `scale verify`: whether a folder of ours is what it was when it was written, offline.
 
-What is checked, by kind of folder:
-
-| folder                            | checked                                                                        |
-|-----------------------------------|--------------------------------------------------------------------------------|
-| any                               | size and SHA-256 of every file, that no file has come in, and that none that   |
-|                                   | a folder of its kind has was never there                                       |
-| upscaled, checkpoint, final       | the base's hashes; the base logits of a widened model, bit for bit             |
-| checkpoint, final                 | that of every source read = kept + dropped, and trained + held over = all      |
-| final                             | the log: no step twice, none missing, the same number of tokens                |
-| export                            | logits against the trained model, where `final/` is still beside it; of a      |
-|                                   | plain one that can be routed, those of its router too                          |
-| joined                            | the base's hash, and its logits bit for bit; a plain one's to those of its runs |
-| tokens                            | that documents, bytes and tokens add up to the ledger                          |
+Every file is held to its size and SHA-256 in the manifest; none may have come in, and none that a folder of its kind
+has may never have been there. Then, by what is in the folder:
+a method's, to its base's hashes and (widened) base logits bit for bit; a ledger, to its sums; `final/`, to the log; an
+export, to the trained model's logits; a joined model, to its base.
 """
 
 from __future__ import annotations
@@ -20,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -43,16 +33,15 @@ from scale_cli.errors import (
     VerificationError,
 )
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import MetricsRecord, place_of, read_records
+from scale_cli.storage.metrics import place_of, read_records
 from scale_cli.storage.records import CORPORA, TRAINED, AverageRecord, BaseRecord, ExportRecord, TrainState
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.session import open_folder
+from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import load_tokenizer
 
 
@@ -108,7 +97,7 @@ _FILES = {
     r".*/upscaled": _METHOD_FOLDER,
     r"checkpoints/step-\d+": _TRAINED_FOLDER,
     r".*/final": (*_TRAINED_FOLDER, TRAINED),
-    r".*/evaluation": ("report.json", "report.md", "scale.yaml"),
+    r".*/evaluation": ("report.json", "report.md", "report.html", "scale.yaml"),
     rf"export/({'|'.join(get_args(ExportFormat))})(-\w+)?": (
         "README.md",
         "config.json",
@@ -132,7 +121,7 @@ def _check(folder: Path, base_logits: dict[str, list[Tensor]]) -> FolderCheck:
     if Ledger.is_in(folder):
         _hold(check, "ledger", lambda: _check_tokens(folder))
     if BaseRecord.is_in(folder) and (folder / "scale.yaml").is_file():
-        _check_method(check, load_config(folder / "scale.yaml").model, base_logits)
+        _hold(check, "base and its preservation", lambda: _check_base(folder, base_logits))
     if TokenLedger.is_in(folder):
         _hold(check, "token ledger", lambda: _check_token_ledger(folder))
     if TrainState.is_in(folder) and folder.name == "final" and not AverageRecord.is_in(folder):
@@ -188,54 +177,42 @@ def _check_tokens(folder: Path) -> None:
     ledger = Ledger.load(folder)
     offsets, num_bytes = (np.fromfile(folder / name, dtype=np.int64) for name in (OFFSETS, NUM_BYTES))
     dropped = list(ledger.dropped.values())
-    sums: tuple[tuple[str, int, int], ...] = (
+    _check_sums(
+        folder / Ledger.FILE,
         ("tokens", ledger.num_tokens, int(offsets[-1])),
         ("documents kept", ledger.kept.documents, len(num_bytes)),
+        ("documents kept", ledger.kept.documents, int((np.diff(offsets) > 0).sum())),
         ("bytes kept", ledger.kept.num_bytes, int(num_bytes.sum())),
         ("documents read", ledger.read.documents, ledger.kept.documents + sum(d.documents for d in dropped)),
         ("bytes read", ledger.read.num_bytes, ledger.kept.num_bytes + sum(d.num_bytes for d in dropped)),
     )
-    if paths := ledger.paths.values():
-        sums += (
-            ("documents kept", ledger.kept.documents, sum(path.kept.documents for path in paths)),
-            ("documents read", ledger.read.documents, sum(path.read.documents for path in paths)),
-        )
-    for name, noted, counted in sums:
-        if noted != counted:
-            raise VerificationError(f"{folder}: {Ledger.FILE} says {noted:,} {name}, there are {counted:,}")
-    if (np.diff(offsets) <= 0).any() or len(offsets) != len(num_bytes) + 1:
-        raise VerificationError(f"{folder}: {OFFSETS} and {NUM_BYTES} do not fit each other")
 
 
 def _check_token_ledger(folder: Path) -> None:
     state, sources = TrainState.load(folder), TokenLedger.load(folder).sources
-    sums = []
+    sums = [("targets trained", sum(s.num_trained for s in sources.values()), state.num_tokens + state.skipped_tokens)]
     for name, source in sources.items():
-        ledger = source.corpus
-        dropped = sum(count.documents for count in ledger.dropped.values())
-        sums.append((f"{name}: documents read", ledger.read.documents, ledger.kept.documents + dropped))
-        wanted = source.num_epochs * (ledger.targets_an_epoch - source.num_left_out)
-        sums.append((f"{name}: targets", wanted, source.num_trained + source.num_held_over))
-    trained = sum(source.num_trained for source in sources.values())
-    sums.append(("targets trained", trained, state.num_tokens + state.skipped_tokens))
+        wanted = source.num_epochs * (source.corpus.targets_an_epoch - source.num_left_out)
+        sums.append((f"targets of {name}", wanted, source.num_trained + source.num_held_over))
+    _check_sums(folder / TokenLedger.FILE, *sums)
+
+
+def _check_sums(file: Path, *sums: tuple[str, int, int]) -> None:
     for what, noted, counted in sums:
         if noted != counted:
-            raise VerificationError(f"{folder / TokenLedger.FILE}: {what}: {noted:,} and {counted:,} do not agree")
+            raise VerificationError(f"{file}: {what}: {noted:,} and {counted:,} do not agree")
 
 
-def _check_method(check: FolderCheck, base: ModelConfig, base_logits: dict[str, list[Tensor]]) -> None:
-    """Hold a method's folder to its base, whose own logits are computed for the first folder that has it."""
-
-    def prove_base() -> None:
-        session = open_folder(check.folder, base)
-        model = session.load()  # holds the base to its hashes
-        if isinstance(model, ScaleForCausalLM):
-            prompts, name = sample_ids(load_tokenizer(base)), base.model_dump_json()
-            if name not in base_logits:
-                base_logits[name] = own_logits(placed(load_any_base(base)), prompts)
-            check_preservation(model, prompts, base_logits[name])
-
-    _hold(check, "base and its preservation", prove_base)
+def _check_base(path: Path, base_logits: dict[str, list[Tensor]]) -> None:
+    """Hold a method folder to its base, whose own logits are computed for the first folder that has it."""
+    folder = MethodFolder.at(path)
+    folder.check_base()
+    model, base = folder.load(), folder.run.config.model  # holds the base to its hashes
+    if folder.method.definition.widens:
+        prompts, name = sample_ids(folder.run.base_tokenizer), base.model_dump_json()
+        if name not in base_logits:
+            base_logits[name] = own_logits(placed(load_any_base(base)), prompts)
+        check_preservation(model, prompts, base_logits[name])
 
 
 def _architecture(folder: Path) -> str | None:
@@ -259,43 +236,30 @@ def _check_joined(folder: Path) -> None:
 
 
 def _check_log(folder: Path) -> None:
+    """Hold the log to `final/`: its steps in order, no more of them between two records than are logged at once."""
     state, config = TrainState.load(folder), load_config(folder / "scale.yaml")
     metrics = RunFolder(folder.parent).metrics
     records = [record for record in read_records(metrics) if not place_of(record)[1]]
-    steps = [record["step"] for record in records]
-    if damaged := [r["step"] for r in records if "skipped" not in r and not isinstance(r.get("log_every_steps"), int)]:
+    skipped = [record["step"] for record in records if "skipped" in record and record["step"] <= state.step]
+    logged = [record for record in records if "skipped" not in record]
+    if damaged := [record["step"] for record in logged if not isinstance(record.get("log_every_steps"), int)]:
         raise VerificationError(f"{metrics}: step {damaged[0]}: damaged, its log_every_steps is not there")
-    skipped = {record["step"] for record in records if "skipped" in record and record["step"] <= state.step}
+    before, every = 0, logged[0]["log_every_steps"] if logged else config.train.log_every_steps
+    for record in records:
+        step, now_every = record["step"], record.get("log_every_steps", every)
+        if step <= before:
+            raise VerificationError(f"{metrics}: step {step} is there twice, or out of order")
+        if step - before > max(every, now_every):  # a resume may have changed it
+            raise VerificationError(f"{metrics}: a step between {before} and {step} is missing")
+        before, every = step, now_every
     chosen = config.train.max_forgetting is not None  # among the evaluations: the log goes on after it
-    last_step = config.train.max_steps if chosen else state.step
-    ends = [record for record in records if record["step"] == state.step] if chosen else records[-1:]
-    if sorted(steps) != steps or len(set(steps)) != len(steps):
-        raise VerificationError(f"{metrics}: a step is there twice, or out of order")
-    if missing := _missing_steps(records, last_step, config.train.log_every_steps):
-        raise VerificationError(f"{metrics}: step {missing[0]} is missing")
+    if before != (last := config.train.max_steps if chosen else state.step):
+        raise VerificationError(f"{metrics}: step {last} is missing")
     if len(skipped) != state.skipped_steps:
         raise VerificationError(f"{metrics}: {len(skipped)} steps left out, position.json has {state.skipped_steps}")
-    if ends and "num_tokens" in ends[0] and ends[0]["num_tokens"] != state.num_tokens:
-        raise VerificationError(f"{metrics}: ends at {ends[0]['num_tokens']:,} tokens, not {state.num_tokens:,}")
-
-
-def _missing_steps(records: list[MetricsRecord], last_step: int, last_cadence: int) -> list[int]:
-    """Return steps that a log should have and has not, whatever cadences it was written at.
-
-    Between records of two cadences there was a resume, at a step that nobody knows; where no step would do, the first
-    one that the earlier cadence would have logged is missing.
-    """
-    there = {record["step"] for record in records}
-    logged = [(record["step"], record["log_every_steps"]) for record in records if "skipped" not in record]
-    first_cadence = logged[0][1] if logged else last_cadence
-    missing = [] if last_step in there else [last_step]
-    for (before, earlier), (after, later) in pairwise([(0, first_cadence), *logged, (last_step, last_cadence)]):
-        unlogged = [step for step in range(before + 1, after) if step not in there]
-        due_before = [step for step in unlogged if step % earlier == 0]
-        due_after = [step for step in unlogged if step % later == 0]
-        if due_before and due_after and due_after[-1] >= due_before[0]:
-            missing.append(due_before[0])
-    return missing
+    for record in logged:
+        if record["step"] == state.step and record["num_tokens"] != state.num_tokens:
+            raise VerificationError(f"{metrics}: has {record['num_tokens']:,} tokens, not {state.num_tokens:,}")
 
 
 def _check_export(check: FolderCheck) -> None:

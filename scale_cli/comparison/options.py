@@ -8,11 +8,11 @@ base beside it, a second model in memory and a second forward for every token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scale_cli.comparison.runs import ComparedRun
-from scale_cli.config.display_names import language_name
+from scale_cli.config.languages import language_name
 from scale_cli.evaluation.results import CorpusResult, Report
 from scale_cli.report.numbers import Interval
 
@@ -31,7 +31,7 @@ class Option:
     num_models: int  # held in memory: 1 or 2
     passes: str  # forward passes for every token, in words
     parameters: int | None  # held in memory; None where the run has no record of them
-    parameters_of_base: int | None  # that the base alone would hold; likewise
+    parameters_of_base: int | None  # of the base alone; likewise
     lost: Interval  # bits per byte on what the base knew; the mean over the retention corpora
     gained: Interval  # bits per byte on what was taught; the mean over the acquisition corpora
     base_share: dict[str, float] | None  # of the tokens, by language; None where nothing is mixed
@@ -64,7 +64,7 @@ def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
 
 
 def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
-    report, widened, mixed = run.report, run.method.widens, head != "adapted"
+    report, widened, mixed = run.report, run.method.definition.widens, head != "adapted"
     beside = mixed and not widened
     base, held = _parameters(run)
     if beside and held is not None and base is not None:
@@ -88,9 +88,9 @@ def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
 def _label(run: ComparedRun, head: str) -> str:
     if head == run.report.served:
         return run.name
-    if not run.method.widens:
+    if not run.method.definition.widens:
         return f"{run.name} + base"
-    return f"{run.name}, {'posterior' if run.method.variant == 'route' else 'routed'}"
+    return f"{run.name}, {'posterior' if run.method.definition.routes else 'routed'}"
 
 
 def _served_in_words(head: str, widened: bool) -> str:
@@ -102,7 +102,7 @@ def _served_in_words(head: str, widened: bool) -> str:
 def _passes(run: ComparedRun, mixed: bool) -> str:
     if not mixed:
         return "1"
-    if not run.method.widens:
+    if not run.method.definition.widens:
         return "2"
     return f"1 + {run.layers_run_twice}/{run.num_layers}" if run.layers_run_twice else "1"
 
@@ -111,11 +111,7 @@ def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
     """Return the parameters of the base, and of the trained model served alone."""
     if run.cost is None:
         return None, None
-    total, trainable = run.cost.total_parameters, run.cost.trainable_parameters
-    if run.method.variant in ("full", "freeze", "elo"):
-        return total, total
-    # LoRA and OSF are served merged; what deeper and widened models train stays beside what the base holds.
-    return total - trainable, total - trainable if run.method.variant in ("lora", "osf") else total
+    return run.method.definition.counted(run.cost.total_parameters, run.cost.trainable_parameters)
 
 
 def mean_interval(intervals: Sequence[Interval]) -> Interval:
@@ -150,22 +146,22 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
     return [not beaten(*point) for point in points]
 
 
-def front(options: Sequence[Option], admitted: Callable[[Option], bool]) -> list[Option]:
-    """Return the options among those admitted that neither another nor the untouched base beats, least loss first."""
-    found = [(option, (option.lost.value, option.gained.value)) for option in options if admitted(option)]
-    finite = [(option, (lost, gained)) for option, (lost, gained) in found if lost is not None and gained is not None]
+def front(options: Sequence[Option], most_models: int) -> list[Option]:
+    """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
+    finite = [
+        (option, (option.lost.value, option.gained.value))
+        for option in options
+        if option.num_models <= most_models and option.lost.value is not None and option.gained.value is not None
+    ]
     kept = non_dominated([(0.0, 0.0), *(point for _, point in finite)])[1:]
     chosen = [pair for pair, keep in zip(finite, kept, strict=True) if keep]
     return [option for option, _ in sorted(chosen, key=lambda pair: pair[1])]
 
 
-def languages_of(report: Report, role: str) -> str:
-    """Return the languages of a role's corpora in words: `English`, `English and German`."""
-    names = list(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
-    return " and ".join(names)
+def side_names(report: Report) -> tuple[str, str]:
+    """Return what the two sides are called: `English lost`, `Korean gained`."""
 
+    def languages(role: str) -> str:
+        return " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
 
-def corpora_in_words(corpora: Sequence[CorpusResult]) -> str:
-    """Return the names of corpora, for a caption."""
-    names = [corpus.name for corpus in corpora]
-    return names[0] if len(names) == 1 else f"the mean over {', '.join(names)}"
+    return f"{languages('retention') or 'Known language'} lost", f"{languages('acquisition') or 'New language'} gained"

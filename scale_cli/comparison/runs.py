@@ -13,13 +13,12 @@ from pydantic import ValidationError
 from scale_cli.config.load import load_config
 from scale_cli.config.same_run import differences
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.values import Section
-from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.errors import RunFolderError, StorageError, one_line
 from scale_cli.evaluation.results import BenchmarkResult, Report
-from scale_cli.storage.atomic import MANIFEST, file_sha256, read_json
+from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
-from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Cost, TrainState, trained_sha256
+from scale_cli.storage.records import AverageRecord, BaseRecord, Cost, TrainState, trained_sha256
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
@@ -50,26 +49,14 @@ class ComparedRun:
     num_layers: int | None  # of the base, where the run widened it
     new_tokens: tuple[str, ...]  # that its base has not, each by the old ones in its place
     tokens_per_s: float  # of training
-    cost: Cost | None  # None where the run is older than the record
+    cost: Cost | None  # None of a mean of runs
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
-    content_sha256: str  # of its final/, by its manifest
-    begun_with_sha256: str | None  # of what it began with, where another run had trained that
     num_averaged: int  # what others trained that it is the mean of (`scale average`); 0: it was trained itself
 
     @property
     def method(self) -> MethodConfig:
         """How it was trained."""
         return self.config.method
-
-    @property
-    def trainable_parameters(self) -> int | None:
-        """How many parameters trained; None where there is no record."""
-        return None if self.cost is None else self.cost.trainable_parameters
-
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        """Peak memory of training; None where there is no record."""
-        return None if self.cost is None else self.cost.peak_memory_bytes
 
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
@@ -88,35 +75,25 @@ def benchmarks_of(runs: Sequence[ComparedRun]) -> list[BenchmarkResult]:
 
 
 def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
-    """Return in what, besides its method, each run was set up otherwise than the first.
+    """Return in what, besides its method, each run was set up otherwise than the first; runs set up alike are left out.
 
-    One line a key: `train.lr: 0.001 -> 0.0001` reads first run -> this run; and one a list of sources, which are told
-    apart by name. Runs set up alike are left out.
+    A line a key, `train.lr: 0.001 -> 0.0001` (first run -> this run), and one for each list of sources.
     """
-    changed = {run.name: _set_up_otherwise(runs[0].config, run.config) for run in runs[1:]}
-    return {name: lines for name, lines in changed.items() if lines}
-
-
-def _set_up_otherwise(first: RunConfig, other: RunConfig) -> list[str]:
-    lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
-    for key, before, now in (
-        ("corpus.sources", first.corpus.sources, other.corpus.sources),
-        ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
-        ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
-    ):
-        if changed := _other_sources(before, now):
-            lines.append(f"{key}: {', '.join(changed)}")
-    return lines
-
-
-def _other_sources(before: Sequence[Section], now: Sequence[Section]) -> list[str]:
-    """Return what has become of sources: gone, come, or another key of one that is there in both."""
-    old, new = ({source["name"]: source for source in (s.model_dump() for s in listed)} for listed in (before, now))
-    lines = [f"without {name}" for name in old if name not in new] + [f"also {name}" for name in new if name not in old]
-    for name in (name for name in old if name in new):
-        if keys := [key for key, value in old[name].items() if value != new[name][key]]:
-            lines.append(f"{name} with another {' and '.join(keys)}")
-    return lines
+    found = {}
+    for run in runs[1:]:
+        first, other = runs[0].config, run.config
+        lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
+        for key, before, now in (
+            ("corpus.sources", first.corpus.sources, other.corpus.sources),
+            ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
+            ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
+        ):
+            old, new = ({source.name: source for source in listed} for listed in (before, now))
+            if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
+                lines.append(f"{key}: {', '.join(changed)}")
+        if lines:
+            found[run.name] = lines
+    return found
 
 
 def _distinct_names(folders: list[Path]) -> list[str]:
@@ -141,11 +118,11 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         model_config = read_json(run.final / "config.json")
         layers_run_twice, num_layers = _layers_of_routing(model_config)
         new_tokens = _new_tokens(model_config)
-        begun, average = BranchPoint.load_if_there(run.final), AverageRecord.load_if_there(run.final)
+        average = AverageRecord.load_if_there(run.final)
         rate = state.num_tokens / max(state.elapsed_s, 1e-9)
         curves = _curves(read_records(run.metrics), state)
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{folder}: damaged, not what a finished run holds ({_first_line(error)})") from None
+        raise StorageError(f"{folder}: damaged, not what a finished run holds ({one_line(error)})") from None
     if report.trained_sha256 != trained_sha256(run.final):
         raise RunFolderError(f"{run.evaluation}: is of another training than {run.final}; run `scale evaluate` again")
     return ComparedRun(
@@ -161,8 +138,6 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
         cost=cost,
         curves=curves,
-        content_sha256=file_sha256(run.final / MANIFEST),
-        begun_with_sha256=None if begun is None else begun.content_sha256,
         num_averaged=0 if average is None else len(average.members),
     )
 
@@ -246,19 +221,10 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
                 f"runs must be evaluated alike: on {name} the same base has {before:.4f} nats/token in {first.folder} "
                 f"and {now:.4f} in {other.folder} (is evaluation.sequence_length the same?)"
             )
-    _check_same_benchmarks(first, other)
-
-
-def _check_same_benchmarks(first: ComparedRun, other: ComparedRun) -> None:
-    """Hold a benchmark that both runs measured to the same items; what only one of them measured is shown so."""
     sizes = {benchmark.name: benchmark.num_items for benchmark in first.report.benchmarks}
-    for benchmark in other.report.benchmarks:
+    for benchmark in other.report.benchmarks:  # that both measured
         if sizes.get(benchmark.name, benchmark.num_items) != benchmark.num_items:
             raise RunFolderError(
                 f"runs must be evaluated on the same items: {benchmark.name} has {sizes[benchmark.name]} in "
                 f"{first.folder} and {benchmark.num_items} in {other.folder}"
             )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

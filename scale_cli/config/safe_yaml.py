@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, one_line
 
 _MAX_BYTES = 1 << 18
 # An alias counts as often as it is used: ten lines can stand for a billion values.
@@ -47,42 +47,29 @@ def read_text(path: Path) -> str:
 
 def parse(text: str, where: str) -> Any:
     """Return what a YAML text says, as plain data."""
-    loader = _Yaml12FloatLoader("")
     try:
-        _check_depth(text, where)
-        loader = _Yaml12FloatLoader(text)
-        node = loader.get_single_node()
-        if node is None:
+        depth = 0
+        for event in yaml.parse(text, Loader=_Yaml12FloatLoader):  # composing is a recursion without a limit
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                _refuse(event, where, f"nested more than {_MAX_DEPTH} deep")
+        if (node := yaml.compose(text, Loader=_Yaml12FloatLoader)) is None:
             return None
         _check(node, where)
-        return loader.construct_document(node)
+        return _Yaml12FloatLoader("").construct_document(node)
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}" if mark else where
         raise ConfigError(f"{place}: not valid YAML ({error.problem})") from None
-    except (
-        yaml.YAMLError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
-        # PyYAML lets through whatever int(), a regex or a dict says of a scalar that is not what its tag claims.
-        raise ConfigError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
-    finally:
-        loader.dispose()
+    except Exception as error:  # PyYAML lets through what int(), a regex or a dict says of a scalar
+        raise ConfigError(f"{where}: not valid YAML ({one_line(error)})") from None
 
 
-def _check_depth(text: str, where: str) -> None:
-    """Refuse what is nested too deep before it is composed, which libyaml does by recursion without a limit."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Yaml12FloatLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            assert event.start_mark is not None, "libyaml marks every event"
-            raise ConfigError(f"{where}:{event.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep")
+def _refuse(at: yaml.Event | yaml.Node, where: str, why: str) -> NoReturn:
+    assert at.start_mark is not None, "libyaml marks everything"
+    raise ConfigError(f"{where}:{at.start_mark.line + 1}: {why}")
 
 
 def _check(root: yaml.Node, where: str) -> None:
@@ -91,44 +78,31 @@ def _check(root: yaml.Node, where: str) -> None:
     while left:
         node, depth = left.pop()
         num_values += 1
-        place = f"{where}:{node.start_mark.line + 1}"
         if num_values > _MAX_VALUES:
             raise ConfigError(f"{where}: more than {_MAX_VALUES:,} values, aliases counted as often as they are used")
         if depth > _MAX_DEPTH:
-            raise ConfigError(f"{place}: nested more than {_MAX_DEPTH} deep")
+            _refuse(node, where, f"nested more than {_MAX_DEPTH} deep")
         if isinstance(node, yaml.MappingNode):
-            _check_keys(node, where)
+            seen: set[tuple[str, str]] = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    _refuse(key, where, "a key is text, not a list or a mapping")
+                if (key.tag, key.value) in seen:
+                    _refuse(key, where, f"the key {key.value[:40]!r} is there twice")
+                seen.add((key.tag, key.value))
             left += [(child, depth + 1) for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
             left += [(child, depth + 1) for child in node.value]
         elif _NO_TEXT.search(node.value):
-            raise ConfigError(f"{place}: a NUL or half a character, which no text can hold")
-
-
-def _check_keys(node: yaml.MappingNode, where: str) -> None:
-    seen: set[tuple[str, str]] = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where}:{key.start_mark.line + 1}: a key is text, not a list or a mapping")
-        if (key.tag, key.value) in seen:
-            raise ConfigError(f"{where}:{key.start_mark.line + 1}: the key {key.value[:40]!r} is there twice")
-        seen.add((key.tag, key.value))
+            _refuse(node, where, "a NUL or half a character, which no text can hold")
 
 
 def dump_line(tree: dict[str, Any]) -> str:
     """Return a mapping of plain values in one line."""
-    dumped: str = yaml.dump(
-        tree,
-        Dumper=_Yaml12FloatDumper,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=True,
-        width=-1,  # without an end
-    )
-    return dumped.rstrip("\n")
+    return dump(tree, default_flow_style=True, width=-1).rstrip("\n")  # a width without an end
 
 
-def dump(tree: Any) -> str:
+def dump(tree: Any, **style: Any) -> str:
     """Return plain data as YAML that `parse` reads as the same."""
-    dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True)
+    dumped: str = yaml.dump(tree, Dumper=_Yaml12FloatDumper, sort_keys=False, allow_unicode=True, **style)
     return dumped

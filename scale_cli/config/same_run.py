@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.values import Change
 from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.values import Change
 
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
@@ -63,27 +62,21 @@ def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
 
 def check_same_run(
     folder: Path,
-    config: RunConfig,
+    before: RunConfig,
+    now: RunConfig,
     sections: tuple[str, ...],
-    ignored_keys: str = NO_KEYS,
-    accepted: Collection[str] | None = None,
+    ignored_keys: str,
+    accepted: Collection[str] | None,
 ) -> list[str]:
-    """Hold whoever goes on from a folder to the config that it was made with.
+    """Refuse to go on from a folder with another config than it was made with; return a line for every other change.
 
-    Args:
-        folder: with the config that it was made with.
-        config: this one.
-        sections: that count.
-        ignored_keys: a pattern of keys that do not count, as in `differences`.
-        accepted: keys that may have changed; None where the verb trains nothing, so that none may.
-
-    Returns:
-        A line for every key that has changed all the same: those accepted, and those to be held by content.
+    These are the `accepted` ones and those that `ignored_keys` matches, which are held by content. A verb that trains
+    nothing gives None for `accepted`: no key may change.
     """
     for key in accepted or ():
         if key not in ACCEPTABLE:
             raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
-    changes = _changes(load_config(folder / "scale.yaml"), config, sections)
+    changes = _changes(before, now, sections)
     refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(ignored_keys, c.key)]
     if refused:
         remedy = _remedy(refused, trains=accepted is not None)

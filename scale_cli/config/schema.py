@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from scale_cli.config.baselines import (
-    AdeptConfig,
-    EloConfig,
-    FreezeConfig,
-    LlamaProConfig,
-    LoraConfig,
-    OsfConfig,
-)
 from scale_cli.config.sources import (
     AnySource,
     BenchmarkSource,
@@ -23,31 +14,24 @@ from scale_cli.config.sources import (
     distinct_names,
 )
 from scale_cli.config.training import TrainConfig
-from scale_cli.config.values import (
-    Accepted,
+from scale_cli.config.vocabulary import VocabularyConfig
+from scale_cli.methods import METHODS
+from scale_cli.methods.method import Method
+from scale_cli.methods.widened import WideningConfig
+from scale_cli.values import (
     BatchSize,
     Folder,
     Free,
     Length,
     MixedPrecision,
+    OneOf,
     PathText,
     Section,
+    gone,
 )
-from scale_cli.config.vocabulary import VocabularyConfig
 
-WIDENED = ("preserve", "adapt", "route")
-Variant = Literal["preserve", "adapt", "route", "full", "lora", "osf", "freeze", "llama-pro", "adept", "elo"]
-# Of a variant, where a config leaves them out of `train`: the paper's learning rates (section on training details); OSF
-# has the fine-tunings', and no decay, which would shrink what it leaves as the base has it.
-_LEFT_OUT = {
-    **{variant: {"lr": 1.0e-5} for variant in ("full", "lora", "freeze", "elo")},
-    "osf": {"lr": 1.0e-5, "weight_decay": 0.0},
-    **{variant: {"lr": 2.0e-4} for variant in ("llama-pro", "adept")},
-}
 Dtype = Literal["float32", "bfloat16"]
 ExportFormat = Literal["llama", "transformers", "adapter"]
-Start = Literal["svd", "normal", "copy"]
-Codes = Literal["random", "spelled", "cooccurrence"]
 
 
 class ModelConfig(Section):
@@ -61,159 +45,67 @@ class ModelConfig(Section):
     dtype: Dtype = Field(default="float32", description="of the frozen base")
 
 
-class ExpansionConfig(Section):
-    """How much is added, and how it starts (`upscale/initialise.py` has the table)."""
-
-    ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
-    hidden_ratio: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=4.0,
-        description="how much wider the stream; rounded to what the widened heads divide; null: as the heads",
-    )
-    mlp_ratio: float | None = Field(
-        default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
-    )
-    init: Start = Field(default="svd", description="what the added blocks start as: docs/training.md")
-    embedding_scale: float | None = Field(
-        default=1.4,
-        gt=0.0,
-        le=1e3,
-        description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
-    )
-    codes: Codes = Field(
-        default="random",
-        description="what E' of such a size starts as: each token's own numbers, in part those of its letters, or in "
-        "part what follows it in the corpus too",
-    )
-
-    @model_validator(mode="after")
-    def _codes_have_a_size(self) -> ExpansionConfig:
-        if self.codes != "random" and self.embedding_scale is None:
-            raise ValueError(f"codes: {self.codes} has the size that embedding_scale gives it; that is null")
-        return self
-
-
-class CollaborationConfig(Section):
-    """Where W12 exists, that is, where the expansion writes into the base stream (paper: collaborative adaptation)."""
-
-    layers: str | list[int] | None = Field(
-        default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
-    )
-    modules: list[Literal["attention", "mlp"]] = Field(
-        default=["attention", "mlp"], min_length=1, description="where in those layers"
-    )
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _known_form(cls, layers: object) -> object:
-        known = layers is None or layers in ("none", "all")
-        if isinstance(layers, str):
-            known = known or re.fullmatch(r"top:[1-9][0-9]{0,3}", layers) is not None
-        elif isinstance(layers, list):
-            known = all(type(layer) is int and layer >= 0 for layer in layers)
-        if not known:
-            raise ValueError(f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices")
-        return layers
-
-    @field_validator("modules")
-    @classmethod
-    def _distinct_modules(cls, modules: list[str]) -> list[str]:
-        if len(set(modules)) != len(modules):
-            raise ValueError("names a module twice")
-        return modules
-
-
-class RouterConfig(Section):
-    """How SCALE-Route chooses between the base head and the trained head."""
-
-    rule: Literal["posterior", "cosine"] = Field(
-        default="posterior", description="by how well each head has predicted so far, or the paper's, by layers' cosine"
-    )
-    prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
-    switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
-    threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
-
-
-class DistillationConfig(Section):
-    """Learning from the base's own predictions, where the text is of what it knows: on sources with the role replay."""
-
-    weight: Accepted[float] = Field(
-        default=0.0,
-        ge=0.0,
-        le=1e6,
-        description="of KL(base || trained head) beside the cross-entropy, on windows of replay alone; 0: off",
-    )
-
-
-class MethodConfig(Section):
+class _AnyMethod(WideningConfig):
     """What is trained, and what is served."""
 
-    variant: Variant = Field(
+    variant: Annotated[str, OneOf(METHODS), gone(elo="llama-pro and freeze train some of the layers too")] = Field(
         default="route", description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline"
     )
-    expansion: ExpansionConfig = ExpansionConfig()
-    collaboration: CollaborationConfig = CollaborationConfig()
-    router: RouterConfig = RouterConfig()
-    distillation: DistillationConfig = DistillationConfig()
     vocabulary: VocabularyConfig | None = Field(default=None, description="tokens that are added; null: none")
-    lora: LoraConfig = LoraConfig()
-    osf: OsfConfig = OsfConfig()
-    freeze: FreezeConfig = FreezeConfig()
-    llama_pro: LlamaProConfig = LlamaProConfig()
-    adept: AdeptConfig = AdeptConfig()
-    elo: EloConfig = EloConfig()
 
     @property
-    def widens(self) -> bool:
-        """Whether the variant is one of SCALE's; the others are baselines."""
-        return self.variant in WIDENED
+    def definition(self) -> Method[Any]:
+        """What the method is."""
+        return METHODS[self.variant]
 
     @property
-    def takes_new_tokens(self) -> bool:
-        """Whether tokens can be added to the base's."""
-        return self.widens or self.variant == "full"
+    def settings(self) -> Any:
+        """The method's own section; of one that widens, all of them."""
+        section = self.definition.section
+        return self if section is None else getattr(self, section)
+
+    def with_settings(self, settings: Section) -> MethodConfig:
+        """Return the same method with another section of its own."""
+        section = self.definition.section
+        return self if section is None else self.model_copy(update={section: settings})
+
+    @property
+    def in_words(self) -> str:
+        """Its name and the settings that matter most."""
+        words = self.definition.label + self.definition.in_words(self.settings)
+        if self.vocabulary is not None:
+            words += f", {'' if self.vocabulary.folder else f'{self.vocabulary.new_tokens:,} '}new tokens"
+        return words
 
     @property
     def trains_base_weights(self) -> bool:
         """Whether the base's own weights (or copies of them) train, and so are held in float32."""
-        return not self.widens and (self.variant != "lora" or self.lora.embeddings)
-
-    @property
-    def routes_plainly(self) -> bool:
-        """Whether the plain export can be served routed: its one row of numbers holds what both heads read."""
-        collaborates = self.collaboration.layers not in (None, "none", [])
-        return self.variant == "route" and self.router.rule == "posterior" and not collaborates
-
-    @property
-    def counts_text(self) -> bool:
-        """Whether what its blocks start as is counted in the corpus."""
-        return self.widens and self.expansion.codes == "cooccurrence"
-
-    @property
-    def distils(self) -> bool:
-        """Whether replay is learned from the base's predictions too."""
-        return self.distillation.weight > 0
+        return self.definition.trains_base_weights(self.settings)
 
     @model_validator(mode="after")
-    def _parts_go_together(self) -> MethodConfig:
-        collaborates = self.collaboration.layers not in (None, "none", [])
-        if self.variant == "preserve" and collaborates:
-            raise ValueError(
-                "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
-            )
-        if self.vocabulary is not None and not self.takes_new_tokens:
-            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; preserve, adapt, route and full do")
-        if self.distils and not self.widens:
+    def _parts_go_together(self) -> _AnyMethod:
+        if self.vocabulary is not None and not self.definition.takes_new_tokens:
+            taking = [method.name for method in METHODS.values() if method.takes_new_tokens]
+            raise ValueError(f"vocabulary: {self.variant} takes no new tokens; {', '.join(taking)} do")
+        if self.distils and not self.definition.widens:
             raise ValueError(
                 f"distillation.weight: {self.variant} has no base beside it in memory; only preserve and route have"
             )
-        if self.distils and (self.variant == "adapt" or collaborates):
-            raise ValueError(
-                "distillation.weight: where layers collaborate the base's predictions are not at hand; take preserve, "
-                "or route with collaboration.layers none"
-            )
+        self.definition.check(self.settings)
         return self
+
+
+# With a section for every method that has one. A type checker knows what all methods have in common.
+if TYPE_CHECKING:
+    MethodConfig = _AnyMethod
+else:
+    MethodConfig = create_model(
+        "MethodConfig",
+        __base__=_AnyMethod,
+        __doc__=_AnyMethod.__doc__,
+        __module__=__name__,
+        **{method.section: (method.settings, method.settings()) for method in METHODS.values() if method.section},
+    )
 
 
 class ContinuationsConfig(Section):
@@ -229,14 +121,14 @@ class EvaluationConfig(Section):
 
     perplexity: list[EvaluationSource] = Field(default=[], description="held-out corpora")
     benchmarks: list[BenchmarkSource] = Field(
-        default=[], description="lm-eval names, or mappings {name, path, language, role} of local files"
+        default=[], description="lm-eval names, or mappings {name, path, language, role} of task files"
     )
     continuations: ContinuationsConfig | None = Field(
         default=None, description="language confusion, of every held-out corpus; null: not measured, {}: 20 prompts"
     )
     sequence_length: Length | None = Field(default=None, description="null: corpus.sequence_length")
     batch_size: BatchSize = Field(default=8, description="windows at once")
-    mixed_precision: MixedPrecision = Field(default="no", description="autocast")
+    mixed_precision: MixedPrecision = Field(default="no", description="autocast; where it is left out, train's")
     bootstrap_resamples: int = Field(default=2000, ge=100, le=1_000_000, description="behind every interval")
 
     @field_validator("perplexity", "benchmarks")
@@ -289,9 +181,10 @@ class RunConfig(Section):
     @classmethod
     def _defaults_of_the_variant(cls, tree: Any) -> Any:
         train, method = (tree.get(key) if isinstance(tree, dict) else None for key in ("train", "method"))
-        variant = method.get("variant") if isinstance(method, dict) else None
-        if isinstance(train, dict) and isinstance(variant, str) and variant in _LEFT_OUT:
-            return {**tree, "train": {**_LEFT_OUT[variant], **train}}
+        asked = method.get("variant") if isinstance(method, dict) else None
+        definition = METHODS.get(asked) if isinstance(asked, str) else None
+        if isinstance(train, dict) and definition is not None:
+            return {**tree, "train": {**definition.left_out, **train}}
         return tree
 
     @model_validator(mode="after")
@@ -300,22 +193,19 @@ class RunConfig(Section):
             raise ValueError(
                 "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
             )
-        if self.method.variant in ("osf", "adept") and self.train.sharding != "none":
+        if not self.method.definition.is_sharded and self.train.sharding != "none":
             raise ValueError(f"method.variant: {self.method.variant} trains unsharded only; set train.sharding to none")
         if self.train.decay_to_base and not self.method.trains_base_weights:
             raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
-        if self.train.embedding_norm == "bounded" and not self.method.widens:
+        if self.train.embedding_norm == "bounded" and not self.method.definition.widens:
             raise ValueError(f"train.embedding_norm: {self.method.variant} has no E', which alone can be bounded")
         if self.train.embedding_norm == "bounded" and self.method.expansion.embedding_scale is None:
             raise ValueError("train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'")
-        variant, phase = self.method.variant, self.method.elo.phase
-        if variant == "adept" and not self.corpus.replay:
+        if self.method.definition.reads_known_text and not self.corpus.replay:
             raise ValueError(
-                "method.variant: adept measures on what the base knows: give a source with the role replay, and with "
-                "weight 0 where it is not to be trained on"
+                f"method.variant: {self.method.variant} measures on what the base knows: give a source with the role "
+                "replay, and with weight 0 where it is not to be trained on"
             )
-        if variant == "elo" and phase == "alignment" and self.train.init_from is None:
-            raise ValueError("method.elo.phase: alignment begins with what was trained of the layers: train.init_from")
         return self
 
     @model_validator(mode="after")
@@ -379,6 +269,16 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _evaluated_as_trained(cls, tree: Any) -> Any:
+        """Evaluate in the precision of training where a config says no other."""
+        parts = [tree.get(name, {}) if isinstance(tree, dict) else None for name in ("train", "evaluation")]
+        train, evaluation = (part if isinstance(part, dict) else None for part in parts)
+        if train is None or evaluation is None or train.get("mixed_precision") != "bf16":
+            return tree
+        return {**tree, "evaluation": {"mixed_precision": "bf16", **evaluation}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _formats_of_the_variant(cls, tree: Any) -> Any:
         """Export a routed model in two folders where the plain one cannot be served routed."""
         export = tree.get("export", {}) if isinstance(tree, dict) else None
@@ -388,6 +288,6 @@ class RunConfig(Section):
             method = MethodConfig.model_validate(tree.get("method", {}))
         except ValidationError:  # it is told of where the method is
             return tree
-        if method.variant == "route" and not method.routes_plainly:
+        if method.definition.routes and not method.definition.routes_plainly(method.settings):
             return {**tree, "export": {**export, "format": ["llama", "transformers"]}}
         return tree

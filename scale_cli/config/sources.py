@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from scale_cli.config.values import (
+from scale_cli.values import (
     Documents,
     Folder,
     Fraction,
@@ -36,7 +36,7 @@ class TextSource(Section):
     name: Name
     path: SourcePatterns | None = Field(
         default=None,
-        description="one or several globs of .txt (documents parted by a blank line) .jsonl .json .csv .parquet, plain "
+        description="one or several globs of .txt .jsonl .json .csv .parquet, plain "
         "or .gz .xz .zst; local, or hf:// s3:// gs:// az:// https://",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
@@ -52,8 +52,8 @@ class TextSource(Section):
         description="in place of text_field: key of a conversation, a list of {role, content}, in .jsonl, .json or a "
         "dataset; the base's chat template writes it, and what is trained on are the assistant's turns alone",
     )
-    documents: Literal["paragraph", "file"] = Field(
-        default="paragraph", description="what one document of a .txt file is: text between blank lines, or all of it"
+    documents: Literal["paragraph", "line", "file"] = Field(
+        default="paragraph", description="what one document of a .txt file is: text between blank lines, a line, or all"
     )
     language: Language
     skip_documents: int = Field(
@@ -72,8 +72,8 @@ class TextSource(Section):
     def _one_origin(self) -> TextSource:
         if (self.path is None) == (self.dataset is None):
             raise ValueError("give exactly one of path (local files) and dataset (a hub id)")
-        if self.documents == "file" and self.path is None:
-            raise ValueError("documents: 'file' is for .txt files; a dataset's rows are its documents")
+        if self.documents != "paragraph" and self.path is None:
+            raise ValueError(f"documents: {self.documents!r} is for .txt files; a dataset's rows are its documents")
         return self
 
 
@@ -166,20 +166,23 @@ class EvaluationSource(TextSource):
 
 
 class BenchmarkSource(Section):
-    """A benchmark: a task or group by lm-eval's name, or a local file of minimal pairs or of multiple choice."""
+    """A benchmark: a task or group by lm-eval's name, or a task's YAML."""
 
     name: Name
     path: PathText | None = Field(
-        default=None, description="glob of .jsonl, .tsv or .zip of .jsonl; null: `name` is lm-eval's name of a task"
+        default=None, description="a task's .yaml as lm-eval has it, of local files; null: `name` is lm-eval's name"
     )
     language: Language
     role: Role
-    prompt: str = Field(
-        default="{{query}}", min_length=1, description="Jinja, of a local multiple choice: what stands before a choice"
-    )
-    delimiter: str = Field(default=" ", description="of a local file: stands between prompt and choice, as in lm-eval")
     num_fewshot: int | None = Field(default=None, ge=0, le=1000, description="null: the task's own")
-    limit: Documents | None = Field(default=None, description="first items of every task of a group, or of every file")
+    limit: Documents | None = Field(default=None, description="first items of every task")
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_task(cls, path: str | None) -> str | None:
+        if path is not None and not path.endswith((".yaml", ".yml")):
+            raise ValueError("is no .yaml; write a task of lm-eval with these data_files: docs/benchmarks.md")
+        return path
 
     @model_validator(mode="before")
     @classmethod
@@ -223,7 +226,7 @@ class ReadingConfig(Section):
         default=0.001, description="more of a source's records or files: it is refused"
     )
     max_unknown_fraction: Free[Fraction] = Field(
-        default=0.01, description="more of a source's tokens stand for what the tokenizer does not know: it is refused"
+        default=0.01, description="more of a source's text is lost by the tokenizer: it is refused"
     )
     num_workers: Free[int | None] = Field(
         default=None,

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from scale_cli.config.values import (
+from scale_cli.methods.recipes import AverageConfig, LookaheadConfig
+from scale_cli.values import (
     Accepted,
     BatchSize,
     Documents,
@@ -40,23 +41,6 @@ class LrMultipliers(Section):
     gains: float | None = Field(default=None, gt=0.0, le=1e6, description="gains of the norms, and biases")
 
 
-class AverageConfig(Section):
-    """What `final/` holds instead of the last step's weights: their mean over several steps."""
-
-    kind: Literal["ema", "tail"] = Field(description="ema: a moving average; tail: the mean over the last steps")
-    steps: Steps | None = Field(
-        default=None,
-        description="of tail: how many; of ema: each weighs 1 - 1/steps of the next; null: a tenth of max_steps",
-    )
-
-
-class LookaheadConfig(Section):
-    """Every so many steps what trains goes back, but for a share of the way it has come: with replay, MER."""
-
-    every_steps: Steps = Field(description="from one to the next")
-    share: float = Field(default=0.5, gt=0.0, le=1.0, description="of the way since the last one that is kept")
-
-
 class TrainConfig(Section):
     """How it is trained."""
 
@@ -68,6 +52,11 @@ class TrainConfig(Section):
     sharding: Free[Literal["none", "expansion", "all"]] = Field(
         default="none",
         description="what is split over the processes: nothing, what trains, or the frozen base too: docs/processes.md",
+    )
+    sharded_within: Free[Literal["launch", "node"]] = Field(
+        default="launch",
+        description="what is split is split over all processes, or over those of each machine, which then exchange no "
+        "weights, gradients only",
     )
     init_from: PathText | None = Field(
         default=None,
@@ -145,7 +134,7 @@ class TrainConfig(Section):
     )
     attention: Accepted[Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] | None] = Field(
         default=None,
-        description="kernels by transformers' name, null: its choice; on a GPU flex_attention skips what is isolated",
+        description="kernels by transformers' name, null: its choice, on a GPU flex_attention for isolated documents",
     )
     compile: Accepted[bool] = Field(
         default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU"

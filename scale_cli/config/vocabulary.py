@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from pydantic import Field, field_validator
 
-from scale_cli.config.values import Name, PathText, Section
+from scale_cli.values import Name, PathText, Section
 
 # llama.cpp takes models of so many tokens for others (CodeLlama, Granite), and changes how their text begins or ends.
 TAKEN_FOR_OTHERS = (32_016, 49_152)
@@ -122,9 +121,6 @@ class VocabularyConfig(Section):
     min_count: int = Field(default=50, ge=1, le=10**9, description="what is rarer in those becomes no token")
     folder: PathText | None = Field(
         default=None, description="a tokenizer that has them already, the base's ids first; null: they are learned"
-    )
-    init: Literal["subword"] = Field(
-        default="subword", description="rows they start with: those of the old tokens that they are made of"
     )
 
     @field_validator("script")

@@ -101,26 +101,6 @@ class IsolatedWindows(PackedWindows):
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
 
 
-class SequenceWindows(Windows):
-    """Sequences that each stand in a window of their own, padded to the longest: questions and answers, biographies."""
-
-    def __init__(self, sequences: list[list[int]], longest: int = 0) -> None:
-        assert sequences and min(map(len, sequences)) >= 2, "a sequence needs an input and a target"
-        self.sequences = sequences
-        self.sequence_length = max(longest, max(map(len, sequences))) - 1
-        self.num_targets = np.array([len(sequence) - 1 for sequence in sequences])  # every token but the first
-
-    @classmethod
-    def alike(cls, sources: list[list[list[int]]]) -> list[SequenceWindows]:
-        """Return several sources' windows, as long as the longest of any."""
-        longest = max(len(sequence) for sequences in sources for sequence in sequences)
-        return [cls(sequences, longest) for sequences in sources]
-
-    def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return a window's inputs and targets, both (T,)."""
-        return _padded(self.sequences[index], self.sequence_length)
-
-
 def _padded(
     tokens: Sequence[int] | npt.NDArray[np.integer], length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

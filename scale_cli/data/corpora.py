@@ -108,13 +108,13 @@ def content_names(corpora: Sequence[TokenisedCorpus], batches: Batches) -> list[
     ]
 
 
-def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus], config: RunConfig) -> None:
+def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
     """Refuse to go on with other text than a checkpoint or `final/` was trained on."""
     names = [before.partition("/")[0] for before in read_corpora(folder)]
     changed = [
         f"{before} -> {corpus.folder.name}"
         for before, corpus in zip(names, corpora, strict=True)
-        if before not in (corpus.folder.name, _earlier_name(corpus, config))
+        if before != corpus.folder.name
     ]
     if changed:
         raise RunFolderError(
@@ -131,12 +131,6 @@ def check_same_choice(folder: Path, names: Sequence[str], config: RunConfig) -> 
                 f"{folder}: other windows of {source.name} were chosen, or in another order, by scores that are no "
                 "longer in the cache and come out otherwise here; give those back, or start anew in another output_dir"
             )
-
-
-def _earlier_name(corpus: TokenisedCorpus, config: RunConfig) -> str | None:
-    """Return what a run begun by an earlier version calls a corpus; None where its windows were others."""
-    other_windows = config.corpus.isolate_documents and corpus.markers.bos is None
-    return None if other_windows else corpus.earlier_name
 
 
 def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig) -> None:

@@ -75,6 +75,7 @@ class Rejected:
     reason: Reason  # why
     place: str  # file:line, or the row
     num_bytes: int  # of its text, or where there is none, as it lies in its file
+    fields: tuple[str, ...] = ()  # that it has in the place of the one that is read
 
 
 Record = Document | Rejected
@@ -94,6 +95,7 @@ class CorpusReader:
         self.total_bytes = sum(file.size for file in self.files)
         self._limit = max_document_bytes
         self.path: str | None = None  # of the source's, of whose files the last record was
+        self.num_skipped = 0
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -105,7 +107,7 @@ class CorpusReader:
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
         documents = (record for record in records if isinstance(record, Document))
-        next(islice(documents, self.source.skip_documents, self.source.skip_documents), None)
+        self.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
         most, kept, dropped = self.source.max_documents, 0, 0
         for record in records:
             yield record
@@ -190,6 +192,9 @@ class _Gathered:
 
 
 def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
+    if source.documents == "line":
+        yield from _read_lines(file, stream, limit)
+        return
     whole, gathered = source.documents == "file", _Gathered(file, limit)
     for number, line, length in _lines(stream, limit):
         checked = _checked_line(line)
@@ -202,9 +207,22 @@ def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
         yield gathered.finished()
 
 
+def _read_lines(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Record]:
+    for number, line, length in _lines(stream, limit + len("\r\n")):
+        text = _checked_line(line)
+        if isinstance(text, str):
+            text = text.rstrip("\r\n")
+        if text:
+            yield judged(text, f"{file}:{number}", limit, num_bytes=length)
+
+
 def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        yield judged(_json_text(line, source), f"{file}:{number}", limit, num_bytes=length)
+        record = _json_record(line)
+        if isinstance(record, Reason):
+            yield Rejected(record, f"{file}:{number}", length)
+        else:
+            yield _picked(record, source, f"{file}:{number}", limit, length)
 
 
 def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
@@ -220,28 +238,30 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
-        yield judged(_picked(record, source), f"{file}: item {number}", limit)
+        yield _picked(record, source, f"{file}: item {number}", limit)
 
 
-def _json_text(line: bytes | None, source: TextSource) -> str | Reason:
+def _json_record(line: bytes | None) -> Any:
     decoded = _decoded(line)
     if isinstance(decoded, Reason):
         return decoded
     if not decoded.strip():
         return Reason.EMPTY
     try:
-        record = json.loads(decoded)
+        return json.loads(decoded)
     except (ValueError, RecursionError):
         return Reason.NUL if "\0" in decoded else Reason.NOT_JSON
-    return _picked(record, source)
 
 
-def _picked(record: Any, source: TextSource) -> str | Reason:
+def _picked(record: Any, source: TextSource, place: str, limit: int, num_bytes: int = 0) -> Record:
     """Return what a source takes of a record: its text, or its messages as JSON."""
     field = source.messages_field or source.text_field
-    if not isinstance(record, dict) or field not in record:
-        return Reason.NO_FIELD
-    value = record[field]
+    if isinstance(record, dict) and field in record:
+        return judged(_text_of(record[field], source), place, limit, num_bytes=num_bytes)
+    return Rejected(Reason.NO_FIELD, place, num_bytes, tuple(record) if isinstance(record, dict) else ())
+
+
+def _text_of(value: Any, source: TextSource) -> str | Reason:
     if source.messages_field is None:
         return value if isinstance(value, str) else Reason.WRONG_TYPE
     if not isinstance(value, list) or not all(map(_is_message, value)):
@@ -330,15 +350,15 @@ def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int)
 
 
 def check_source(source: TextSource) -> None:
-    """Find out, without reading it, whether a source is there: every file opened, or the hub (or its cache) asked."""
+    """Find out whether a source is there: the first byte of every file read, or the hub (or its cache) asked."""
     if source.dataset is not None:
         check_dataset(source)
         return
     for file in source_files(source):
         try:
             if file.stored is None:  # a store has been asked for it; to open it there is to fetch it
-                with file.open():
-                    pass
+                with file.open() as opened:
+                    opened.read(1)
         except OSError as error:
             raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
 
@@ -346,7 +366,7 @@ def check_source(source: TextSource) -> None:
 def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
     with named_dataset_errors(source):
         for number, row in enumerate(dataset_rows(source), start=1):
-            yield judged(_picked(row, source), f"{source.dataset} row {number}", limit)
+            yield _picked(row, source, f"{source.dataset} row {number}", limit)
 
 
 _READERS = {

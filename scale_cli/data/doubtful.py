@@ -1,19 +1,20 @@
 """Warnings: settings and corpora that are allowed and seldom intended.
 
 A run that ends while it warms up, settings that come to nothing, a text read over and over, held-out text that is
-trained on, text that the tokenizer does not know.
+trained on, text that the tokenizer loses, text that is not parted into documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import PurePath
 
 import numpy as np
 import numpy.typing as npt
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusSource
+from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.report.numbers import percent
@@ -21,8 +22,9 @@ from scale_cli.report.numbers import percent
 # Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
 # et al., arXiv 2305.16264).
 _OFTEN = 16
-_FEW_UNKNOWN = 1e-4
+_FEW_LOST = 1e-4
 _HASHES_AT_ONCE = 1 << 20
+_LARGE_DOCUMENT_BYTES = 1 << 16
 
 
 def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
@@ -45,15 +47,18 @@ def corpus_warnings(
         for source in config.corpus.sources
         for line in reading_warnings(config, source, len(trained[source.name].ids))
     ]
-    unknown = [
-        f"corpus {name}: {percent(share, 2)} of its tokens are <unk>, text that the tokenizer does not know"
+    lost_text = [
+        f"corpus {name}: the tokenizer loses {percent(lost.lost_fraction, 2)} of its text, as in {lost.example!r}"
         for name, corpus in (*trained.items(), *held.items())
-        if (share := corpus.ledger.unknown_fraction) > _FEW_UNKNOWN
+        if (lost := corpus.ledger.round_trip).lost_fraction > _FEW_LOST
     ]
     return [
         *idle_settings(config),
         *readings,
-        *unknown,
+        *lost_text,
+        *(line for source in config.corpus.sources for line in _undivided(source, trained[source.name])),
+        *(line for source in sources if source.name in held for line in _undivided(source, held[source.name])),
+        *(one_document(name) for name, corpus in held.items() if len(corpus) == 1),
         *(line for name in held for line in _shared(name, held[name], trained)),
     ]
 
@@ -70,9 +75,31 @@ def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -
     ]
 
 
+def _undivided(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
+    """Return a line where no file of a source is parted into documents, and they are large."""
+    kept = corpus.ledger.kept
+    is_txt = any(".txt" in PurePath(path).suffixes for path in source.paths)
+    parted = kept.documents > corpus.ledger.files or kept.num_bytes < kept.documents * _LARGE_DOCUMENT_BYTES
+    if source.documents != "paragraph" or not is_txt or parted:
+        return []
+    return [
+        f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} bytes in "
+        "all: a blank line ends a document, and there is none; say `documents: line` of the source where every line is "
+        "a document, or `documents: file` where every file is"
+    ]
+
+
+def one_document(name: str) -> str:
+    """Return what to say of a held-out corpus of one document."""
+    return (
+        f"held-out {name}: one document, and intervals are over documents: its figures have none; a blank line ends a "
+        "document of a .txt, or a line does with `documents: line`"
+    )
+
+
 def idle_settings(config: RunConfig) -> list[str]:
     """Return a line for every setting that comes to nothing in this run, or never to what it says."""
-    train, every_steps = config.train, config.method.adept.every_steps
+    train, method = config.train, config.method
     lines = [
         f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
         for key, schedules in KEYS_OF_SCHEDULES.items()
@@ -88,11 +115,7 @@ def idle_settings(config: RunConfig) -> list[str]:
             f"rate never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
             "the one with the other"
         )
-    if config.method.variant == "adept" and every_steps >= train.max_steps:
-        lines.append(
-            f"method.adept.every_steps {every_steps:,}: not less than train.max_steps {train.max_steps:,}, so that no "
-            "rate is measured and every tensor has train.lr; lower it"
-        )
+    lines += method.definition.idle(method.settings, train.max_steps)
     ends = [0, *(end for end, _ in config.corpus.mixture(train.max_steps))]
     return lines + [
         f"corpus.stages: the one until {stage.until:g} has none of train.max_steps {train.max_steps:,}: nothing is "
@@ -103,13 +126,9 @@ def idle_settings(config: RunConfig) -> list[str]:
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
-    if held_out.hashes is None:
-        return []
     hashes, documents = np.unique(held_out.hashes, return_counts=True)
     lines = []
     for source, corpus in trained.items():
-        if corpus.hashes is None:
-            continue
         if number := int(documents[_is_among(hashes, corpus.hashes)].sum()):
             lines.append(
                 f"held-out {name}: {number:,} of its {len(held_out):,} documents ({percent(number / len(held_out))}) "

@@ -6,15 +6,18 @@ Worker processes import this file; it stands on numpy and tokenizers alone, so t
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+import unicodedata
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 
 import numpy as np
@@ -28,6 +31,7 @@ _CHUNK_BYTES = 1 << 19
 _CHUNK_DOCUMENTS = 4096
 # With fewer chunks than this, workers would start for longer than they work.
 _CHUNKS_FOR_WORKERS = 8
+_WORDS_TRIED, _LONGEST_EXAMPLE = 4096, 40
 
 Ids = npt.NDArray[np.integer]
 Spans = tuple[tuple[int, int], ...]  # of characters, from and to
@@ -54,6 +58,24 @@ class TokenizerSpec:
 
 
 @dataclass(frozen=True)
+class RoundTrip:
+    """What of some texts comes back when their ids are decoded."""
+
+    num_bytes: int = 0  # of the texts
+    num_lost: int = 0  # of those, the share of the letters, digits, punctuation and symbols that do not come back
+    example: str = ""  # the first word that loses one; empty: none does
+
+    def __add__(self, later: RoundTrip) -> RoundTrip:
+        num_bytes, num_lost = self.num_bytes + later.num_bytes, self.num_lost + later.num_lost
+        return RoundTrip(num_bytes, num_lost, self.example or later.example)
+
+    @property
+    def lost_fraction(self) -> float:
+        """The share of the text that does not come back."""
+        return self.num_lost / max(self.num_bytes, 1)
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Some consecutive documents as ids."""
 
@@ -61,7 +83,7 @@ class Encoded:
     lengths: npt.NDArray[np.int64]  # (documents,) of each
     num_bytes: npt.NDArray[np.int64]  # (documents,) of each text
     hashes: npt.NDArray[np.uint64]  # (documents,) of each text, whatever its white space
-    num_unknown: int  # ids among them that stand for text without one
+    round_trip: RoundTrip  # what of the texts the ids give back
     learned: npt.NDArray[np.bool_] | None = None  # (tokens,) whether each is; None: all are
 
 
@@ -80,17 +102,16 @@ class Encoder:
         texts = [document if isinstance(document, str) else document.text for document in documents]
         ids: list[int] = []
         lengths, learned = [], []
-        num_unknown = 0
-        for document, encoding in zip(documents, self._encodings(texts), strict=True):
-            framed = [*self._spec.before, *encoding.ids, *self._spec.after]
+        encodings = self._encodings(texts)
+        unframed = [encoding.ids for encoding in encodings]
+        for document, encoding, own in zip(documents, encodings, unframed, strict=True):
+            framed = [*self._spec.before, *own, *self._spec.after]
             if isinstance(document, Conversation):
-                if encoding.ids[-1:] == list(self._spec.after):  # the template has written it
-                    framed = encoding.ids
+                if own[-1:] == list(self._spec.after):  # the template has written it
+                    framed = own
                 learned.append(_learned(document, encoding.offsets, len(framed)))
             ids += framed
             lengths.append(len(framed))
-            if self._spec.unknown is not None:
-                num_unknown += encoding.ids.count(self._spec.unknown)
         sizes = [len(text.encode()) for text in texts]
         hashes = np.frombuffer(b"".join(map(_hash, texts)), "<u8").astype(np.uint64)
         return Encoded(
@@ -98,7 +119,7 @@ class Encoder:
             np.array(lengths, np.int64),
             np.array(sizes, np.int64),
             hashes,
-            num_unknown,
+            self._round_trip(texts, sizes, unframed),
             np.concatenate(learned) if learned else None,
         )
 
@@ -107,6 +128,49 @@ class Encoder:
         if self._spec.conversations:
             return self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # which counts no characters
+
+    def _round_trip(self, texts: list[str], sizes: list[int], ids: list[list[int]]) -> RoundTrip:
+        num_lost, example = 0, ""
+        for text, num_bytes, decoded in zip(texts, sizes, self._decode(ids), strict=True):
+            if text == decoded:
+                continue
+            characters = _characters(text)
+            if lost := characters - _characters(decoded):
+                num_lost += math.ceil(num_bytes * lost.total() / characters.total())
+                example = example or self._first_lost_word(text)
+        return RoundTrip(sum(sizes), num_lost, example)
+
+    def _decode(self, ids: list[list[int]]) -> list[str]:
+        # What stands for unknown text is no text, whatever letters its own name has.
+        unknown = self._spec.unknown
+        known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
+        return self._tokenizer.decode_batch(known, skip_special_tokens=False)
+
+    def _first_lost_word(self, text: str) -> str:
+        words = text.split()[:_WORDS_TRIED]
+        ids = [encoding.ids for encoding in self._encodings(words)]
+        for word, decoded in zip(words, self._decode(ids), strict=True):
+            if _characters(word) - _characters(decoded):
+                return word[:_LONGEST_EXAMPLE]
+        return text.strip()[:_LONGEST_EXAMPLE]  # no word alone, but a text that they make together
+
+
+def _characters(text: str) -> Counter[str]:
+    """Count a text's letters, digits, punctuation and symbols, as whatever normal form a tokenizer has leaves them."""
+    counts: Counter[str] = Counter()
+    for character, number in Counter(text).items():
+        for plain in _plain(character):
+            counts[plain] += number
+    return counts
+
+
+@lru_cache(maxsize=1 << 17)
+def _plain(character: str) -> str:
+    """Return a character without case, accents and width; of Hangul its letters; nothing of space and controls."""
+    for _ in range(2):  # an accent may have a letter for its other case, and a letter an accent
+        parts = unicodedata.normalize("NFKD", character)
+        character = "".join(part for part in parts if unicodedata.category(part)[0] in "LNPS").casefold()
+    return character
 
 
 def _learned(conversation: Conversation, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:

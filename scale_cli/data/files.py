@@ -17,10 +17,13 @@ import lzma
 import shutil
 import tempfile
 import time
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -41,6 +44,9 @@ _READ_AT_ONCE = 1 << 16
 _XZ_MEMORY_BYTES = 1 << 30
 # What a file may unpack to on the disk: text shrinks to a tenth, a table of it seldom to a fiftieth.
 _MAX_UNPACKING, _SMALL_BYTES = 200, 1 << 26
+_MAX_LISTED, _GUESSED_BYTES = 10_000, 1 << 14
+# Their encodings of one byte a character are told apart by hardly a letter.
+_WESTERN = ("ca", "da", "de", "en", "es", "fi", "fr", "is", "it", "nb", "nl", "no", "pt", "sv")
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ def source_files(source: TextSource) -> list[SourceFile]:
             raise CorpusError(f"{file}: not a corpus format (known: {known})")
         if source.messages_field is not None and file.format not in (".jsonl", ".json"):
             raise CorpusError(f"{file}: messages_field: conversations are read of .jsonl, .json and datasets")
-        if source.documents == "file" and file.format != ".txt":
-            raise CorpusError(f"{file}: documents: file is for .txt; here every record is a document")
+        if source.documents != "paragraph" and file.format != ".txt":
+            raise CorpusError(f"{file}: documents: {source.documents} is for .txt; here every record is a document")
     return list(files.values())
 
 
@@ -125,10 +131,22 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
         if path.is_dir() and file.format not in FORMATS and path != Path(pattern):
             continue
         if not path.is_file():
-            kind = "a folder" if path.is_dir() else "a broken link" if not path.exists() else "a pipe or a device"
+            if path.is_dir():
+                raise CorpusError(f"{name}: {path} is a folder, not a file{_text_in(path)}")
+            kind = "a broken link" if not path.exists() else "a pipe or a device"
             raise CorpusError(f"{name}: {path} is {kind}, not a file")
         files.append(file)
     return files
+
+
+def _text_in(folder: Path) -> str:
+    """Return which pattern finds the most text in a folder, for a message; nothing where there is none."""
+    for below in ("*", "**/*"):
+        files = map(SourceFile, map(str, islice(folder.glob(below), _MAX_LISTED)))
+        suffixes = Counter(file.format + file.compression for file in files if file.format in FORMATS)
+        if suffixes:
+            return f"; give {folder / below}{suffixes.most_common(1)[0][0]}"
+    return ""
 
 
 def _in_store(name: str, pattern: str) -> list[SourceFile]:
@@ -209,6 +227,26 @@ def _stamp(file: Path) -> dict[str, int]:
         "written_ns": status.st_mtime_ns,
         "changed_ns": status.st_ctime_ns,
     }
+
+
+def likely_encoding(file: SourceFile, language: str) -> str | None:
+    """Return what a text is probably written in, as iconv calls it; None where it is UTF-8, or like nothing known."""
+    from charset_normalizer import from_bytes  # only for text that is refused
+
+    with suppress(OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException):
+        with file.open() as raw, decompressed(file, raw) as stream:
+            content = stream.read(_GUESSED_BYTES)
+        if len(content) == _GUESSED_BYTES:  # the last character may have been cut
+            end = max(content.rfind(b"\n"), content.rfind(b" ")) + 1 or len(content)
+            content = content[: end + (b"\0" in content and end % 2)]
+        as_utf8 = content.decode(errors="replace")
+        num_bad = as_utf8.count("\ufffd") + as_utf8.count("\0")
+        if num_bad <= sum(character > "\x7f" for character in as_utf8) - as_utf8.count("\ufffd"):
+            return None  # with some damage
+        known = ["utf_16", "utf_16_le", "utf_16_be", "cp1252"] if language in _WESTERN else None
+        if found := from_bytes(content, cp_isolation=known).best():
+            return found.encoding.upper().replace("_", "-").replace("UTF-16-", "UTF-16")
+    return None
 
 
 @contextmanager

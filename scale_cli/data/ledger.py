@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from scale_cli.data.documents import Document, Reason, Record, Rejected
-from scale_cli.data.files import SourceFile
+from scale_cli.config.sources import TextSource
+from scale_cli.data.documents import Document, Reason, Record, Rejected, described
+from scale_cli.data.encoding import RoundTrip
+from scale_cli.data.files import SourceFile, likely_encoding, source_files
 from scale_cli.errors import CorpusError
 from scale_cli.report.numbers import percent
 from scale_cli.storage.records import RunRecord
 
 _PLACES = 3
+_FIELDS, _LONGEST_FIELD = 12, 40
+_COMMANDS = {"": "cat", ".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,16 @@ class DropCount(Count):
     """What was dropped for one reason."""
 
     places: tuple[str, ...] = ()  # the first few
+    fields: tuple[str, ...] = ()  # of the first record without the one that is read
+
+    def described(self, reason: str) -> str:
+        """Return how many there are, where, and the key that would let them in."""
+        more = ", ..." if self.documents > len(self.places) else ""
+        if self.fields:
+            more += f" (it has {', '.join(self.fields)}; text_field or messages_field says which is read)"
+        if reason == Reason.TOO_LARGE.value:
+            more += " (corpus.max_document_bytes says what is)"
+        return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}"
 
 
 @dataclass
@@ -55,10 +70,9 @@ class Ledger(RunRecord):
     files: int = 0  # how many were opened; 0 for a dataset
     damaged_files: tuple[str, ...] = ()  # those that could not be read to their end, the first few by name
     num_damaged_files: int = 0  # all of those
+    num_skipped: int = 0  # documents that were passed over before the first was read
     num_tokens: int = 0  # ids kept, markers included
-    # of them, those that stand for text without an id of its own; None: made by an earlier version, which did not count
-    # them
-    num_unknown_tokens: int | None = None
+    round_trip: RoundTrip = field(default_factory=RoundTrip)  # what of the kept text they give back
     num_targets: int | None = None  # of them, those that are learned; None: every one but the first
     paths: dict[str, PathCount] = field(default_factory=dict)  # read and kept, by path; none of a dataset
 
@@ -92,6 +106,7 @@ class Ledger(RunRecord):
             documents=count.documents + 1,
             num_bytes=count.num_bytes + record.num_bytes,
             places=(*count.places, record.place)[:_PLACES],
+            fields=count.fields or tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS]),
         )
 
     @property
@@ -101,25 +116,18 @@ class Ledger(RunRecord):
         return max(dropped / max(self.read.documents, 1), self.num_damaged_files / max(self.files, 1))
 
     @property
-    def unknown_fraction(self) -> float:
-        """The share of the ids that stand for text without one; 0 where it was not counted."""
-        return (self.num_unknown_tokens or 0) / max(self.num_tokens, 1)
-
-    @property
     def targets_an_epoch(self) -> int:
         """How many ids are learned in an epoch."""
         return self.num_tokens - 1 if self.num_targets is None else self.num_targets
 
     def described_losses(self) -> str:
         """Return what was dropped and where, on one line; nothing where nothing was."""
-        losses = [(count.documents, reason, count.places) for reason, count in self.dropped.items()]
+        losses = list(self.dropped.items())
         if self.num_damaged_files:
-            losses.append((self.num_damaged_files, Reason.DAMAGED_FILE.value, self.damaged_files))
-        losses.sort(key=lambda loss: -loss[0])
-        return "; ".join(
-            f"{number:,} {reason}: {', '.join(places)}{', ...' if number > len(places) else ''}"
-            for number, reason, places in losses
-        )
+            damaged = DropCount(self.num_damaged_files, places=self.damaged_files)
+            losses.append((Reason.DAMAGED_FILE.value, damaged))
+        losses.sort(key=lambda loss: -loss[1].documents)
+        return "; ".join(count.described(reason) for reason, count in losses)
 
 
 @dataclass(frozen=True)
@@ -160,23 +168,40 @@ class TokenLedger(RunRecord):
         return super().from_json({"sources": value})
 
 
-def check_bad_fraction(name: str, ledger: Ledger, max_bad_fraction: float) -> None:
+def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
     """Hold a source to a limit: CorpusError where more of it is bad, or none is good, with what and where first."""
-    losses = ledger.described_losses()
+    name, losses = described(source), ledger.described_losses()
+    if ledger.num_skipped and not ledger.read.documents:
+        raise CorpusError(f"{name}: no document is left: skip_documents passes over all {ledger.num_skipped:,}")
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
-        raise CorpusError(f"{name}: no document with text{f' ({losses})' if losses else ''}")
+        losses = f" ({losses})" if losses else ""
+        raise CorpusError(f"{name}: no document with text{losses}{_other_encoding(source, ledger)}")
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(
             f"{name}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
             f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
+            f"{_other_encoding(source, ledger)}"
         )
 
 
-def check_unknown_fraction(name: str, ledger: Ledger, max_unknown_fraction: float) -> None:
-    """Hold a source to what its tokenizer knows."""
-    if ledger.unknown_fraction > max_unknown_fraction:
+def _other_encoding(source: TextSource, ledger: Ledger) -> str:
+    """Return how to convert the first bad file, where it is text, but not UTF-8; else nothing."""
+    places = [*ledger.damaged_files, *(place for count in ledger.dropped.values() for place in count.places)]
+    for file in source_files(source):
+        if file.stored is None and any(place.startswith(str(file)) for place in places):
+            if (encoding := likely_encoding(file, source.language)) is None:
+                return ""
+            to = f"{str(file).removesuffix(file.format + file.compression)}.utf-8{file.format}"
+            read = f"{_COMMANDS[file.compression]} {shlex.quote(str(file))}"
+            return f"; {file} looks like {encoding}: {read} | iconv -f {encoding} -t UTF-8 > {shlex.quote(to)}"
+    return ""
+
+
+def check_unknown_fraction(name: str, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
+    """Hold a tokenizer to giving back the text of a source."""
+    if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
-            f"{name}: {percent(ledger.unknown_fraction)} of its tokens are <unk>, more than "
-            f"corpus.max_unknown_fraction {max_unknown_fraction} allows: the base's tokenizer does not know this text, "
-            "and its bits/byte would be those of another"
+            f"{name}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
+            f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows: it does not "
+            "know this text, or its files are of two models; name one that does in model.tokenizer"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -19,17 +20,18 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.conversations import conversations
-from scale_cli.data.documents import CorpusReader, Record, described
-from scale_cli.data.encoding import Conversation, Encoded, TokenizerSpec, encode_all
+from scale_cli.data.documents import CorpusReader, Record
+from scale_cli.data.encoding import Conversation, Encoded, RoundTrip, TokenizerSpec, encode_all
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.progress import progress_bar
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, write_json, writing
 from scale_cli.storage.lock import sole_user
+from scale_cli.storage.records import RunRecord
 
 TOKENS, OFFSETS, NUM_BYTES = "tokens.bin", "offsets.bin", "num_bytes.bin"
 LEARNED = "learned.bin"  # of conversations
-HASHES = "hashes.bin"  # not in the folders of earlier versions
+HASHES = "hashes.bin"
 # Tokens between two records of progress: what a kill can cost.
 _TOKENS_A_SHARD = 1 << 22
 
@@ -42,7 +44,7 @@ def is_tokenised(folder: Path) -> bool:
     except StorageError:
         return False
     whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, Ledger.FILE}
+    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
 
 
 def tokenise(
@@ -74,17 +76,18 @@ def tokenise(
         with _Shards(unfinished, progress, spec) as shards:
             documents = ledger.kept_of(records, lambda: reader.path)
             texts = (d.text if d.learned is None else Conversation(d.text, d.learned) for d in documents)
-            next(islice(texts, shards.num_documents, shards.num_documents), None)  # those are done
+            next(islice(texts, shards.written.documents, shards.written.documents), None)  # those are done
             usable_cores = len(os.sched_getaffinity(0))
             encoded = encode_all(texts, spec, reading.num_workers or usable_cores)
             for part in _with_progress(encoded, source.name, reader, shards, show_progress):
                 shards.append(part)
-            ledger.num_tokens, ledger.num_unknown_tokens = shards.num_tokens, shards.num_unknown
+            ledger.num_skipped = reader.num_skipped
+            ledger.num_tokens, ledger.round_trip = shards.written.tokens, shards.written.round_trip
         if spec.conversations:
             # What stands first in the stream is nobody's target.
             ledger.num_targets = int(np.fromfile(unfinished / LEARNED, np.bool_)[1:].sum())
         try:
-            check_bad_fraction(described(source), ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+            check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()
@@ -94,43 +97,50 @@ def tokenise(
         progress.unlink()
 
 
+@dataclass(frozen=True)
+class _Written(RunRecord):
+    """How much of an unfinished folder there is."""
+
+    documents: int = 0
+    tokens: int = 0
+    round_trip: RoundTrip = field(default_factory=RoundTrip)
+
+
 class _Shards:
     """The files of an unfinished folder, cut to what is certain and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
         self._folder, self._progress = folder, progress
         self._dtype, self._conversations = np.dtype(spec.dtype), spec.conversations
-        self.num_documents, self.num_tokens, self.num_unknown = self._certain()
-        self._recorded_tokens = self.num_tokens
+        self.written = self._certain()
+        self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self, written: _Written) -> dict[str, int]:
         return {
-            TOKENS: self.num_tokens * self._dtype.itemsize,
-            OFFSETS: (self.num_documents + 1) * 8,
-            NUM_BYTES: self.num_documents * 8,
-            HASHES: self.num_documents * 8,
-            **({LEARNED: self.num_tokens} if self._conversations else {}),
+            TOKENS: written.tokens * self._dtype.itemsize,
+            OFFSETS: (written.documents + 1) * 8,
+            NUM_BYTES: written.documents * 8,
+            HASHES: written.documents * 8,
+            **({LEARNED: written.tokens} if self._conversations else {}),
         }
 
-    def _certain(self) -> tuple[int, int, int]:
+    def _certain(self) -> _Written:
         try:
-            recorded = read_json(self._progress)
-            self.num_documents, self.num_tokens = int(recorded["documents"]), int(recorded["tokens"])
-            num_unknown = int(recorded["unknown"])
-            held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes().items())
-        except (StorageError, KeyError, TypeError, ValueError, FileNotFoundError):
-            return 0, 0, 0
-        return (self.num_documents, self.num_tokens, num_unknown) if held else (0, 0, 0)
+            written = _Written.from_json(read_json(self._progress))
+            held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes(written).items())
+        except (StorageError, ValueError, FileNotFoundError):
+            return _Written()
+        return written if held else _Written()
 
     def __enter__(self) -> _Shards:
         with writing(self._folder):
-            for name, size in self._sizes().items():
+            for name, size in self._sizes(self.written).items():
                 path = self._folder / name
                 path.touch()
                 file = path.open("r+b")
                 self._files[name] = file
-                if name == OFFSETS and not self.num_documents:
+                if name == OFFSETS and not self.written.documents:
                     file.write(np.zeros(1, np.int64).tobytes())
                 file.truncate(size)
                 file.seek(size)
@@ -149,18 +159,18 @@ class _Shards:
         """Write some documents; after enough of them, make what is written certain."""
         with writing(self._folder):
             self._files[TOKENS].write(part.ids.tobytes())
-            self._files[OFFSETS].write((self.num_tokens + np.cumsum(part.lengths)).tobytes())
+            self._files[OFFSETS].write((self.written.tokens + np.cumsum(part.lengths)).tobytes())
             self._files[NUM_BYTES].write(part.num_bytes.tobytes())
             self._files[HASHES].write(part.hashes.tobytes())
             if part.learned is not None:
                 self._files[LEARNED].write(part.learned.tobytes())
         # In one statement: a signal that ends the process here must not record one without the others.
-        self.num_documents, self.num_tokens, self.num_unknown = (
-            self.num_documents + len(part.lengths),
-            self.num_tokens + len(part.ids),
-            self.num_unknown + part.num_unknown,
+        self.written = _Written(
+            self.written.documents + len(part.lengths),
+            self.written.tokens + len(part.ids),
+            self.written.round_trip + part.round_trip,
         )
-        if self.num_tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
+        if self.written.tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
             self._record()
 
     def _record(self) -> None:
@@ -168,9 +178,8 @@ class _Shards:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-        recorded = {"documents": self.num_documents, "tokens": self.num_tokens, "unknown": self.num_unknown}
-        write_json(self._progress, recorded)
-        self._recorded_tokens = self.num_tokens
+        write_json(self._progress, self.written.to_json())
+        self._recorded_tokens = self.written.tokens
 
 
 def _with_progress(
@@ -185,10 +194,10 @@ def _with_progress(
         disable=not show,
         leave=False,
     )
-    first_tokens = shards.num_tokens
+    first_tokens = shards.written.tokens
     with bar:
         for part in encoded:
             yield part
             bar.update(reader.position_bytes - bar.n)
-            rate = (shards.num_tokens - first_tokens) / max(bar.format_dict["elapsed"], 1e-9)
-            bar.set_postfix_str(f"{shards.num_tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
+            rate = (shards.written.tokens - first_tokens) / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{shards.written.tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)

@@ -16,7 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +27,9 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.documents import described
-from scale_cli.data.encoding import Ids, TokenizerSpec
+from scale_cli.data.conversations import conversations
+from scale_cli.data.documents import CorpusReader, Record, described
+from scale_cli.data.encoding import Encoder, Ids, TokenizerSpec
 from scale_cli.data.files import SourceFile, SourceHashes, source_files
 from scale_cli.data.hub import dataset_commit
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
@@ -33,7 +37,8 @@ from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS,
 from scale_cli.errors import BaseModelError, CorpusError
 from scale_cli.storage.atomic import file_sha256, json_sha256, writing
 
-_FORMAT_VERSION, _EARLIER_VERSION = 4, 3
+_FORMAT_VERSION = 5
+_SAMPLE_RECORDS, _SAMPLE_CHARACTERS, _PLAINLY_LOST = 1 << 10, 1 << 17, 0.1
 # What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
 
@@ -58,6 +63,13 @@ class DocumentMarkers:
         return self.eos if self.bos is None else self.bos
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return a prompt's ids: the text, after what stands before a document in training."""
+    boundary = DocumentMarkers.of(tokenizer).context
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids if boundary is None else [boundary, *ids]
+
+
 @dataclass(frozen=True)
 class TokenisedCorpus:
     """A tokenised source, read from its memory map."""
@@ -66,11 +78,10 @@ class TokenisedCorpus:
     ids: Ids  # (tokens,) all documents, framed by their markers
     offsets: npt.NDArray[np.int64]  # (documents + 1,)
     num_bytes: npt.NDArray[np.int64]  # (documents,)
-    hashes: npt.NDArray[np.uint64] | None  # (documents,) of the texts; None where an earlier version made the folder
+    hashes: npt.NDArray[np.uint64]  # (documents,) of the texts
     ledger: Ledger  # what was read
     markers: DocumentMarkers  # the tokenizer's marks
     learned: npt.NDArray[np.bool_] | None = None  # (tokens,) which are targets; None: all
-    earlier_name: str | None = None  # of the folder in which an earlier version had the same ids, if it made them so
 
     def __len__(self) -> int:
         return len(self.num_bytes)
@@ -91,17 +102,46 @@ def tokenised(
     """Open a source's tokenised form, making it first where the cache does not hold it."""
     reading = reading or ReadingConfig()
     hashes = SourceHashes(cache_dir)
-    name, earlier_name = _folder_names(source, tokenizer, hashes, reading)
-    folder = cache_dir / name
+    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading)
     if not is_tokenised(folder):
         template_of = None if source.messages_field is None else tokenizer
         spec = _tokenizer_spec(tokenizer, conversations=template_of is not None)
         tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of)
     hashes.remember()
-    corpus = replace(_opened(folder, tokenizer), earlier_name=earlier_name)
-    check_bad_fraction(described(source), corpus.ledger, reading.max_bad_fraction)
-    check_unknown_fraction(described(source), corpus.ledger, reading.max_unknown_fraction)
+    corpus = _opened(folder, tokenizer)
+    check_bad_fraction(source, corpus.ledger, reading.max_bad_fraction)
+    check_unknown_fraction(described(source), corpus.ledger.round_trip, reading.max_unknown_fraction)
     return corpus
+
+
+def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
+    """Hold a tokenizer to giving back the first text of every path of a source; what lies elsewhere is not fetched."""
+    elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
+    if elsewhere or any("://" in path for path in source.paths):
+        return
+    ledger, is_whole = Ledger(), True
+    encoder = Encoder(_tokenizer_spec(tokenizer, conversations=source.messages_field is not None))
+    parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
+    for part in parts:
+        reader = CorpusReader(part, reading.max_document_bytes)
+        records: Iterable[Record] = islice(reader, _SAMPLE_RECORDS)
+        if source.messages_field is not None:
+            records = conversations(records, tokenizer, reading.max_document_bytes)
+        texts, num_characters = [], 0
+        for document in ledger.kept_of(records):
+            texts.append(document.text[: _SAMPLE_CHARACTERS - num_characters])
+            num_characters += len(document.text)
+            if num_characters >= _SAMPLE_CHARACTERS:
+                break
+        ledger.num_skipped = reader.num_skipped
+        is_whole = is_whole and ledger.read.documents < _SAMPLE_RECORDS and num_characters < _SAMPLE_CHARACTERS
+        ledger.round_trip += encoder.encode(texts).round_trip
+    all_skipped = ledger.num_skipped > 0 and len(parts) == 1
+    if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
+        check_bad_fraction(source, ledger, reading.max_bad_fraction)
+    # Of a part of the text the share is not known to a hundredth, but a script that is lost is seen in it.
+    least = 0.0 if is_whole else _PLAINLY_LOST
+    check_unknown_fraction(described(source), ledger.round_trip, max(least, reading.max_unknown_fraction))
 
 
 def content_name(
@@ -109,7 +149,7 @@ def content_name(
 ) -> str:
     """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
     hashes = SourceHashes(cache_dir)
-    name, _ = _folder_names(source, tokenizer, hashes, reading)
+    name = _folder_name(source, tokenizer, hashes, reading)
     hashes.remember()
     return name
 
@@ -118,8 +158,8 @@ def already_tokenised(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> TokenisedCorpus | None:
     """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
-    name, _ = _folder_names(source, tokenizer, SourceHashes(cache_dir), reading)
-    return _opened(cache_dir / name, tokenizer) if is_tokenised(cache_dir / name) else None
+    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading)
+    return _opened(folder, tokenizer) if is_tokenised(folder) else None
 
 
 def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
@@ -127,34 +167,29 @@ def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus
     ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
     offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
     num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
-    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r") if (folder / HASHES).is_file() else None
+    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r")
     learned = np.memmap(folder / LEARNED, dtype=np.bool_, mode="r") if (folder / LEARNED).is_file() else None
     return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
 
 
-def _folder_names(
+def _folder_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
-) -> tuple[str, str | None]:
-    """Return the name of a source's folder, and that of the same ids by an earlier version; None: it had others."""
+) -> str:
+    """Return the name of a source's folder."""
     # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not the
     # default, or every cache that there is would be made again.
     settings = {
+        "format": _FORMAT_VERSION,
         "content": _content(source, hashes),
         "text_field": source.text_field,
         "documents": source.documents,
-        # Earlier versions counted what was read, kept or not.
-        "max_documents": source.max_documents and {"kept": source.max_documents},
+        "max_documents": source.max_documents,
         **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
         **({"messages_field": source.messages_field} if source.messages_field else {}),
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
-    name, earlier_name = (
-        f"{source.name}-{json_sha256(version | settings)[:16]}"
-        for version in ({"format": _FORMAT_VERSION}, {"format": _EARLIER_VERSION})
-    )
-    framed_otherwise = tokenizer.bos_token_id is not None and tokenizer.bos_token_id == tokenizer.eos_token_id
-    return name, None if framed_otherwise else earlier_name
+    return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
 def _content(source: TextSource, hashes: SourceHashes) -> list[object]:
@@ -203,6 +238,7 @@ def _unknown_id(tokenizer: PreTrainedTokenizerBase, tokenizer_json: str) -> int 
     return found
 
 
+@lru_cache(maxsize=4)  # nobody changes a tokenizer that is loaded, and every source is named by it
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return one hash over the files that a tokenizer saves."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -25,11 +25,11 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RouterConfig
 from scale_cli.errors import RunError
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import score_tokens
 from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
 from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar

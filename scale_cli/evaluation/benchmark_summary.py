@@ -17,7 +17,6 @@ from scale_cli.evaluation.results import (
     BenchmarkResult,
     LanguageAverage,
     SkippedBenchmark,
-    SubtaskResult,
 )
 from scale_cli.evaluation.statistics import (
     Values,
@@ -44,7 +43,7 @@ class ItemOutcome:
 
 @dataclass(frozen=True)
 class Item:
-    """One item under every head; `subtask` is the task of a group or the file that it came from."""
+    """One item under every head; `subtask` is the task of a group that it is of."""
 
     subtask: str
     doc_id: int
@@ -190,22 +189,8 @@ def _result(benchmark: BenchmarkItems, figures: dict[str, _Figure], rng: np.rand
         source.role,
         len(benchmark.items),
         heads,
-        _subtasks(benchmark),
         benchmark.judged_by,
     )
-
-
-def _subtasks(benchmark: BenchmarkItems) -> list[SubtaskResult]:
-    acc_NH, of_item = benchmark.scores(benchmark.judged_by), np.array([item.subtask for item in benchmark.items])
-    names = list(dict.fromkeys(of_item.tolist()))
-    if len(names) == 1:
-        return []
-    subtasks = []
-    for name in names:
-        mean_H = acc_NH[of_item == name].mean(axis=0)
-        acc = {head: finite(mean) for head, mean in zip(HEADS, mean_H, strict=True)}
-        subtasks.append(SubtaskResult(name, int((of_item == name).sum()), acc))
-    return subtasks
 
 
 def _adjusted(results: list[BenchmarkResult]) -> list[BenchmarkResult]:

@@ -6,33 +6,38 @@ import difflib
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
 import huggingface_hub
-import lm_eval.tasks
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import lm_eval.utils
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import regex_replace
+from lm_eval.tasks.kobest.utils import macro_f1_score
 
+from scale_cli.config.safe_yaml import parse, read_text
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, one_line
-from scale_cli.evaluation.benchmark_files import LocalItems, Row, read_items
+from scale_cli.evaluation.benchmark_opening import check_task_file
 from scale_cli.evaluation.results import SkippedBenchmark
 from scale_cli.progress import progress_bar
 
 _PROBE_TIMEOUT_S = 5.0
-_KOBEST = Path(lm_eval.tasks.__file__).parent / "kobest"
-_MEAN = {"aggregation": "mean", "higher_is_better": True}
+_FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets knows others, pickles among them
 # lm-eval's own choice wherever few-shot examples are drawn.
 _FEWSHOT_SEED = 1234
+# A template is data: it is rendered where it reaches nothing but the item.
+_sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+_sandbox.filters.update(lm_eval.utils.env.filters)
+lm_eval.utils.env = _sandbox
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,6 @@ class Benchmark:
     name: str  # in the report
     source: BenchmarkSource  # the config's item that it comes from
     tasks: dict[str, Any]  # lm-eval's tasks by name; several where the name is that of a group
-    files: list[str] | None  # of each item of a local benchmark, the file that it came from; None for lm-eval's own
-
-    @property
-    def limit(self) -> int | None:
-        """How many items of each task are measured; a file's limit was kept when it was read."""
-        return self.source.limit if self.files is None else None
 
     @property
     def generates(self) -> bool:
@@ -69,12 +68,13 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], li
     """Return the benchmarks that can be measured, and those that cannot, where that is not the config's mistake."""
     benchmarks: list[Benchmark] = []
     skipped: list[SkippedBenchmark] = []
-    local = {source.name: read_items(source) for source in sources if source.path is not None}
+    for source in sources:
+        check_task_file(source)
     # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
     bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
     with quiet_lm_eval(), _hub_code_refused():
         for source in bar:
-            opened = _open_local(source, local[source.name]) if source.name in local else _open_named(source)
+            opened = _open_named(source) if source.path is None else _open_file(source)
             if isinstance(opened, SkippedBenchmark):
                 skipped.append(opened)
             else:
@@ -85,47 +85,29 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], li
     return benchmarks, skipped
 
 
-def _open_local(source: BenchmarkSource, items: LocalItems) -> list[Benchmark]:
-    def splits(**_: Any) -> dict[str, Any]:
-        return {"test": datasets.Dataset.from_list(items.rows)}  # in memory: nothing is written anywhere
+def _open_file(source: BenchmarkSource) -> list[Benchmark]:
+    """Open a task that the user has written for lm-eval; its data are local files, and no code is run for it."""
+    assert source.path is not None
+    config = parse(read_text(Path(source.path)), source.path)
+    if not isinstance(config, dict) or {"group", "include"} & config.keys():
+        raise ConfigError(f"{source.path}: not a task of lm-eval that stands by itself")
+    form = config.get("dataset_path")
+    if form not in _FORMS:
+        raise ConfigError(f"{source.path}: dataset_path: local files are read, as one of {', '.join(_FORMS)}")
 
-    overrides = {"custom_dataset": splits, "training_split": None, "validation_split": None, "test_split": "test"}
-    if items.task.startswith("kobest"):
-        # A group of one, since that is how lm-eval changes some keys of a task of its own and leaves the others.
-        group = {"group": "local", "task": [{"task": items.task, **overrides}]}
-        (task,) = TaskManager(include_path=_KOBEST, include_defaults=False).load([group])["tasks"].values()
-    else:
-        form = _MINIMAL_PAIRS
-        if items.task != "minimal_pairs":
-            prompt = _prompt(source)
-            prompt(items.rows[0])  # a prompt that says nothing of an item is refused before anything is measured
-            form = _MULTIPLE_CHOICE | {"doc_to_text": prompt}
-        own = {"task": source.name, "target_delimiter": source.delimiter}
-        task = ConfigurableTask(config=own | form | overrides)
-    _set_fewshot(task, source)
-    return [Benchmark(source.name, source, {source.name: task}, items.files)]
+    def load(**kwargs: Any) -> Any:
+        with TemporaryDirectory() as cache:  # nothing of it stays
+            return datasets.load_dataset(form, **kwargs, cache_dir=cache, keep_in_memory=True)
 
-
-def _prompt(source: BenchmarkSource) -> Callable[[Row], str]:
-    """Return what writes an item's prompt: lm-eval's filters and strictness, but in a sandbox, for a config is data."""
-    sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    sandbox.filters["regex_replace"] = regex_replace
-    with _prompt_errors(source):
-        template = sandbox.from_string(source.prompt)
-
-    def prompt(row: Row) -> str:
-        with _prompt_errors(source):
-            return template.render(row)
-
-    return prompt
-
-
-@contextmanager
-def _prompt_errors(source: BenchmarkSource) -> Iterator[None]:
     try:
-        yield
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"evaluation.benchmarks: {source.name}: prompt: {one_line(error)}") from None
+        for metric in config.get("metric_list") or []:
+            if metric.get("aggregation") == "macro_f1":  # which lm-eval's YAML says by naming a function
+                metric["aggregation"] = macro_f1_score
+        task = ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
+    except Exception as error:  # of lm-eval, of datasets, of a template
+        raise ConfigError(f"{source.path}: {one_line(error)}") from None
+    _set_fewshot(task, source)
+    return [Benchmark(source.name, source, {source.name: task})]
 
 
 def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:
@@ -146,8 +128,8 @@ def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:
         _set_fewshot(task, source)
     # Items of a group's tasks are pooled, as lm-eval weighs them by size; the F1 of different classes cannot be.
     if any(_reports_macro_f1(task) for task in tasks.values()):
-        return [Benchmark(name, source, {name: task}, None) for name, task in tasks.items()]
-    return [Benchmark(source.name, source, tasks, None)]
+        return [Benchmark(name, source, {name: task}) for name, task in tasks.items()]
+    return [Benchmark(source.name, source, tasks)]
 
 
 def _not_measured(tasks: dict[str, Any]) -> str | None:
@@ -235,24 +217,3 @@ def _hub_answers() -> bool:
     except Exception:  # of whichever HTTP library the installed hub client uses
         return False
     return True
-
-
-def _both_sentences(row: Row) -> list[str]:
-    return [row["sentence_good"], row["sentence_bad"]]
-
-
-# lm-eval's own template of BLiMP, which it keeps where no other task can include it.
-_MINIMAL_PAIRS: dict[str, Any] = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "",
-    "doc_to_target": 0,
-    "doc_to_choice": _both_sentences,
-    "num_fewshot": 0,
-    "metric_list": [{"metric": "acc", **_MEAN}],
-}
-_MULTIPLE_CHOICE: dict[str, Any] = {
-    "output_type": "multiple_choice",
-    "doc_to_target": "gold",
-    "doc_to_choice": "choices",
-    "metric_list": [{"metric": "acc", **_MEAN}, {"metric": "acc_norm", **_MEAN}],
-}

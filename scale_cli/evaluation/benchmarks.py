@@ -96,7 +96,7 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
     Raises:
         RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
     """
-    tasks, limit = benchmark.tasks, min(benchmark.limit or sys.maxsize, max_items or sys.maxsize)
+    tasks, limit = benchmark.tasks, min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
     benchmark.seed_examples()
     with quiet_lm_eval():
         for task in tasks.values():
@@ -167,5 +167,4 @@ def _item(benchmark: Benchmark, task_name: str, logged: dict[str, Any]) -> Item:
         said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
         metrics = {name: float(of_head[name]) for name in ("acc", "acc_norm") if name in of_head}
         outcomes[head] = ItemOutcome(said, int(np.argmax(said)), metrics)
-    subtask = task_name if benchmark.files is None else benchmark.files[sample["doc_id"]]
-    return Item(subtask, sample["doc_id"], gold, outcomes)
+    return Item(task_name, sample["doc_id"], gold, outcomes)

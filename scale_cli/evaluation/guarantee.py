@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scale_cli.config.schema import RouterConfig
+from scale_cli.methods.widened import RouterConfig
 
 NOT_COVERED = (
     "That is of whole documents, scored from their first token. It does not cover a text scored after a context that "

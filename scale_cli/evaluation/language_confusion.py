@@ -40,7 +40,9 @@ class Letters:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
+    """The beginning of a document."""
+
     place: int  # among the prompts
     ids: list[int]
     script: str  # of most of its letters
@@ -58,7 +60,7 @@ def continue_prompts(
     share: Share = ALONE,  # of the prompts' batches, that is this process's; every one of them returns the whole
 ) -> Letters:
     """Let heads go on greedily after the beginnings of a corpus's first documents that have a letter; count letters."""
-    prompts = sorted(_prompts(corpus, tokenizer, asked), key=lambda prompt: -len(prompt.ids))
+    prompts = sorted(prompts_of(corpus, tokenizer, asked), key=lambda prompt: -len(prompt.ids))
     batches = [prompts[first : first + passes.batch_size] for first in range(0, len(prompts), passes.batch_size)]
     counts_PH2 = np.empty((len(prompts), len(names), 2))
     counted = partial(_counted, answers, names, tokenizer, asked.new_tokens, passes.mixed_precision)
@@ -69,7 +71,8 @@ def continue_prompts(
     return Letters({name: of[:, 0] for name, of in of_each.items()}, {name: of[:, 1] for name, of in of_each.items()})
 
 
-def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[_Prompt]:
+def prompts_of(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[Prompt]:
+    """Yield the beginnings of a corpus's first documents that have a letter."""
     found, markers = 0, corpus.markers
     for index in range(len(corpus)):
         if found == asked.prompts:
@@ -81,35 +84,46 @@ def _prompts(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig
         if not scripts:
             continue
         before = [markers.context] if markers.bos is None and markers.context is not None else []
-        yield _Prompt(found, before + ids, Counter(scripts).most_common(1)[0][0])
+        yield Prompt(found, before + ids, Counter(scripts).most_common(1)[0][0])
         found += 1
 
 
-@torch.no_grad()
 def _counted(
     answers: SelectableHeads,
     names: Sequence[str],
     tokenizer: Any,
     new_tokens: int,
     mixed_precision: str,
-    batch: Sequence[_Prompt],
+    batch: Sequence[Prompt],
 ) -> list[Tensor]:
     """Return (H, 2) of every prompt: for every head, how many letters are in its script, and how many there are."""
+    by_head = []
+    for name in names:
+        texts = continuations(answers, name, tokenizer, new_tokens, mixed_precision, batch)
+        said = [scripts_of(text) for text in texts]
+        by_head.append([(of.count(prompt.script), len(of)) for of, prompt in zip(said, batch, strict=True)])
+    return [torch.tensor(of_prompt) for of_prompt in zip(*by_head, strict=True)]
+
+
+@torch.no_grad()
+def continuations(
+    answers: SelectableHeads,
+    head: str,  # or rule, by name
+    tokenizer: Any,
+    new_tokens: int,
+    mixed_precision: str,
+    batch: Sequence[Prompt],
+) -> list[str]:
+    """Return how a head goes on after some prompts, taking the likeliest token every time."""
     ends = ends_of(answers.own_generation_config, tokenizer)
     answers.generation_config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
     )
+    answers.head = head
     ids_BT, mask_BT = padded_left([torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0)
-    by_head = []
-    for name in names:
-        answers.head = name
-        with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
-            generated = answers.answers(ids_BT, mask_BT)
-        said = [
-            scripts_of(tokenizer.decode(before_end(ends, row), skip_special_tokens=True)) for row in generated.cpu()
-        ]
-        by_head.append([(of.count(prompt.script), len(of)) for of, prompt in zip(said, batch, strict=True)])
-    return [torch.tensor(of_prompt) for of_prompt in zip(*by_head, strict=True)]
+    with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        generated = answers.answers(ids_BT, mask_BT)
+    return [tokenizer.decode(before_end(ends, row), skip_special_tokens=True) for row in generated.cpu()]
 
 
 def scripts_of(text: str) -> list[str]:

@@ -2,124 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from markupsafe import Markup
-
-from scale_cli.config.display_names import language_name, method_name
+from scale_cli.config.languages import language_name
 from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (
+    FIGURES,
     HEADS,
     ROLES,
     BenchmarkHead,
     BenchmarkResult,
     CorpusResult,
-    HeadResult,
     LanguageAverage,
     Report,
 )
+from scale_cli.methods import METHODS
 from scale_cli.report import pages
-from scale_cli.report.figures import LIGHT, TradeOffPoint, draw_points, panel, set_size
+from scale_cli.report.figures import AXIS, COLOURS, draw_point, shorten
 from scale_cli.report.numbers import (
     DASH,
     NO_DIFFERENCE,
+    NOT_FINITE,
+    Interval,
     number,
     p_value,
     percent,
-    perplexity,
     shows_difference,
     with_interval,
     worst_document,
 )
-from scale_cli.report.tables import Column, Table, aligned, share_cell
+from scale_cli.report.tables import Cell, Row, Table, aligned, share_cell
 
-_PANEL_WIDTH = 390.0
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
-# Of each head in the picture: colour and mark.
+_BETTER = {"retention": "kept and improved", "acquisition": "learned"}
+# Of each head in the picture: whose colour it has, and its mark.
 _MARKS = {"base": ("base", "o"), "adapted": ("full", "s"), "posterior": ("route", "D"), "cosine": ("adapt", "^")}
 
 
 def terminal_lines(report: Report) -> list[str]:
     """Return what `scale evaluate` prints: the base, the trained head and what is served, on text and benchmarks."""
-    rows = [*_corpus_rows(report), *_benchmark_rows(report)]
-    heads = _heads_shown(report)
-    aligned_rows = aligned(rows, "ll" + "r" * len(heads) + "ll") if rows else []
-    num_of_corpora = len(_corpus_rows(report))
-    lines = aligned_rows[:num_of_corpora]
-    if report.corpora and report.served in _RULES:
-        shares = report.base_share_by_language(report.served)
-        listed = ", ".join(f"{percent(share)} of {language_name(code)}" for code, share in shares.items())
-        lines.append(f"base head served {listed} tokens")
-    return [
-        *lines,
-        *aligned_rows[num_of_corpora:],
-        *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks),
-    ]
+    heads = list(dict.fromkeys(("base", "adapted", report.served)))
+    names = ["base", "trained", "routed"][: len(heads)]
+    texts, tasks = [], []
 
+    def titles(title: str) -> list[str]:
+        return [title, "", *names, f"{names[-1]} - base [95 %]", ""]
 
-def _heads_shown(report: Report) -> list[str]:
-    return ["base", "adapted"] + ([] if report.served == "adapted" else [report.served])
-
-
-def _title_row(report: Report, title: str) -> list[str]:
-    names = ["base", "trained", "routed"][: len(_heads_shown(report))]
-    return [title, "", *names, f"{names[-1]} - base [95 %]", ""]
-
-
-def _corpus_rows(report: Report) -> list[list[str]]:
-    rows = []
-    for role in ROLES:
-        for language in dict.fromkeys(corpus.language for corpus in report.with_role(role)):
-            rows.append(_title_row(report, f"{language_name(language)}, {role}"))
-            for corpus in report.with_role(role):
-                if corpus.language == language:
-                    figures = [number(corpus.heads[head].bits_per_byte) for head in _heads_shown(report)]
-                    difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
-                    per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
-                    rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
-                    if corpus.num_prompts:
-                        shares = [corpus.heads[head].in_script for head in _heads_shown(report)]
-                        shown = [
-                            DASH if share is None or share.value is None else percent(share.value) for share in shares
-                        ]
-                        rows.append(["", "in its script", *shown, "", f"letters after {corpus.num_prompts:,} prompts"])
-    return rows
-
-
-def _benchmark_rows(report: Report) -> list[list[str]]:
-    rows = []
+    for role, language in dict.fromkeys((c.role, c.language) for each in ROLES for c in report.with_role(each)):
+        texts.append(titles(f"{language_name(language)}, {role}"))
+        for corpus in (corpus for corpus in report.with_role(role) if corpus.language == language):
+            figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
+            difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
+            per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
+            texts.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
+            if corpus.num_prompts:
+                shares = [share_cell(corpus.heads[head].in_script).text for head in heads]
+                texts.append(["", "in its script", *shares, "", f"letters after {corpus.num_prompts:,} prompts"])
     for average in report.benchmark_averages:
-        rows.append(_title_row(report, f"{language_name(average.language)}, benchmarks"))
-        for benchmark in _of_language(report, average):
-            for metric in _metrics(benchmark):
-                figures = [number(benchmark.heads[head].metrics[metric].value) for head in _heads_shown(report)]
-                served = benchmark.heads[report.served]
-                difference = with_interval(served.differences[metric], 4)
-                said = _verdict(served) if metric == benchmark.judged_by else ""
-                rows.append([f"  {benchmark.name}", _METRICS.get(metric, metric), *figures, difference, said])
-        if average.num_benchmarks > 1:
-            figures = [number(average.acc[head].value) for head in _heads_shown(report)]
-            difference = with_interval(average.acc_difference[report.served], 4)
-            rows.append(["  average", _average_of(report, average), *figures, difference, ""])
+        tasks.append(titles(f"{language_name(average.language)}, benchmarks"))
+        for row in _benchmark_rows(report, average, heads):
+            name = "average" if row.benchmark is None else row.benchmark.name
+            verdict = "" if row.judged is None else _verdict(row.judged)
+            tasks.append([f"  {name}", row.metric, *row.figures, with_interval(row.difference, 4), verdict])
+    lines = aligned([*texts, *tasks], "ll" + "r" * len(heads) + "ll") if texts or tasks else []
+    if report.corpora and report.served in _RULES:
+        served = report.base_share_by_language(report.served)
+        listed = ", ".join(f"{percent(share)} of {language_name(code)}" for code, share in served.items())
+        lines.insert(len(texts), f"base head served {listed} tokens")
+    return [*lines, *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks)]
+
+
+@dataclass(frozen=True)
+class _BenchmarkRow:
+    """One metric of a benchmark, or the average of a language's."""
+
+    benchmark: BenchmarkResult | None  # None of the average
+    metric: str
+    figures: list[str]  # by head
+    difference: Interval  # of what is served, from the base
+    judged: BenchmarkHead | None  # what is served, where the benchmark is judged by this metric
+
+
+def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[str]) -> list[_BenchmarkRow]:
+    benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], []
+    for benchmark in benchmarks:
+        served = benchmark.heads[report.served]
+        for metric in benchmark.heads["base"].metrics:
+            figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
+            judged = served if metric == benchmark.judged_by else None
+            name = _METRICS.get(metric, metric)
+            rows.append(_BenchmarkRow(benchmark, name, figures, served.differences[metric], judged))
+    if len(benchmarks) > 1:
+        named = _METRICS["acc"] if {b.judged_by for b in benchmarks} == {"acc"} else "first metrics"
+        figures = [number(average.acc[head].value) for head in heads]
+        rows.append(_BenchmarkRow(None, named, figures, average.acc_difference[report.served], None))
     return rows
-
-
-def _of_language(report: Report, average: LanguageAverage) -> list[BenchmarkResult]:
-    return [benchmark for benchmark in report.benchmarks if benchmark.language == average.language]
-
-
-def _metrics(benchmark: BenchmarkResult) -> list[str]:
-    return list(benchmark.heads["base"].metrics)
-
-
-def _average_of(report: Report, average: LanguageAverage) -> str:
-    judged_by = {benchmark.judged_by for benchmark in _of_language(report, average)}
-    return _METRICS["acc"] if judged_by == {"acc"} else "first metrics"
 
 
 def _verdict(head: BenchmarkHead) -> str:
@@ -131,89 +115,86 @@ def _verdict(head: BenchmarkHead) -> str:
 
 def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
     """Return report.md; its picture is a file beside it, where there is one."""
-    served = "the trained head" if report.served == "adapted" else f"both heads, routed by the {report.served} rule"
+    return pages.markdown("evaluation.md.j2", **_values(report, method), picture=picture)
+
+
+def html(report: Report, method: MethodConfig, picture: str | None) -> str:
+    """Return report.html, which needs nothing beside it; its picture is an SVG, where there is one."""
+    image = None if picture is None else b64encode(picture.encode()).decode()
+    return pages.page("evaluation.html.j2", **_values(report, method), image=image)
+
+
+def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
+    """Return what a page says of a report."""
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     router, has_own_tokens = method.router, method.vocabulary is not None
-    return pages.markdown(
-        "evaluation.md.j2",
-        report=report,
-        trained_by=method_name(report.variant),
-        served=served,
-        picture=picture,
-        has_own_tokens=has_own_tokens,
-        corpora=[
-            (
-                corpus,
-                language_name(corpus.language),
-                meaning,
-                _corpus_table(corpus, report.served, has_own_tokens).markdown(),
-            )
+    return {
+        "report": report,
+        "became": " ".join(_became(corpus, report.served) for role in ROLES for corpus in report.with_role(role)),
+        "trained_by": METHODS[report.variant].label,
+        "served": "the trained head"
+        if report.served == "adapted"
+        else f"both heads, routed by the {report.served} rule",
+        "has_own_tokens": has_own_tokens,
+        "corpora": [
+            (corpus, language_name(corpus.language), meaning, _corpus_table(corpus, report.served, has_own_tokens))
             for role, meaning in ROLES.items()
             for corpus in report.with_role(role)
         ],
-        benchmarks=[
-            (language_name(average.language), _benchmark_table(report, average).markdown())
+        "benchmarks": [
+            (language_name(average.language), _benchmark_table(report, average))
             for average in report.benchmark_averages
         ],
-        shares=Table(
+        "shares": Table(
             ["language", *_RULES],
             [[language_name(code), *(percent(shares[rule][code]) for rule in _RULES)] for code in shares["posterior"]],
             "lrr",
-        ).markdown(),
-        bound=bound_nats(router.prior, router.switch_rate),
-        prior=f"{router.prior:g}",
-        not_covered=NOT_COVERED,
-    )
+        ),
+        "bound": bound_nats(router.prior, router.switch_rate),
+        "prior": f"{router.prior:g}",
+        "not_covered": NOT_COVERED,
+    }
+
+
+def _became(corpus: CorpusResult, served: str) -> str:
+    """Return a sentence of what was served on a corpus: from which figure to which, and whether that is a loss."""
+    ends = corpus.heads[served].bits_per_byte_difference.ends
+    before, after = (number(corpus.heads[head].bits_per_byte) for head in ("base", served))
+    if not ends:
+        verdict = NOT_FINITE
+    elif min(ends) <= 0 <= max(ends):
+        verdict = NO_DIFFERENCE
+    elif before == after:
+        verdict = "the same to three digits"
+    else:
+        most = worst_document(corpus.heads[served].worst_document_nats).removeprefix("+")
+        lost = f"worse than the base, by {most} nats a document at most"
+        verdict = _BETTER[corpus.role] if max(ends) < 0 else lost
+    return f"{language_name(corpus.language)} ({corpus.name}) went from {before} to {after} bits/byte: {verdict}."
 
 
 def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Table:
     """Return every head's figures; of tokens that no other run has, those alone that compare."""
-
-    def beside_base(figure: Callable[[HeadResult], str]) -> Callable[[str], str]:
-        return lambda head: "" if head == "base" else figure(corpus.heads[head])
-
-    per_token: list[Column[str]] = [
-        Column("nats/token", lambda head: number(corpus.heads[head].nats_per_token, 4)),
-        Column("perplexity", lambda head: perplexity(corpus.heads[head].perplexity)),
-    ]
-    difference_per_token = Column(
-        "nats/token - base [95 %]", beside_base(lambda result: with_interval(result.nats_per_token_difference, 4))
-    )
-    in_script: Column[str] = Column(
-        "letters in the prompt's script [95 %]", lambda head: share_cell(corpus.heads[head].in_script)
-    )
-    columns: list[Column[str]] = [
-        Column("head", lambda head: Markup(f"**{_TITLES[head]}** (served)") if head == served else _TITLES[head], "l"),
-        *([] if has_own_tokens else per_token),
-        Column("bits/byte", lambda head: number(corpus.heads[head].bits_per_byte)),
-        Column(
-            "bits/byte - base [95 %]", beside_base(lambda result: with_interval(result.bits_per_byte_difference, 4))
-        ),
-        *([] if has_own_tokens else [difference_per_token]),
-        Column("worst document, nats", beside_base(lambda result: worst_document(result.worst_document_nats))),
-        *([in_script] if corpus.num_prompts else []),
-    ]
-    return Table.of(columns, HEADS)
+    figures = [figure for figure in FIGURES if not (figure.per_token and has_own_tokens)]
+    rows: list[Row] = []
+    for head, title in _TITLES.items():
+        of_head = (f.cell(corpus.heads[head]) if f.of_base or head != "base" else DASH for f in figures)
+        rows.append([Cell(title, "served", bold=True) if head == served else title, *of_head])
+    titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
+    return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()
 
 
 def _benchmark_table(report: Report, average: LanguageAverage) -> Table:
     titles = ["benchmark", "items", "metric", *_TITLES.values(), "served - base [95 %]", "items gained, lost", ""]
-    benchmarks, rows = _of_language(report, average), []
-    for benchmark in benchmarks:
-        head = benchmark.heads[report.served]
-        for metric in _metrics(benchmark):
-            figures = [number(benchmark.heads[name].metrics[metric].value) for name in HEADS]
-            first, last = ["", ""], ["", ""]
-            if metric == benchmark.judged_by:
-                first = [benchmark.name, f"{benchmark.num_items:,}"]
-                last = ["" if head.gained is None else f"{head.gained:,}, {head.lost:,}", _verdict(head)]
-            rows.append(
-                [*first, _METRICS.get(metric, metric), *figures, with_interval(head.differences[metric]), *last]
-            )
-    if len(benchmarks) > 1:
-        figures = [number(average.acc[head].value) for head in HEADS]
-        difference = with_interval(average.acc_difference[report.served])
-        rows.append([Markup("**average**"), "", _average_of(report, average), *figures, difference, "", ""])
+    rows: list[Row] = []
+    for row in _benchmark_rows(report, average, HEADS):
+        first: list[str | Cell] = ["", ""] if row.benchmark else [Cell("average", bold=True), ""]
+        last = ["", ""]
+        if row.benchmark and row.judged:
+            first = [row.benchmark.name, f"{row.benchmark.num_items:,}"]
+            gained, lost = row.judged.gained, row.judged.lost
+            last = ["" if gained is None else f"{gained:,}, {lost:,}", _verdict(row.judged)]
+        rows.append([*first, row.metric, *row.figures, with_interval(row.difference), *last])
     return Table(titles, rows, "lrlrrrrrrl")
 
 
@@ -221,28 +202,19 @@ def draw_trade_off(figure: Any, report: Report) -> None:
     """Draw what was lost against what was gained: a panel for each pair of corpora (there is one) of the two roles."""
     pairs = list(product(report.with_role("retention"), report.with_role("acquisition")))
     columns = min(3, len(pairs))
-    wide, high = _PANEL_WIDTH, 310.0
-    set_size(figure, wide * columns, 50 + high * -(-len(pairs) // columns))
-    name = method_name(report.variant)
-    figure.suptitle(f"{name[0].upper()}{name[1:]}\nlost and gained against the base, with 95 % intervals", size=11)
-    for index, (kept, taught) in enumerate(pairs):
-        left, top = index % columns * wide, 50 + index // columns * high
-        axes = panel(figure, left + 70, top + 8, left + wide - 12, top + high - 62)
-        axes.axhline(0.0, color=LIGHT["axis"], linewidth=0.8, zorder=0)
-        axes.axvline(0.0, color=LIGHT["axis"], linewidth=0.8, zorder=0)
-        draw_points(axes, _points(kept, taught))
-        axes.set_xlabel(f"{language_name(kept.language)} lost ({kept.name}),\nbits/byte")
-        axes.set_ylabel(f"{language_name(taught.language)} gained ({taught.name}),\nbits/byte")
-        axes.locator_params(nbins=5)
+    rows = -(-len(pairs) // columns)
+    figure.set_size_inches(5.4 * columns, 1.0 + 4.2 * rows)
+    name = METHODS[report.variant].label
+    figure.suptitle(f"{name[0].upper()}{name[1:]}\nagainst the base, with 95 % intervals")
+    for index, (kept, taught) in enumerate(pairs, 1):
+        axes = figure.add_subplot(rows, columns, index)
+        axes.axhline(0.0, color=AXIS, linewidth=0.8, zorder=0)
+        axes.axvline(0.0, color=AXIS, linewidth=0.8, zorder=0)
+        for head, (method, marker) in _MARKS.items():
+            lost, change = (corpus.heads[head].bits_per_byte_difference for corpus in (kept, taught))
+            if lost.value is not None and change.value is not None:
+                draw_point(axes, _TITLES[head], lost, -change, COLOURS[method], marker, filled=head != "base")
+        axes.set_xlabel(f"{language_name(kept.language)} ({shorten(kept.name)})\nrise of bits/byte (right: forgotten)")
+        axes.set_ylabel(f"{language_name(taught.language)} ({shorten(taught.name)})\nfall of bits/byte (up: learned)")
         axes.margins(0.15)
-    figure.axes[0].legend(fontsize=9, loc="best")
-
-
-def _points(kept: CorpusResult, taught: CorpusResult) -> Sequence[TradeOffPoint]:
-    points = []
-    for head, (colour, marker) in _MARKS.items():
-        lost, change = (corpus.heads[head].bits_per_byte_difference for corpus in (kept, taught))
-        if lost.value is not None and change.value is not None:
-            label = "trained head" if head == "adapted" else _TITLES[head]
-            points.append(TradeOffPoint(label, colour, marker, lost, -change, filled=head != "base"))
-    return points
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

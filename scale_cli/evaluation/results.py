@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import finite, paired_difference
-from scale_cli.report.numbers import Interval
+from scale_cli.report.numbers import DASH, Interval, bounds, number, percent, perplexity, worst_document
+from scale_cli.report.tables import Cell, share_cell
 from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import RunRecord, trained_sha256
@@ -42,6 +44,56 @@ class HeadResult:
     base_share: float | None  # share of tokens that the base head served; None where nothing is routed
     # of the letters that it goes on with after a prompt, those in the prompt's script; None where it was not asked
     in_script: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of the tables of the report and of the comparison: what is shown of a head on a corpus."""
+
+    title: str
+    unit: str  # and what else stands beneath it
+    cell: Callable[[HeadResult], str | Cell]  # a dash where there is nothing; the report has no column of dashes
+    of_base: bool = True  # whether it is shown of the base's head too
+    per_token: bool = False  # of other tokens it compares with no other run's
+    of_own_base: bool = False  # against the base of the same run: of other tokens it compares with no other run's
+    compared: bool = True  # whether the comparison has it
+
+
+def _difference(interval: Interval) -> Cell:
+    return Cell(number(interval.value, 4, "+"), bounds(interval, 4))
+
+
+BESIDE_BASE = Figure(
+    "bits/byte − base", "95 % interval", lambda head: _difference(head.bits_per_byte_difference), of_base=False
+)
+FIGURES = (
+    Figure("nats/token", "", lambda head: number(head.nats_per_token, 4), per_token=True, compared=False),
+    Figure("bits/byte", "", lambda head: number(head.bits_per_byte)),
+    BESIDE_BASE,
+    Figure(
+        "nats/token − base",
+        "95 % interval",
+        lambda head: _difference(head.nats_per_token_difference),
+        of_base=False,
+        per_token=True,
+        compared=False,
+    ),
+    Figure("perplexity", "of a token", lambda head: perplexity(head.perplexity), per_token=True),
+    Figure(
+        "worst document",
+        "nats − base",
+        lambda head: worst_document(head.worst_document_nats),
+        of_base=False,
+        of_own_base=True,
+    ),
+    Figure(
+        "by base head",
+        "of the tokens",
+        lambda head: DASH if head.base_share is None else percent(head.base_share),
+        of_base=False,
+    ),
+    Figure("in its script", "letters after prompts, 95 %", lambda head: share_cell(head.in_script)),
+)
 
 
 @dataclass(frozen=True)
@@ -81,24 +133,14 @@ class BenchmarkHead:
 
 
 @dataclass(frozen=True)
-class SubtaskResult:
-    """One task of a group, or one file of several: what the benchmark is judged by per head, without intervals."""
-
-    name: str
-    num_items: int
-    acc: dict[str, float | None]
-
-
-@dataclass(frozen=True)
 class BenchmarkResult:
-    """Every head on one benchmark; `subtasks` is empty where there is only one."""
+    """Every head on one benchmark."""
 
     name: str
     language: str
     role: str
     num_items: int
     heads: dict[str, BenchmarkHead]
-    subtasks: list[SubtaskResult] = field(default_factory=list)
     judged_by: str = "acc"  # the metric that is tested and averaged
 
 
@@ -219,7 +261,6 @@ def finished_report(config: RunConfig) -> Report | None:
     return None if changed or report.trained_sha256 != trained_sha256(run.final) else report
 
 
-def report_sha256(config: RunConfig) -> str | None:
-    """Return the hash of the report that `finished_report` returns; None where there is none."""
-    report = RunFolder(config.output_dir).evaluation / Report.FILE
-    return None if finished_report(config) is None else file_sha256(report)
+def report_sha256(config: RunConfig, report: Report | None) -> str | None:
+    """Return the hash of the report that `finished_report` has returned; None where there is none."""
+    return None if report is None else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)

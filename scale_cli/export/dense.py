@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
+from scale_cli.methods.starts import random_ids
+from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.upscale.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.initialise import random_ids
 from scale_cli.upscale.streams import expansion_norms, measured_stream_ratios
 
 
@@ -71,10 +71,16 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
     largest_gain = max(norm.weight.abs().max().item() for norm in expansion_norms(model).values())
     smallest = scales.base * 2.0 ** math.ceil(math.log2(largest_gain / _LARGEST_GAIN[dtype]))
     scales = replace(scales, expansion=max(expansion, smallest))
-    dense: PreTrainedModel = AutoModelForCausalLM.from_config(dense_config(model, scales), dtype=torch.float32)
-    dense.load_state_dict(_dense_tensors(model, scales), strict=True)
+    with no_init_weights():
+        dense: PreTrainedModel = AutoModelForCausalLM.from_config(
+            dense_config(model, scales), dtype=getattr(torch, dtype)
+        )
+    parameters = dict(dense.named_parameters())
+    with torch.no_grad():
+        for name, tensor in _dense_tensors(model, scales):  # each in float32, and lowered before the next is made
+            parameters.pop(name).copy_(tensor)
+    assert not parameters, f"every tensor of a plain model is made: {list(parameters)}"
     dense.generation_config = model.root.generation_config
-    lower_weights(dense, getattr(torch, dtype))
     return dense.eval()
 
 
@@ -133,29 +139,18 @@ def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
     return scales.base**2 * num_base / (num_base + num_added)
 
 
-@torch.no_grad()
-def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tensor]:
+def _dense_tensors(model: WidenedModel, scales: StreamScales) -> Iterator[tuple[str, Tensor]]:
     base, stages = model.root, [branch.expansion for branch in model.branches]
     parents = [branch.parent for branch in model.branches]
-    decoder, num_base = base.model, base.config.hidden_size
-    eps_growth = _eps_growth(model, scales)
-    of_stages = [
-        _rows_of_all_tokens(model, head, share * stage.lm_head.weight.float())
-        for head, (share, stage) in enumerate(zip(model.shares, stages, strict=True), start=1)
-    ]
-    embedding = dense_embedding(base, stages)
-    embedding[:, :num_base] *= scales.base
-    embedding[:, num_base:] *= scales.expansion
-    tensors = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": _joined_gains(decoder.norm, [stage.norm for stage in stages], scales),
-        "lm_head.weight": torch.cat([_head_of_x(model), *of_stages], dim=1),
-    }
+    decoder, eps_growth = base.model, _eps_growth(model, scales)
+    yield "model.embed_tokens.weight", _scaled_embedding(model, scales)
+    yield "model.norm.weight", _joined_gains(decoder.norm, [stage.norm for stage in stages], scales)
+    yield "lm_head.weight", _joined_head(model)
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
         prefix = f"model.layers.{index}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             norms = [getattr(layer, name) for layer in layers]
-            tensors[f"{prefix}{name}.weight"] = _joined_gains(getattr(base_layer, name), norms, scales)
+            yield f"{prefix}{name}.weight", _joined_gains(getattr(base_layer, name), norms, scales)
         for owner, name, frozen, added in widened_linears(base_layer, layers):
             rows = StreamScales(1.0, 1.0)
             if name in ("o_proj", "down_proj"):  # they write into the stream
@@ -163,30 +158,35 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales) -> dict[str, Tenso
             elif name in ("q_proj", "k_proj") and hasattr(base_layer.self_attn, "q_norm"):
                 rows = StreamScales(eps_growth**0.5, eps_growth**0.5)
             for kind, tensor in _joined_linear(frozen, added, parents, rows).items():
-                tensors[f"{prefix}{owner}.{name}.{kind}"] = tensor
+                yield f"{prefix}{owner}.{name}.{kind}", tensor
         for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads
             if hasattr(base_layer.self_attn, name):
-                tensors[f"{prefix}self_attn.{name}.weight"] = getattr(base_layer.self_attn, name).weight.float()
-    return tensors
+                yield f"{prefix}self_attn.{name}.weight", getattr(base_layer.self_attn, name).weight.float()
 
 
-def _head_of_x(model: WidenedModel) -> Tensor:
-    """Return H, and below it H_new where there are new tokens; of an ensemble the mean of its heads'."""
-    weight: Tensor = model.root.lm_head.weight.float()
-    whole = F.pad(weight, (0, 0, 0, model.config.vocab_size - len(weight)))
-    for head, (share, branch) in enumerate(zip(model.shares, model.branches, strict=True), start=1):
-        if (new := branch.expansion.new_tokens) is not None:
-            added = torch.cat([torch.zeros_like(weight), share * new.lm_head.weight.float()])
-            whole = whole + _rows_of_all_tokens(model, head, added)
-    return whole
+def _scaled_embedding(model: WidenedModel, scales: StreamScales) -> Tensor:
+    embedding = dense_embedding(model.root, [branch.expansion for branch in model.branches])
+    num_base = model.root.config.hidden_size
+    embedding[:, :num_base] *= scales.base
+    embedding[:, num_base:] *= scales.expansion
+    return embedding
 
 
-def _rows_of_all_tokens(model: WidenedModel, head: int, rows_VD: Tensor) -> Tensor:
-    """Return the rows of all tokens, from those of the tokens that a head has: 0 for the others."""
-    if len(rows_VD) == model.config.vocab_size:
-        return rows_VD
-    whole = rows_VD.new_zeros(model.config.vocab_size, rows_VD.shape[1])
-    whole[model.config.token_ids(head)[: len(rows_VD)]] = rows_VD
+def _joined_head(model: WidenedModel) -> Tensor:
+    """Return [H, H'_1, ...], below H the rows of new tokens; of an ensemble all is the mean of its heads'."""
+    base: Tensor = model.root.lm_head.weight
+    added = [branch.expansion.lm_head.weight for branch in model.branches]
+    widths = [base.shape[1], *(weight.shape[1] for weight in added)]
+    whole = base.new_zeros(model.config.vocab_size, sum(widths), dtype=torch.float32)
+    of_x, *of_stages = whole.split(widths, dim=1)
+    of_x[: len(base)] = base
+    for head, (share, branch, columns) in enumerate(zip(model.shares, model.branches, of_stages, strict=True), start=1):
+        weight, new = branch.expansion.lm_head.weight, branch.expansion.new_tokens
+        knows_all = len(weight) == len(whole)
+        ids = torch.tensor(range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)])
+        columns[ids] = share * weight.float()
+        if new is not None:
+            of_x[ids[len(base) :]] += share * new.lm_head.weight.float()
     return whole
 
 

@@ -34,13 +34,10 @@ class Licence:
     def sentence(self) -> str:
         """Return one sentence."""
         named = self.name or self.identifier
-        beside = ", ".join(f"`{file.name}`" for file in self.files)
-        if named and beside:
-            return f"The base's licence, {named}, holds for this model too; its text is beside this card: {beside}."
-        if named:
-            return f"The base's licence, {named}, holds for this model too."
-        if beside:
-            return f"The base's licence holds for this model too: {beside}, beside this card."
+        if named or self.files:
+            beside = f"; its text is beside this card: {', '.join(f'`{file.name}`' for file in self.files)}"
+            whose = f"The base's licence, {named}," if named else "The base's licence"
+            return f"{whose} holds for this model too{beside if self.files else ''}."
         return "The base came without a word on its licence. Find it out before you pass this model on."
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from scale_cli.errors import ExportParityError
-from scale_cli.export.dense import lower_weights
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import Parity
 from scale_cli.upscale.folder import MethodModel
 
@@ -20,15 +21,9 @@ MAX_LOGIT_DIFFERENCE = 1e-4  # float32
 # worst position, which is one of hundreds of thousands and scatters.
 MAX_OWN_RATIO = 2.0
 MAX_OWN_RATIO_AT_WORST = 10.0
+_POSITIONS_AT_ONCE = 32
 
 Logits = Callable[[MethodModel, Tensor], Tensor]
-
-
-def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
-    """Return the trained head's logits: H x_a + H' u of a widened model, the only ones of any other."""
-    if not isinstance(model, ScaleForCausalLM):
-        return served_logits(model, input_ids)
-    return model.adaptation_logits(model.final_states(input_ids, preserved=False))
 
 
 def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
@@ -36,26 +31,80 @@ def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
     return model(input_ids=input_ids, use_cache=False).logits
 
 
+class _Exact(TorchDispatchMode):
+    """Compute whatever is read in a wider precision, one tensor at a time: no exact copy of a model has to be held."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.is_view:  # of a weight, that is widened where it is read
+            return op(*args, **kwargs)
+        if isinstance(asked := kwargs.get("dtype"), torch.dtype):
+            kwargs = kwargs | {"dtype": self._wider(asked)}
+        written = (argument.alias_info is not None for argument in op._schema.arguments)
+        pairs = zip(args, written, strict=False)
+        read = [value if kept else tree_map_only(Tensor, self._widened, value) for value, kept in pairs]
+        return op(*read, **tree_map_only(Tensor, self._widened, kwargs))
+
+    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize else dtype
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._wider(tensor.dtype))
+
+
+@contextmanager
+def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Let parameters be other tensors, as long as this lasts."""
+    before = {parameter: parameter.data for parameter in parameters}
+    try:
+        for parameter, tensor in parameters.items():
+            parameter.data = tensor
+        yield
+    finally:
+        for parameter, tensor in before.items():
+            parameter.data = tensor
+
+
+class _Differences:
+    """The largest and the mean of what some logits differ by from others, of which only one prompt's are held."""
+
+    def __init__(self) -> None:
+        self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
+
+    def add(self, logits: Tensor, wanted: Tensor) -> None:
+        """Count in one prompt's logits (1, T, V)."""
+        for some, others in zip(logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True):
+            apart = (some.double() - others).abs_()
+            self.largest = torch.maximum(self.largest, apart.max().cpu())  # NaN stays NaN
+            self.total += apart.sum().item()
+            self.count += apart.numel()
+
+
 @torch.no_grad()
 def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
-    """Compare an export with what it stands for of the trained model, on (1, T) ids.
+    """Compare an export with what it stands for of the trained model, on (1, T) ids, one prompt after another.
 
-    In float64, but for what its norms round to float32.
+    What is exact is computed in float64; for an export of less than float32 in float32, which is exact beside it.
     """
-    reference, lowered = copy.deepcopy(trained).double(), copy.deepcopy(trained)
-    lower_weights(lowered, exported.dtype)
-    differences, own = [], []
+    exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
+    lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
+    of_export, of_own = _Differences(), _Differences()
     for input_ids in prompts:
-        wanted = expected(reference, input_ids)
-        differences.append((exported(input_ids=input_ids, use_cache=False).logits.double() - wanted).abs().flatten())
-        own.append((expected(lowered, input_ids).double() - wanted).abs().flatten())
-    all_differences, all_own = torch.cat(differences), torch.cat(own)
+        with exact:
+            wanted = expected(trained, input_ids)
+        of_export.add(exported(input_ids=input_ids, use_cache=False).logits, wanted)
+        with _held_in(lowered):
+            of_own.add(expected(trained, input_ids), wanted)
     return Parity(
-        max_logit_difference=all_differences.max().item(),
-        mean_logit_difference=all_differences.mean().item(),
-        own_mean_difference=all_own.mean().item(),
+        max_logit_difference=of_export.largest.item(),
+        mean_logit_difference=of_export.total / of_export.count,
+        own_mean_difference=of_own.total / of_own.count,
         num_positions=sum(input_ids.shape[1] for input_ids in prompts),
-        own_max_difference=all_own.max().item(),
+        own_max_difference=of_own.largest.item(),
     )
 
 

@@ -2,7 +2,8 @@
 
 transformers 5 writes config.json and the tokenizer in a spelling of its own: version 4, which much that serves models
 still pins, does not know `rope_parameters`, goes on with unscaled positions, and does not find the tokenizer's class.
-Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte.
+Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte. One
+thing may change in the tokenizer: whoever tokenises a prompt gets the boundary that stood before it in training.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
+from scale_cli.data.tokens import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.export.router_keys import KEY, add_router
-from scale_cli.storage.atomic import write_text
+from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
 from scale_cli.upscale.tokenizer import TokenizerPlace, tokenizer_place
 
 _CONFIG = "config.json"
+_WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    _WHOLE,
+    _SETTINGS,
     "tokenizer.model",
     "tekken.json",
     "vocab.json",
@@ -37,6 +40,8 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Of a tokenizer's settings: transformers puts them in the place of the template that the tokenizer has.
+_SETTINGS_OF_A_FRAME = ("add_bos_token", "add_eos_token")
 _MORE_TEMPLATES = "additional_chat_templates"
 _GENERATION = "generation_config.json"
 # What the methods change of a configuration.
@@ -92,16 +97,67 @@ def find_plain_export(path: Path) -> Path:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, place: TokenizerPlace, folder: Path) -> None:
-    """Copy a tokenizer's files, byte for byte, to where a config.json of the base's family is."""
+    """Copy a tokenizer's files to where a config.json of the base's family is, and let them frame prompts."""
     files = _files_at(place.key, place.name, place.revision, _TOKENIZER)
     for file in files:
         shutil.copyfile(file, folder / file.name)
     for template in files[0].parent.glob(f"{_MORE_TEMPLATES}/*.jinja"):
         (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(template, folder / _MORE_TEMPLATES / template.name)
-    copied = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if any(copied(text).input_ids != tokenizer(text).input_ids for text in SAMPLE_TEXTS):
-        raise ExportParityError(f"the tokenizer's files of {place.name} give other ids elsewhere; nothing was written")
+    frame_prompts(folder, tokenizer)
+
+
+def frame_prompts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the tokenizer's files in a folder begin a prompt as training began a document; the files may do so already.
+
+    A chat template writes its own beginning: what it has rendered is tokenised without special tokens everywhere.
+    """
+    boundary = DocumentMarkers.of(tokenizer).context
+    if boundary is not None and not is_framed(load_exported_tokenizer(folder), tokenizer):
+        token = str(tokenizer.convert_ids_to_tokens(boundary))
+        if not (folder / _WHOLE).is_file():
+            tokenizer.backend_tokenizer.save(str(folder / _WHOLE))
+        written = read_json(folder / _WHOLE)
+        written["post_processor"] = _framing(written["post_processor"], token, boundary)
+        write_text(folder / _WHOLE, json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+        settings = read_json(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
+        settings = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_FRAME}
+        write_json(folder / _SETTINGS, settings)
+        if not is_framed(load_exported_tokenizer(folder), tokenizer):  # some families' classes keep steps of their own
+            marks = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+            write_json(folder / _SETTINGS, {**settings, **marks, "tokenizer_class": "PreTrainedTokenizerFast"})
+    if not is_framed(load_exported_tokenizer(folder), tokenizer):
+        raise ExportParityError(
+            f"the tokenizer's files of {tokenizer.name_or_path} give other ids elsewhere; nothing was written"
+        )
+
+
+def is_framed(served: PreTrainedTokenizerBase, trained: PreTrainedTokenizerBase) -> bool:
+    """Return whether a served tokenizer turns prompts into what stood in training: the boundary, then the text."""
+    return all(served(text).input_ids == prompt_ids(trained, text) for text in SAMPLE_TEXTS)
+
+
+def load_exported_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as whoever serves a folder does."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return tokenizer
+
+
+def _framing(written: dict[str, Any] | None, token: str, boundary: int) -> dict[str, Any]:
+    """Return the post-processor of a tokenizer.json that sets a token before a text; offsets stay as they were."""
+    before, first, second = (
+        {"SpecialToken": {"id": token, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 1}},
+    )
+    template = {
+        "type": "TemplateProcessing",
+        "single": [before, first],
+        "pair": [before, first, second],
+        "special_tokens": {token: {"id": token, "ids": [boundary], "tokens": [token]}},
+    }
+    steps = [] if written is None else written.get("processors", [written])
+    return {"type": "Sequence", "processors": [*(step for step in steps if step["type"] == "ByteLevel"), template]}
 
 
 def _files_at(key: str, name: str, revision: str | None, names: Sequence[str]) -> list[Path]:

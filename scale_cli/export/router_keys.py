@@ -44,7 +44,7 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
         return None
     lowest = model.routed_heads[0]
     routed = model.branches[lowest:]
-    routes = model.config.variant == "route" and model.config.router_rule == "posterior"
+    routes = model.config.routes and model.config.router_rule == "posterior"
     if not routes or any(branch.writes for branch in routed):
         return None
     added = [branch.expansion.lm_head.in_features for branch in model.branches]
@@ -78,15 +78,6 @@ def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[
     for source in _CODE:
         shutil.copyfile(source, folder / source.name)
     return {KEY: router, "auto_map": _auto_map(architecture)}
-
-
-def carries_our_code(folder: Path) -> bool:
-    """Return whether what a folder's config.json says to run is this package's own, byte for byte."""
-    config = read_json(folder / "config.json")
-    (architecture,) = config.get("architectures") or [""]
-    beside = {source: folder / source.name for source in _CODE}
-    same = all(file.is_file() and file.read_bytes() == source.read_bytes() for source, file in beside.items())
-    return same and config.get("auto_map") == _auto_map(architecture)
 
 
 def _auto_map(architecture: str) -> dict[str, str]:

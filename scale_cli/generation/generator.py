@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
-from scale_cli.data.tokens import DocumentMarkers
+from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.selectable_heads import before_end, ends_of, padded_left
-from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import head_names, routed_class
-from scale_cli.generation.gguf import LlamaCppDecoder, routed_by_llama_cpp
-from scale_cli.generation.streaming import Decoder, HeadStreamer, PrintableStreamer
+from scale_cli.generation.streaming import Decoder, HeadStreamer, TextStreamer
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -37,7 +35,7 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.method import router_of
-from scale_cli.upscale.session import open_folder
+from scale_cli.upscale.run import open_folder
 from scale_cli.upscale.tokenizer import load_tokenizer
 
 
@@ -137,18 +135,14 @@ class Continuation:
 
 
 class Generator:
-    """A model and its tokenizer: a base, or from a run, one of its folders, or an export.
+    """A model and its tokenizer: a base, or from a run, one of its folders, or an export."""
 
-    Of a plain export, or of a run that has one, llama.cpp computes the layers where a GGUF of it is given.
-    """
-
-    def __init__(self, source: Path | ModelConfig, gguf: Path | None = None) -> None:
-        if isinstance(source, ModelConfig):
-            self.model, self.tokenizer = _opened_base(source)
-        else:
-            self.model, self.tokenizer = _opened(source) if gguf is None else _opened_gguf(source, gguf)
-        self._boundary = DocumentMarkers.of(self.tokenizer).context
-        self._ends = ends_of(self.model.generation_config, self.tokenizer)
+    def __init__(self, source: Path | ModelConfig, *, plainly: bool = False) -> None:
+        """Open a model; an export plainly is its trained head alone."""
+        self.model, self.tokenizer = (
+            _opened_base(source) if isinstance(source, ModelConfig) else _opened(source, plainly=plainly)
+        )
+        self.ends = ends_of(self.model.generation_config, self.tokenizer)
 
     def prompt_ids(self, prompt: str | Messages) -> Tensor:
         """Return (T,) ids: of a text after the boundary that documents have in training; of turns as written."""
@@ -156,39 +150,53 @@ class Generator:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"--prompt {text!r}: is not UTF-8") from None
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if isinstance(prompt, str) and self._boundary is not None:
-            ids = [self._boundary, *ids]
+            raise ConfigError(f"prompt {text!r}: is not UTF-8") from None
+        if isinstance(prompt, str):
+            ids = prompt_ids(self.tokenizer, text)
+        else:
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
-            raise ConfigError("--prompt: empty, and the tokenizer has no boundary to start from")
+            raise ConfigError("prompt: empty, and the tokenizer has no boundary to start from")
+        if len(ids) >= self.num_positions:
+            raise ConfigError(
+                f"prompt: {len(ids):,} tokens long; the model's context is {self.num_positions:,}, the answer included"
+            )
         return torch.tensor(ids, device=self.model.device)
+
+    @property
+    def num_positions(self) -> int:
+        """How many tokens the model's context holds."""
+        return int(self.model.config.max_position_embeddings)
 
     def _asked(self, messages: Messages) -> str:
         """Return what asks for the assistant's next turn, by the chat template."""
         if not self.tokenizer.chat_template:
-            raise ConfigError("--chat: the tokenizer has no chat template: this is no model to talk to")
+            raise ConfigError(
+                "the tokenizer has no chat template: this is no model to talk to; give it a text to go on with"
+            )
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program, and refuses by an exception of its own
-            raise ConfigError(f"--chat: refused by the chat template: {one_line(error)}") from None
+            raise ConfigError(f"refused by the chat template: {one_line(error)}") from None
 
     @torch.no_grad()
     def continue_all(
-        self,
-        prompts: Sequence[str | Messages],
-        sampling: Sampling,
-        streamer: PrintableStreamer | HeadStreamer | None = None,
+        self, prompts: Sequence[str | Messages], sampling: Sampling, streamer: BaseStreamer | None = None
     ) -> list[Continuation]:
-        """Continue texts or conversations, all in one batch, or by llama.cpp one after another.
-
-        A streamer prints the text of a single one as it comes.
-        """
-        if isinstance(getattr(self.model, "model", None), LlamaCppDecoder) and len(prompts) > 1:
-            return [self.continue_all([prompt], sampling)[0] for prompt in prompts]
+        """Continue texts or conversations, all in one batch; a streamer is told of every token as it comes."""
         rows = [self.prompt_ids(prompt) for prompt in prompts]
+        generated = self.generate(rows, sampling, streamer)
+        return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
+
+    @torch.no_grad()
+    def generate(
+        self, rows: Sequence[Tensor], sampling: Sampling, streamer: BaseStreamer | None = None
+    ) -> list[Tensor]:
+        """Return the new ids of some prompts' ids; each text ends where the model's context does, at the latest."""
+        rooms = [self.num_positions - len(row) for row in rows]
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max(rooms)))
         padding = self.tokenizer.pad_token_id
-        settings = sampling.settings(self._ends, next(iter(self._ends), 0) if padding is None else padding)
+        settings = sampling.settings(self.ends, next(iter(self.ends), 0) if padding is None else padding)
         ids_BT, mask_BT = padded_left(rows, settings.pad_token_id)
         torch.manual_seed(sampling.seed)
         # The weights of the heads are read where the router leaves them.
@@ -201,11 +209,10 @@ class Generator:
             if not sampling.options:
                 raise
             raise ConfigError(f"--set: {one_line(error)}") from None
-        generated = generated[:, ids_BT.shape[1] :]
-        return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
+        return [new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)]
 
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:
-        new = before_end(self._ends, new)
+        new = before_end(self.ends, new)
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         decoder = Decoder(self.tokenizer, int(row[-1]))
         added = [decoder.added(token) for token in new.tolist()]
@@ -218,23 +225,21 @@ class Generator:
         said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         return Continuation(said, "".join(added), tokens)
 
-    def streamer(self, prompt: str, *, show_heads: bool) -> PrintableStreamer | HeadStreamer | None:
+    def streamer(self, prompt: str, *, show_heads: bool) -> TextStreamer | None:
         """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
         if not (show_heads and self.head_names()):
-            return PrintableStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        if isinstance(self.model, ScaleForCausalLM) and self.model.config.router_rule == "cosine":
+            return TextStreamer(prompt, self.tokenizer, self.ends)
+        if getattr(self.model.config, "router_rule", None) == "cosine":
             return None
         cache: Any = DynamicCache() if isinstance(self.model, Routed) else ScaleCache()
-        return HeadStreamer(prompt, self.tokenizer, self._ends, cache, lambda: _log_weights(cache), self.head_names())
+        return HeadStreamer(prompt, self.tokenizer, self.ends, cache, lambda: _log_weights(cache), self.head_names())
 
     def head_names(self) -> list[str]:
         """Return the names of the heads that are routed among; none where one head alone is served."""
-        if isinstance(self.model, JoinedForCausalLM):
-            return self.model.config.head_names
         if isinstance(self.model, Routed):
             return head_names(self.model.num_heads)
-        routed = isinstance(self.model, ScaleForCausalLM) and self.model.config.variant == "route"
-        return ["base", "trained"] if routed else []
+        names: list[str] = getattr(self.model.config, "head_names", [])
+        return names
 
     def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
         """Return every head's share in the prediction of every token but the first."""
@@ -253,23 +258,17 @@ def _opened_base(base: ModelConfig) -> tuple[Any, Any]:
     return placed(load_any_base(base)), load_tokenizer(base)
 
 
-def _opened(path: Path) -> tuple[Any, Any]:
+def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
     folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not (folder / "config.json").is_file():
         raise RunFolderError(f"{path}: holds no model: neither a run with a final/, nor a checkpoint, nor an export")
     if BaseRecord.is_in(folder):
-        session = open_folder(folder, load_config(folder / "scale.yaml").model)
-        return session.load(), session.tokenizer
+        opened = open_folder(folder)
+        return opened.load(), opened.tokenizer
     kind = read_json(folder / "config.json").get("model_type")
     loader: Any = {"scale": ScaleForCausalLM, "scale-joined": JoinedForCausalLM}.get(kind, AutoModelForCausalLM)
-    return placed(load_written(routed_class(folder) or loader, folder)).eval(), load_tokenizer(
-        ModelConfig(base=str(folder))
-    )
-
-
-def _opened_gguf(path: Path, gguf: Path) -> tuple[Any, Any]:
-    folder = find_plain_export(path)
-    return routed_by_llama_cpp(folder, gguf), load_tokenizer(ModelConfig(base=str(folder)))
+    routed = None if plainly else routed_class(folder)
+    return placed(load_written(routed or loader, folder)).eval(), load_tokenizer(ModelConfig(base=str(folder)))
 
 
 def _log_weights(cache: Any) -> Tensor:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import typer
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer
+from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.printable import printable
 
 # Of the base head, of the trained one or the first member, and of further members, in turn.
 _COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
+_NO_CHARACTER = "\ufffd"  # what bytes that are no character decode to
 
 
 def has_colours() -> bool:
@@ -47,44 +48,64 @@ class Speakers:
 
 
 class Decoder:
-    """Tells token by token what text each adds.
+    """Tells token by token what text each adds: whole characters, and no special tokens.
 
-    A token alone may be decoded without its space, or be half a character, which is held back until it is whole: what a
-    token adds to the text before it, of which the prompt's last token is enough, is what it says.
+    A token alone may be decoded without its space, so each is read with those before it, of which the prompt's last is
+    enough; what is half a character is held back until it is whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
-        self._tokenizer, self._ids = tokenizer, [last_of_prompt]
-        self._num_given = len(self._text())
+        self._tokenizer = tokenizer
+        self._given, self._held = [last_of_prompt], list[int]()
 
     def added(self, token: int) -> str:
         """Return what has become certain with one more token."""
-        self._ids.append(token)
-        return self._rest_of(self._text().rstrip("\ufffd"))
+        self._held.append(token)
+        text = self._added_by_held()
+        if not text or text.endswith(_NO_CHARACTER):
+            return ""
+        self._given, self._held = self._held, []
+        return text.replace(_NO_CHARACTER, "")
 
     def rest(self) -> str:
-        """Return what was held back."""
-        return self._rest_of(self._text())
+        """Return the whole characters of what was held back."""
+        return self._added_by_held().replace(_NO_CHARACTER, "")
 
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._ids))
+    def _added_by_held(self) -> str:
+        return self._text([*self._given, *self._held])[len(self._text(self._given)) :]
 
-    def _rest_of(self, text: str) -> str:
-        added = text[self._num_given :]
-        self._num_given += len(added)
-        return added
-
-
-class PrintableStreamer(TextStreamer):
-    """Prints the text as it comes, but none of the control characters that a model may say."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print what has become certain."""
-        super().on_finalized_text(printable(text), stream_end)
+    def _text(self, ids: list[int]) -> str:
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(decoded)
 
 
-class HeadStreamer(BaseStreamer):
-    """Prints a prompt, and every token as it comes with the head that had the largest share in it."""
+class TextStreamer(BaseStreamer):
+    """Prints a prompt, and what every token adds to it as it comes."""
+
+    def __init__(self, prompt: str, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
+        self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends
+        self._decoder: Decoder | None = None
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt's ids (1, T) first, then one token at a time."""
+        if self._decoder is None:
+            self._decoder = Decoder(self._tokenizer, int(value[0, -1]))
+            typer.echo(printable(self._prompt), nl=False)
+        elif int(value) not in self._ends:
+            self._print(self._decoder.added(int(value)))
+
+    def end(self) -> None:
+        """Print what was held back, and end the line."""
+        assert self._decoder is not None, "the prompt comes first"
+        self._print(self._decoder.rest())
+        typer.echo()
+
+    def _print(self, text: str) -> None:
+        typer.echo(printable(text), nl=False)
+
+
+class HeadStreamer(TextStreamer):
+    """Prints every token with the head that had the largest share in it."""
 
     def __init__(
         self,
@@ -95,26 +116,16 @@ class HeadStreamer(BaseStreamer):
         weights: Callable[[], Tensor],  # returns those (K, B), as logarithms
         names: Sequence[str],  # of the heads
     ) -> None:
+        super().__init__(prompt, tokenizer, ends)
         self.cache, self._weights = cache, weights
-        self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends
-        self._decoder: Decoder | None = None
         self._speakers = Speakers(names)
         self._head = 0
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt's ids (1, T) first, then one token at a time."""
-        if self._decoder is None:
-            self._decoder = Decoder(self._tokenizer, int(value[0, -1]))
-            typer.echo(printable(self._prompt), nl=False)
-        elif int(value) not in self._ends:
+        """Take the prompt's ids (1, T) first, then one token at a time, after the weights that it was given by."""
+        if self._decoder is not None and int(value) not in self._ends:
             self._head = int(self._weights()[:, 0].argmax())
-            self._print(self._decoder.added(int(value)))
-
-    def end(self) -> None:
-        """Print what was held back, and end the line."""
-        assert self._decoder is not None, "the prompt comes first"
-        self._print(self._decoder.rest())
-        typer.echo()
+        super().put(value)
 
     def _print(self, text: str) -> None:
         typer.echo(self._speakers.shown(text, self._head), nl=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scale_cli.config.display_names import language_name, method_in_words
+from scale_cli.config.languages import language_name
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED
@@ -85,7 +85,7 @@ def joined_card(
 def _sources(member: Member, parent: str, config: RunConfig) -> list[list[str]]:
     """Return one row for every source that an expansion was trained on."""
     trained_on = tokens_by_source(member.folder)
-    method = method_in_words(config.method)
+    method = config.method.in_words
     return [
         [
             member.name,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.join.tokens import joined_tokenizer, tokens_of
@@ -24,9 +23,9 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import composed
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import check_same_base, record_base, root_model, stage_folder, tensor_sha256
+from scale_cli.upscale.base import check_same_base, record_base, root_model, stages_below, tensor_sha256
 from scale_cli.upscale.preservation import own_logits, sample_ids
-from scale_cli.upscale.session import Session, open_folder
+from scale_cli.upscale.run import MethodFolder, open_folder
 from scale_cli.upscale.tokenizer import check_tokenizer
 
 # What a member's expansion takes of its run's configuration; the router is the joined model's own.
@@ -76,19 +75,19 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
     Runs are named by their folder, their `final/`, or an adapter export; one upon another run brings that one along.
     The router is set as by `stack_reads`.
     """
-    widened, session, config = _open_run(runs[0])
-    base, of_runs = widened.root, [tokens_of(runs[0], session, config)]
-    record = record_base(base, root_model(config.model), of_runs[0].base_tokenizer)
+    widened, final = _open_run(runs[0])
+    base, of_runs = widened.root, [tokens_of(runs[0], final)]
+    record = record_base(base, root_model(final.run.config.model), of_runs[0].base_tokenizer)
     members: list[Member] = []
     configs = []
     for run in runs:
         if run is not runs[0]:
-            widened, session, config = _open_run(run)
-            of_runs.append(tokens_of(run, session, config))
+            widened, final = _open_run(run)
+            of_runs.append(tokens_of(run, final))
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
             check_tokenizer(of_runs[-1].base_tokenizer, record)
-        _add_stages(members, widened, session.folder, config, sample_ids(session.tokenizer))
-        configs.append(_where_it_lies(config, session.folder))
+        _add_stages(members, widened, final.path, final.run.config, sample_ids(final.tokenizer))
+        configs.append(_where_it_lies(final))
     if rule == "mean" and len(members) == 1:
         raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
     tokenizer = joined_tokenizer(of_runs, base.config.vocab_size)
@@ -98,14 +97,12 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
     return JoinedRuns(model, members, configs, record, tokenizer, prompts, base_logits)
 
 
-def _open_run(run: Path) -> tuple[ScaleForCausalLM, Session, RunConfig]:
-    folder = _finished_folder(run)
-    config = load_config(folder / "scale.yaml")
-    session = open_folder(folder, config.model)
-    widened = session.load()
+def _open_run(run: Path) -> tuple[ScaleForCausalLM, MethodFolder]:
+    final = open_folder(_finished_folder(run))
+    widened = final.load()
     if not isinstance(widened, ScaleForCausalLM):
-        raise RunFolderError(f"{run}: holds no expansion (method.variant: {config.method.variant})")
-    return widened, session, config
+        raise RunFolderError(f"{run}: holds no expansion (method.variant: {final.method.variant})")
+    return widened, final
 
 
 def _finished_folder(run: Path) -> Path:
@@ -118,9 +115,10 @@ def _finished_folder(run: Path) -> Path:
     return folder
 
 
-def _where_it_lies(config: RunConfig, folder: Path) -> RunConfig:
+def _where_it_lies(final: MethodFolder) -> RunConfig:
     """Return a run's config with the folder that the run lies in now."""
-    root = folder.parent if folder.name == "final" else config.output_dir
+    config = final.run.config
+    root = final.path.parent if final.path.name == "final" else config.output_dir
     return config.model_copy(update={"output_dir": root})
 
 
@@ -128,10 +126,9 @@ def _add_stages(
     members: list[Member], widened: ScaleForCausalLM, folder: Path, config: RunConfig, prompts: list[Tensor]
 ) -> int:
     """Add what a model widens its base by, after what that base itself is widened by; return its head."""
-    parent = 0
-    below = stage_folder(config.model)
+    parent, below = 0, next(stages_below(config.model), None)
     if isinstance(widened.base, ScaleForCausalLM) and below is not None:
-        parent = _add_stages(members, widened.base, below, load_config(below / "scale.yaml"), prompts)
+        parent = _add_stages(members, widened.base, *below, prompts)
     sha256 = _expansion_sha256(widened, members[parent - 1].sha256 if parent else "")
     known = [member.sha256 for member in members]
     if sha256 in known:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import RunFolderError
-from scale_cli.upscale.base import stage_folder
-from scale_cli.upscale.session import Session
+from scale_cli.upscale.base import stages_below
+from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scale_cli.vocabulary.extension import extended, new_tokens
 from scale_cli.vocabulary.proofs import check_union
@@ -40,15 +39,14 @@ class RunTokens:
         return one == two
 
 
-def tokens_of(run: Path, session: Session, config: RunConfig) -> RunTokens:
+def tokens_of(run: Path, final: MethodFolder) -> RunTokens:
     """Return the tokens of a run; of runs upon one another only the lowest can have brought any."""
-    bottom = config
-    while (below := stage_folder(bottom.model)) is not None:
-        bottom = load_config(below / "scale.yaml")
+    config = final.run.config
+    *_, bottom = config, *(below for _, below in stages_below(config.model))
     if bottom.method.vocabulary is None:
-        return RunTokens(run, config, session.tokenizer, session.tokenizer)
+        return RunTokens(run, config, final.tokenizer, final.tokenizer)
     script = Script.named(bottom.method.vocabulary.script)
-    return RunTokens(run, config, load_tokenizer(bottom.model), session.tokenizer, script)
+    return RunTokens(run, config, load_tokenizer(bottom.model), final.tokenizer, script)
 
 
 def joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:

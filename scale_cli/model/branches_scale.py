@@ -53,9 +53,12 @@ class FinalStates:
     u_KBTE: list[Tensor]  # of every expansion
 
     def at(self, positions: slice | Tensor) -> FinalStates:
-        """Return the states at some positions only, of every sequence the same."""
-        x_BTD = {head: x[:, positions] for head, x in self.x_BTD.items()}
-        return FinalStates(self.branches, x_BTD, [u[:, positions] for u in self.u_KBTE])
+        """Return the states at some positions only, of every sequence the same.
+
+        They are contiguous: of any others `linear` makes a product for each sequence, and the head B times for those.
+        """
+        x_BTD = {head: x[:, positions].contiguous() for head, x in self.x_BTD.items()}
+        return FinalStates(self.branches, x_BTD, [u[:, positions].contiguous() for u in self.u_KBTE])
 
     def path(self, head: int) -> list[int]:
         """Return the heads whose expansions add to a head's logits, itself last."""

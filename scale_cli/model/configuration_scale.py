@@ -97,6 +97,16 @@ class ScaleConfig(_OverABase):
         super().__init__(**self._take_from_base(kwargs))
 
     @property
+    def routes(self) -> bool:
+        """Whether the base's head and the trained one are mixed, where it serves."""
+        return {"preserve": False, "adapt": False, "route": True}[self.variant]
+
+    @property
+    def head_names(self) -> list[str]:
+        """What the heads are called that are mixed; none where the trained one serves alone."""
+        return ["base", "trained"] if self.routes else []
+
+    @property
     def first_collaborating_layer(self) -> int:
         """The lowest layer that writes into the base stream; num_hidden_layers where none does."""
         layers = [*self.attention_collaboration_layers, *self.mlp_collaboration_layers]
@@ -117,7 +127,7 @@ class JoinedConfig(_OverABase):
     """Several expansions on one plain base, and how is routed among their heads."""
 
     model_type = "scale-joined"
-    variant, router_rule, router_threshold = "route", "posterior", 0.5  # as of ScaleConfig: it routes in no other way
+    routes, router_rule, router_threshold = True, "posterior", 0.5  # as of ScaleConfig: it routes in no other way
 
     def __init__(
         self,

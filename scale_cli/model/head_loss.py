@@ -18,20 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .fused_scale import product_dtype
+from .routing import rows_at_once
 
 IGNORED = -100  # as in data/batches.py, which this file, being exported, cannot import
 # From a base's logits of the tokens that it has to its logits of all tokens, new ones included.
 OfBase = Callable[[Tensor], Tensor]
-
-# Logits of one chunk, in elements: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
-_LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
-# However large the vocabulary, a product over fewer rows would spend its time on reading the head.
-_FEWEST_ROWS = 128
-
-
-def rows_at_once(device_type: str, vocab_size: int) -> int:
-    """Return how many tokens' logits one chunk holds."""
-    return max(_FEWEST_ROWS, _LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -64,30 +55,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
         num_rows = rows_at_once(device, len(lowered[-1]))
         columns = _columns(lowered)
+        # Made once: what a chunk's logits say, and, in the precision of the products that read it, its gradient.
+        shape = min(num_rows, len(targets_N)), len(lowered[-1])
+        said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
+        lowest = lowered[-1].dtype if len({head.dtype for head in lowered}) == 1 else torch.float32
+        grad_MV = said_MV if lowest == torch.float32 or distilled else torch.empty_like(said_MV, dtype=lowest)
         for start in range(0, len(targets_N), num_rows):
             rows = slice(start, start + num_rows)
             read = [stream[rows].to(head.dtype) for stream, head in zip(streams, lowered, strict=True)]
             places = list(_within(distilled, rows))
             logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places], of_base)
             divergences = [
-                _divergence_and_gradient(base_SV, logits_NV[some], targets_N[rows][some])
+                _divergence_and_gradient(base_SV, logits_NV[some].float(), targets_N[rows][some])
                 for base_SV, (some, _) in zip(bases, places, strict=True)
             ]
-            losses_N, grad_NV = _losses_and_gradient(logits_NV, targets_N[rows])
+            num_here = len(logits_NV)
+            losses_N, grad_NV = _losses_and_gradient(logits_NV, targets_N[rows], said_MV[:num_here], grad_MV[:num_here])
             for (some, weight), (divergence_S, of_divergence_SV) in zip(places, divergences, strict=True):
                 losses_N[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
             loss += losses_N.sum()
             if token_losses_N is not None:
                 token_losses_N[rows] = losses_N
-            grad = grad_NV
+            del logits_NV
+            grad, counted_N1 = grad_NV, (targets_N[rows] != IGNORED).unsqueeze(1)
             for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
                     grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
-                    of_stream[rows] = grad[:, own] @ head
+                    of_stream[rows] = torch.where(counted_N1, grad[:, own] @ head, 0.0)
                 if of_head is not None:
-                    _add_product(of_head, grad[:, own].T, stream)
+                    _add_product(of_head, grad[:, own].T, torch.where(counted_N1, stream, 0.0))
         ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
         ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
         return loss
@@ -102,7 +100,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _logits_and_bases(
     streams: Sequence[Tensor], heads: Sequence[Tensor], places: Sequence[slice], of_base: OfBase | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return sum_k H_k x_k in float32, and at some places what is said without its last term, as log-probabilities."""
+    """Return sum_k H_k x_k, and at some places what is said without its last term, as log-probabilities in float32."""
     logits_NV, bases, joined = streams[0] @ heads[0].T, [], 1
     if len(heads[0]) < len(heads[-1]):
         logits_NV, joined = torch.cat([logits_NV, streams[1] @ heads[1].T], dim=1), 2
@@ -113,7 +111,7 @@ def _logits_and_bases(
             bases = [logits_SV.log_softmax(dim=1) for logits_SV in said]
         # A frozen bfloat16 head beside a float32 one is never upcast; its logits are.
         logits_NV = logits_NV.to(head.dtype).addmm_(stream, head.T)
-    return logits_NV.float(), bases
+    return logits_NV, bases
 
 
 def _columns(heads: Sequence[Tensor]) -> list[slice]:
@@ -124,19 +122,24 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
     return [slice(num_first), slice(num_first, None), *[slice(None)] * (len(heads) - 2)]
 
 
-def _losses_and_gradient(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p(target), and its d / d logits: softmax - one-hot, both 0 where there is no target.
+def _losses_and_gradient(
+    logits_NV: Tensor, targets_N: Tensor, said_NV: Tensor, grad_NV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return -log p(target), 0 where there is none, and d / d logits: softmax - one-hot, of no meaning where none is.
 
-    The logits are overwritten: one chunk's worth of memory, and one exponential.
+    Args:
+        logits_NV: as the products gave them; a GPU's kernel reads them so.
+        targets_N: IGNORED where there is none.
+        said_NV: filled with log p, float32.
+        grad_NV: filled with the gradient, in its own precision; may be `said_NV`.
     """
     counted_N1 = (targets_N != IGNORED).unsqueeze(1)
     places_N1 = targets_N.unsqueeze(1).where(counted_N1, 0)
-    logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True))
-    said_N1 = logits_NV.gather(1, places_N1)
-    sums_N1 = logits_NV.exp_().sum(dim=1, keepdim=True)
-    losses_N = torch.where(counted_N1, sums_N1.log() - said_N1, 0.0).squeeze(1)
-    grad_NV = logits_NV.mul_(counted_N1 / sums_N1)
-    return losses_N, grad_NV.scatter_add_(1, places_N1, -counted_N1.to(grad_NV.dtype))
+    torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
+    of_targets_N1 = said_NV.gather(1, places_N1)
+    torch.exp(said_NV, out=grad_NV)
+    grad_NV.scatter_(1, places_N1, of_targets_N1.expm1().to(grad_NV.dtype))
+    return torch.where(counted_N1, -of_targets_N1, 0.0).squeeze(1), grad_NV
 
 
 def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:

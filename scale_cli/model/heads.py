@@ -139,7 +139,9 @@ class BaseAndTrained(nn.Module):
             for model, of_model in zip(models, (None, None) if cache is None else (cache, cache.trained), strict=True)
         ]
         heads = [model.get_output_embeddings() for model in models]
-        return lambda positions: [head(states[:, positions]) for head, states in zip(heads, hidden, strict=True)]
+        return lambda positions: [
+            head(states[:, positions].contiguous()) for head, states in zip(heads, hidden, strict=True)
+        ]
 
     def new_cache(self) -> CacheOfTwo:
         """Return an empty cache for `head_logits`."""

@@ -236,7 +236,12 @@ class Routed(nn.Module):
         head = self.lm_head
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and not hasattr(head, "_hf_hook")
         if plain and rows_BTD.shape[0] * rows_BTD.shape[1] > 1:
-            base, *added = (F.linear(rows_BTD[..., at], head.weight[:, at]).float() for at in self._columns)
+            # As one matrix of rows: of a slice in three dimensions `linear` makes a product for every sequence.
+            rows_ND = rows_BTD.flatten(0, 1)
+            base, *added = (
+                F.linear(rows_ND[:, at], head.weight[:, at]).float().unflatten(0, rows_BTD.shape[:2])
+                for at in self._columns
+            )
             heads = [base]
             for own, parent in zip(added, self._parents, strict=True):
                 heads.append(heads[parent] + own)

@@ -29,8 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of each head, held at once: 16 MB in float32.
-LOGITS_AT_ONCE = 2**22
+# Logits of a head that are held at once: about what a CPU's caches hold, and enough to fill a GPU (256 MiB in float32).
+LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+# However large the vocabulary, a product over fewer rows would spend its time on reading the head.
+FEWEST_ROWS = 128
 # Of a piece's probability, given to the new tokens that begin with it where other text does too.
 _SHARE_OF_OTHERS = 2.0**-20
 # Of a head's logits; a head gone astray says more, and beside it float32 would round away what the others say.
@@ -250,10 +252,15 @@ def cosine_log_weights(cosine_BT: Tensor, threshold: float) -> Tensor:
     return torch.stack([serves_base_BT, ~serves_base_BT]).double().log()
 
 
+def rows_at_once(device_type: str, vocab_size: int) -> int:
+    """Return how many tokens' logits are held at once, in training and outside it."""
+    return max(FEWEST_ROWS, LOGITS_AT_ONCE.get(device_type, 2**26) // vocab_size)
+
+
 def parts_of_positions(ids_BT: Tensor, vocab_size: int) -> Iterator[slice]:
     """Yield as many of the positions at a time as have logits that are held at once."""
     num_rows, num_positions = ids_BT.shape
-    at_once = max(1, LOGITS_AT_ONCE // (num_rows * vocab_size))
+    at_once = max(1, rows_at_once(ids_BT.device.type, vocab_size) // num_rows)
     for start in range(0, num_positions, at_once):
         yield slice(start, min(start + at_once, num_positions))
 

@@ -154,7 +154,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             run = self.compiled_states or self.final_states
             states = run(input_ids, attention_mask, position_ids, None, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
-        routed = self.config.variant == "route" and not self.training
+        routed = self.config.routes and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
         kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
         if not routed:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.config.schema import RunConfig
@@ -25,7 +25,7 @@ from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.upscale.folder import MethodModel, any_base_without_weights
 from scale_cli.upscale.method import build_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.tokenizer import load_run_tokenizer
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.vocabulary import NewPieces
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
@@ -37,6 +37,13 @@ _LENGTHS = (17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 
 # under a name without a mask function it does not, and leaves causality to the kernel as it does in a real step.
 _UNMASKED = "sdpa_without_mask"
 AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+# The same where documents are isolated: which pairs of positions are masked makes no mask smaller.
+_MASKED = "sdpa_with_mask"
+AttentionInterface.register(_MASKED, sdpa_attention_forward)
+AttentionMaskInterface.register(
+    _MASKED,
+    lambda batch_size, q_length, kv_length, **_: torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool),
+)
 
 
 # The counter does not know a product that is summed in place.
@@ -78,12 +85,17 @@ def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -
     peak = peak_flops_per_s(device_name, config.train.mixed_precision)
     if peak is None:
         return None
-    base, length, new = any_base_without_weights(config.model), config.corpus.sequence_length, None
+    length = config.corpus.sequence_length
+    return num_processes * peak / count_flops(model_without_weights(config), length).total(length)
+
+
+def model_without_weights(config: RunConfig) -> MethodModel:
+    """Return a run's model on the meta device; its new tokens are those that have been learned."""
+    base, new = any_base_without_weights(config.model), None
     if config.method.vocabulary is not None:
-        new = NewPieces.unknown(len(load_run_tokenizer(config)) - base.config.vocab_size)
+        new = NewPieces.unknown(len(Run(config).tokenizer) - base.config.vocab_size)
     with torch.device("meta"):
-        model = build_model(base, config.method, config.seed, new)
-    return num_processes * peak / count_flops(model, length).total(length)
+        return build_model(base, config.method, config.seed, new)
 
 
 @dataclass(frozen=True)
@@ -93,22 +105,34 @@ class SavedTensors:
     copies_bytes: int  # what does not grow with the batch: weights in the precision of autocast, mostly
     bytes_per_token: int  # of the decoder
     head_bytes_per_token: int  # of the vocabulary's width
+    bytes_per_pair: int = 0  # of two positions of a window: masks, where documents are isolated by them
 
 
-def count_saved_tensors(model: MethodModel, mixed_precision: str) -> SavedTensors:
+def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: bool = False) -> SavedTensors:
     """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
 
     The model, on the meta device, is left on fake tensors.
+
+    Args:
+        model: whose trainability is decided.
+        mixed_precision: of the products.
+        masked: whether attention takes a mask, as sdpa does for isolated documents; it keeps one for every call.
     """
     length = _no_width_of(model)
     with FakeTensorMode():
         _put_on_fake_cpu(model)
         with kept_for_backward(model, "cpu", mixed_precision) as kept:
-            _loss(model, length)
+            _loss(model, length, _MASKED if masked else _UNMASKED)
+    masks = {key: tensor for key, tensor in kept.items() if tensor.shape[-2:] == (length, length)}
+    for key in masks:
+        del kept[key]
     of_tokens = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % length == 0]
     wide = num_bytes(tensor for tensor in of_tokens if tensor.shape[-1:] == (model.config.vocab_size,))
     all_of_tokens = num_bytes(of_tokens)
-    return SavedTensors(num_bytes(kept.values()) - all_of_tokens, (all_of_tokens - wide) // length, wide // length)
+    of_pairs = num_bytes(masks.values()) // length**2 + masked  # and the one mask that all are made of
+    return SavedTensors(
+        num_bytes(kept.values()) - all_of_tokens, (all_of_tokens - wide) // length, wide // length, of_pairs
+    )
 
 
 def _no_width_of(model: MethodModel) -> int:
@@ -117,10 +141,10 @@ def _no_width_of(model: MethodModel) -> int:
     return next(length for length in _LENGTHS if all(width % length for width in widths))
 
 
-def _loss(model: MethodModel, sequence_length: int) -> Tensor:
+def _loss(model: MethodModel, sequence_length: int, attention: str = _UNMASKED) -> Tensor:
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
     model.train()
-    model.set_attn_implementation(_UNMASKED)
+    model.set_attn_implementation(attention)
     trained = for_training(model, _UNCOMPILED)
     output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
     return output.loss

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.model.head_loss import rows_at_once
-from scale_cli.planning.counting import SavedTensors
+from scale_cli.methods.recipes import recipes_of
+from scale_cli.model.routing import rows_at_once
+from scale_cli.planning.counting import SavedTensors, count_saved_tensors, model_without_weights
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import kinds_of_parameters, moments_of
+from scale_cli.upscale.objective import attends_by_mask
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,16 @@ class Parameters:
         trainable = [parameters[name] for name in kinds]
         parts = [buffer for name, buffer in model.named_buffers() if "_osf_" in name]
         trainable_bytes = sum(parameter.nbytes for parameter in trainable)
-        beside = sum(kept is not None for kept in (train.average, train.lookahead))
+        recipes = recipes_of(train)
+        beside = sum(recipe.copies_kept for recipe in recipes)
+        of_start = sum(recipe.copies_of_start for recipe in recipes)
         moments = [
             parameters[name].nbytes * (len(moments_of(kind, train.optimiser)) + beside) for name, kind in kinds.items()
         ]
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *parts]) + train.decay_to_base * trainable_bytes,
+            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *parts]) + of_start * trainable_bytes,
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(moments),
         )
@@ -59,7 +64,7 @@ class Memory:
     # weights that do not train, and OSF's parts of them; with `train.decay_to_base` the start of those that do
     frozen: int
     trainable: int  # float32 master weights
-    gradients: int  # float32; with several processes DistributedDataParallel's buckets, as large again, beside them
+    gradients: int  # float32; with several processes they lie in DistributedDataParallel's buckets
     moments: int  # the optimiser's, the average, lookahead's slow weights
     saved: int  # what a micro-batch keeps for the backward pass, weights in autocast's precision included
     head: int  # logits at once, and what becomes of them
@@ -88,9 +93,9 @@ def training_memory(
     """Return what one process holds.
 
     Logits that are kept whole exist three times in float32 when the backward pass begins: their log-softmax, its
-    gradient and theirs. In chunks they exist once in float32; where products are less precise also as their result, or
-    as the gradient that goes into the next ones. Where the base is distilled, both heads' log-probabilities stand
-    beside them, and the base's probabilities of one sequence, all in float32.
+    gradient and theirs. In chunks they exist as their products gave them and, in float32, as log-probabilities; where
+    products are less precise also as the gradient that goes into the next ones. Where the base is distilled, both
+    heads' log-probabilities stand beside them, and the base's probabilities of one sequence, all in float32.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
     product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
@@ -99,14 +104,30 @@ def training_memory(
     else:
         num_rows = min(rows_at_once(device_type, vocab_size), num_tokens)
         lowered = 0 if product_dtype == torch.float32 else product_dtype.itemsize
-        head = num_rows * vocab_size * (torch.float32.itemsize + lowered)
+        head = num_rows * vocab_size * (product_dtype.itemsize + torch.float32.itemsize + lowered)
         if distils:
-            head = (3 * num_rows + min(num_rows, sequence_length)) * vocab_size * torch.float32.itemsize
+            head = (4 * num_rows + min(num_rows, sequence_length)) * vocab_size * torch.float32.itemsize
     return Memory(
         frozen=parameters.frozen_bytes,
         trainable=parameters.trainable_bytes,
-        gradients=parameters.trainable_bytes * (2 if num_processes > 1 else 1),
+        gradients=parameters.trainable_bytes,
         moments=parameters.moments_bytes,
-        saved=saved.copies_bytes + num_tokens * saved.bytes_per_token,
+        saved=saved.copies_bytes + num_tokens * (saved.bytes_per_token + sequence_length * saved.bytes_per_pair),
         head=head,
+    )
+
+
+def memory_of_run(config: RunConfig, num_processes: int, device_type: str) -> Memory:
+    """Return what one process of a run that has been widened holds: what `scale plan` says of it."""
+    model = model_without_weights(config)
+    parameters, vocab_size = Parameters.of(model, config.train), int(model.config.vocab_size)
+    return training_memory(
+        parameters,
+        count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type)),
+        config.train,
+        sequence_length=config.corpus.sequence_length,
+        vocab_size=vocab_size,
+        num_processes=num_processes,
+        device_type=device_type,
+        distils=config.method.distils,
     )

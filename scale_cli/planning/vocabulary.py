@@ -8,12 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scale_cli.config.schema import RunConfig
-from scale_cli.upscale.base import load_base_config
-from scale_cli.upscale.tokenizer import known_run_tokenizer, load_tokenizer, sketched_run_tokenizer
+from scale_cli.upscale.run import Run
 from scale_cli.vocabulary.tokenizer import num_added, read_texts
 
-_BYTES_COUNTED = 1 << 20  # of every source
+_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # of every source
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,12 @@ class Growth:
     tokens_without: float  # that the text of a token of the run is without them
 
 
-def growth_of(config: RunConfig) -> Growth:
+def growth_of(run: Run) -> Growth:
     """Count the tokens of a config that adds some."""
-    vocabulary = config.method.vocabulary
-    assert vocabulary is not None
-    before: Any = load_tokenizer(config.model)
-    known: Any = known_run_tokenizer(config)
-    after: Tokenizer = sketched_run_tokenizer(config, _BYTES_COUNTED) if known is None else known.backend_tokenizer
+    config, extension, before = run.config, run.extension, run.base_tokenizer
+    assert extension is not None
+    known: Any = run.known_tokenizer()
+    after: Tokenizer = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
     sources = []
     for source in config.corpus.sources:
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
@@ -52,8 +49,8 @@ def growth_of(config: RunConfig) -> Growth:
     shares = config.corpus.shares(config.train.max_steps)
     ratios = [source.num_tokens_before / max(source.num_tokens_after, 1) for source in sources]
     tokens_without = sum(share * ratio for share, ratio in zip(shares, ratios, strict=True))
-    first_id = load_base_config(config.model).vocab_size
-    num_new = num_added(first_id, vocabulary) if known is None else len(known) - first_id
+    first_id = extension.first_id
+    num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
     return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 NOT_FINITE, NOT_RECORDED, DASH = "not finite", "not recorded", "—"
@@ -58,12 +57,6 @@ def in_points(share: Interval) -> Interval:
     return Interval(*(None if end is None else 100 * end for end in (share.value, share.low, share.high)))
 
 
-def digits_for(differences: Iterable[Interval]) -> int:
-    """Return to how many decimals a column of differences is shown: four, or fewer where all of them are large."""
-    least = min((abs(interval.value) for interval in differences if interval.value is not None), default=0.0)
-    return 4 if least < 1.0 else 3 if least < 10.0 else 2
-
-
 def percent(share: float, digits: int = 1) -> str:
     """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
@@ -93,11 +86,11 @@ def perplexity(value: float | None) -> str:
 
 
 def worst_document(value: float | None) -> str:
-    """Return the most that a document lost, in nats; below zero none lost, and it is the least that one gained."""
+    """Return the most nats that a document lost; below zero it gained them, and no document lost any."""
     if value is None:
         return NOT_FINITE
-    size = f"{abs(value):,.3f}" if abs(value) < _LONG_DOCUMENT else f"{abs(value):,.0f}"
-    return size if value > -_LEAST_SHOWN else f"none lost, least gain {size}"
+    digits = 3 if abs(value) < _LONG_DOCUMENT else 0
+    return "0.000" if abs(value) < _LEAST_SHOWN else f"{value:+,.{digits}f}"
 
 
 def p_value(p: float) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -38,16 +37,6 @@ def share_cell(share: Interval | None) -> Cell:
 
 
 Row = Sequence[str | Cell]
-Of = TypeVar("Of")
-
-
-@dataclass(frozen=True)
-class Column(Generic[Of]):
-    """What a table says of each of several things under one title."""
-
-    title: str | Cell
-    cell: Callable[[Of], str | Cell]
-    align: str = "r"  # l (words) or r (figures)
 
 
 @dataclass(frozen=True)
@@ -58,15 +47,13 @@ class Table:
     rows: Sequence[Row]
     align: str  # of every column: l (words) or r (figures)
     name: str = ""
-    # By row, on a page: the method whose mark stands before it, and whether a line stands above it.
-    methods: Sequence[str] = ()
-    groups: Sequence[bool] = ()
+    methods: Sequence[str] = ()  # by row: whose mark stands before it on a page
 
-    @classmethod
-    def of(cls, columns: Sequence[Column[Of]], things: Sequence[Of], **more: Any) -> Table:
-        """Return a table with a row for each of some things; `more` are the table's other fields."""
-        rows = [[column.cell(thing) for column in columns] for thing in things]
-        return cls([column.title for column in columns], rows, "".join(column.align for column in columns), **more)
+    def without_empty_columns(self) -> Table:
+        """Return the table without columns that hold dashes alone."""
+        kept = [at for at in range(len(self.titles)) if any(str(row[at]) != DASH for row in self.rows)]
+        titles, *rows = ([row[at] for at in kept] for row in (self.titles, *self.rows))
+        return replace(self, titles=titles, rows=rows, align="".join(self.align[at] for at in kept))
 
     @property
     def cells(self) -> list[list[Cell]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,7 @@ class RunFolder:
     checkpoints = _Place("checkpoints")  # where `scale train` saves what it needs to go on
     final = _Place("final")  # the trained expansion
     metrics = _Place("metrics.jsonl")  # an object a line, for every logged step and every periodic evaluation
-    tensorboard = _Place("tensorboard")  # TensorBoard's files, made from metrics.jsonl
-    tracking = _Place("tracking.json")  # by which id a tracker knows the run, and how far it was told of it
+    tensorboard = _Place("tensorboard")  # TensorBoard's files
     tokens = _Place("tokens")  # tokenised corpora, unless corpus.cache_dir says otherwise
     evaluation = _Place("evaluation")  # the forgetting report
     exports = _Place("export")  # a folder for each format
@@ -64,9 +64,8 @@ class RunFolder:
         for place in self._folders():
             if os.path.lexists(place) and not place.is_dir():
                 raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
-        for file in (self.metrics, self.tracking):
-            if file.is_dir():
-                raise RunFolderError(f"{file}: is a folder, and a file is to be written there; move it away")
+        if self.metrics.is_dir():
+            raise RunFolderError(f"{self.metrics}: is a folder, and a file is to be written there; move it away")
 
     def _folders(self) -> tuple[Path, ...]:
         return (
@@ -81,7 +80,7 @@ class RunFolder:
 
     def _links(self) -> Iterator[Path]:
         """Yield the symbolic links where something of ours may be written, half-written folders included."""
-        for place in (*self._folders(), self.metrics, self.tracking):
+        for place in (*self._folders(), self.metrics):
             for path in (place, *self.root.glob(f".{place.name}.*")):
                 inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
                 yield from (found for found in (path, *inside) if found.is_symlink())
@@ -89,11 +88,22 @@ class RunFolder:
 
 def check_folder(key: str, folder: Path) -> None:
     """Find out whether a folder is there, or can be made, and may be written to."""
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    missing, there = None, folder.absolute()
+    while not os.path.lexists(there):
+        missing, there = there, there.parent
     if not there.is_dir():
         raise RunFolderError(f"{key} {folder}: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise RunFolderError(f"{key} {folder}: {there} cannot be written to")
+    try:
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError
+        if missing is not None:  # root may write anywhere, but for file systems that hold no folders of anybody's
+            missing.mkdir()
+            with suppress(OSError):  # another process is at work in it
+                missing.rmdir()
+    except FileExistsError:  # another process has just made it
+        return
+    except OSError:
+        raise RunFolderError(f"{key} {folder}: {there} cannot be written to") from None
 
 
 def check_replaceable(output: Path, kind: str) -> None:

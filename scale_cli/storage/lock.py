@@ -59,8 +59,13 @@ def _taken(folder: Path, operation: int) -> int:
     """Make a folder if need be, lock it, and return its descriptor."""
     while True:
         make_folder(folder.parent)
-        with suppress(FileExistsError, FileNotFoundError):  # another made it, or removed what it would lie in
+        try:
             folder.mkdir()
+        except FileExistsError:  # another made it
+            pass
+        except FileNotFoundError:
+            if folder.parent.is_dir():  # of a file system that makes none, as /proc; else another removed it
+                raise
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another removed it in between

@@ -17,6 +17,7 @@ BITS: Final = "evaluation_bits_per_byte"
 BITS_OF_AVERAGE: Final = "evaluation_of_average_bits_per_byte"
 SHARES: Final = "evaluation_base_share"
 SHARES_OF_AVERAGE: Final = "evaluation_of_average_base_share"
+SAMPLES: Final = "samples"
 BENCHMARKS: Final = "benchmark_accuracies"
 Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
 Shares = dict[str, float | None]  # by corpus, the share of tokens that the base head served under the router's rule
@@ -48,6 +49,7 @@ class MetricsRecord(TypedDict, total=False):
     evaluation_of_average_bits_per_byte: Losses
     evaluation_base_share: Shares
     evaluation_of_average_base_share: Shares
+    samples: dict[str, dict[str, str]]  # by corpus a prompt, and how the served head goes on
     benchmark_accuracies: Losses
     best_step: int  # of the evaluation whose weights are kept, where one is chosen
 

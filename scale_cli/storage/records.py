@@ -131,13 +131,7 @@ class TrainState(RunRecord):
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
     # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
-    tensor_rates: tuple[float, ...] = ()  # of every group of the optimiser, where a method measures them
     best: Score | None = None  # whose checkpoint is kept, where `train.max_forgetting` asks for one
-
-    @classmethod
-    def from_json(cls, value: Any) -> Self:
-        """Return the record that a file holds; older ones know the whole time only, which they counted as training."""
-        return super().from_json({"stepping_s": value["elapsed_s"], **value})
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -236,7 +230,7 @@ class ExportRecord(Parity, RunRecord):
 
     FILE = "parity.json"
     trained_sha256: str | None = None  # of the training
-    report_sha256: str | None = ""  # that its card tells of; None: of none; empty: an earlier version did not say
+    report_sha256: str | None = None  # that its card tells of; None: of none
 
 
 def trained_sha256(folder: Path) -> str:

@@ -2,8 +2,7 @@
 
 A checkpoint is a method folder (`upscale/folder.py`) and beside it
 
-    optimiser.safetensors  the moments of every trainable parameter, its average (`train.average`) and slow weights
-                           (`train.lookahead`)
+    optimiser.safetensors  of every trainable parameter the moments, and what hooks keep (`methods/hooks.py`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
     corpora.json           what was read of every source, by hash
     position.json          step, tokens seen, where the time went
@@ -16,7 +15,7 @@ kind is read by any number of processes, sharded or not. When and on which threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches
-from scale_cli.data.ledger import Ledger, SourceTokens, TokenLedger
 from scale_cli.errors import PreservationError, StorageError
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.methods.hooks import Hook
 from scale_cli.processes import is_main
 from scale_cli.storage.atomic import (
     MANIFEST,
@@ -47,47 +43,22 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import CORPORA, TRAINED, BaseRecord, BranchPoint, TrainState
+from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, TrainState
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
-from scale_cli.training.anchors import SLOW, keeps_slow_weights
-from scale_cli.training.averaging import AVERAGE, first_averaged
 from scale_cli.training.optimiser import (
     empty_optimiser_tensors,
     load_optimiser_tensors,
     optimiser_tensors,
     trainable_parameters,
 )
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
+from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import copy_grown_tokenizer
 
 _OPTIMISER = "optimiser.safetensors"
-
-
-@dataclass(frozen=True)
-class RunMetadata:
-    """Where a run comes from: what each of its folders says of it."""
-
-    config: RunConfig  # the resolved config
-    method: MethodConfig  # its method, and what was found to upscale
-    record: BaseRecord  # the base's hashes
-    contents: list[str]  # what names the content of every training corpus; a resume is held to it
-    base_parts: dict[str, str]  # hashes of what this process holds of a sharded base; empty where it is not sharded
-    ledgers: list[Ledger]  # what was read of every training corpus, and what became of it
-    batches: Batches  # of the whole run; they tell what of it has been trained
-    branch_point: BranchPoint | None = None  # what it began with, where another run had trained that
-
-    def token_ledger(self, num_steps: int) -> TokenLedger:
-        """Return, for every source, what was read, and what the first steps have trained and left for later."""
-        trained = self.batches.trained_tokens(num_steps)
-        names = [source.name for source in self.config.corpus.sources]
-        return TokenLedger(
-            {
-                name: SourceTokens(**vars(tokens), corpus=ledger)
-                for name, ledger, tokens in zip(names, self.ledgers, trained, strict=True)
-            }
-        )
 
 
 @dataclass(frozen=True)
@@ -99,26 +70,36 @@ class Snapshot:
     moments: dict[str, Tensor]  # the optimiser's, on the CPU
 
 
-def take_snapshot(model: MethodModel, optimiser: torch.optim.Optimizer, state: TrainState) -> Snapshot:
+def take_snapshot(run: TrainingRun) -> Snapshot:
     """Copy what a checkpoint of a model that is not sharded has to hold."""
-    return Snapshot(state, _copied(trainable_parameters(model)), _copied(optimiser_tensors(optimiser, model)))
+    moments = optimiser_tensors(run.optimiser, run.model)
+    return Snapshot(run.state, _copied(trainable_parameters(run.model)), _copied(moments))
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    """Return copies on the CPU; a GPU writes them all into memory of its own reach, and is waited for once."""
+    copies = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
+            tensor.detach(), non_blocking=True
+        )
+        for name, tensor in tensors.items()
+    }
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
-def write_checkpoint(metadata: RunMetadata, model: MethodModel, snapshot: Snapshot) -> None:
+def write_checkpoint(run: TrainingRun, snapshot: Snapshot) -> None:
     """Write a snapshot as a checkpoint, then delete the oldest; on any thread of a process, while the model trains."""
-    run, step = RunFolder(metadata.config.output_dir), snapshot.state.step
-    with _beside_the_training_stream(model.device):
-        check_base(metadata, model, step)
-    _remove_unfit(run.checkpoint(step))
-    with new_folder(run.checkpoint(step)) as partial:
-        describe_run(partial, metadata, model, snapshot.state)
+    folder = run.folder.checkpoint(snapshot.state.step)
+    with _beside_the_training_stream(run.model.device):
+        check_base(run, snapshot.state.step)
+    _remove_unfit(folder)
+    with new_folder(folder) as partial:
+        describe_run(partial, run, snapshot.state)
         save_tensors(partial / TRAINED, snapshot.trained)
         save_tensors(partial / _OPTIMISER, snapshot.moments)
-    _remove_old_checkpoints(run, snapshot.state, metadata.config.train.keep_checkpoints)
+    _remove_old_checkpoints(run, snapshot.state)
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -126,25 +107,18 @@ def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def write_sharded_checkpoint(
-    metadata: RunMetadata,
-    accelerator: Accelerator,
-    model: MethodModel,
-    optimiser: torch.optim.Optimizer,
-    state: TrainState,
-) -> None:
+def write_sharded_checkpoint(run: TrainingRun) -> None:
     """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps."""
-    run = RunFolder(metadata.config.output_dir)
-    check_base(metadata, model, state.step)
-    tensors, moments = trainable_parameters(model), optimiser_tensors(optimiser, model)
+    accelerator, state, folder = run.accelerator, run.state, run.folder.checkpoint(run.state.step)
+    check_base(run, state.step)
     if accelerator.is_main_process:
-        _remove_unfit(run.checkpoint(state.step))
-    with _folder_of_all(run.checkpoint(state.step), accelerator) as partial:
+        _remove_unfit(folder)
+    with _folder_of_all(folder, accelerator) as partial:
         if accelerator.is_main_process:
-            describe_run(partial, metadata, model, state)
-        save_shards(partial, {**tensors, **moments})
+            describe_run(partial, run, state)
+        save_shards(partial, {**trainable_parameters(run.model), **optimiser_tensors(run.optimiser, run.model)})
     if accelerator.is_main_process:
-        _remove_old_checkpoints(run, state, metadata.config.train.keep_checkpoints)
+        _remove_old_checkpoints(run, state)
     accelerator.wait_for_everyone()
 
 
@@ -154,13 +128,14 @@ def _remove_unfit(folder: Path) -> None:
         remove_folder(folder)
 
 
-def _remove_old_checkpoints(run: RunFolder, newest: TrainState, num_kept: int) -> None:
+def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
     """Remove all but the newest and the best.
 
     One of a later step is a damaged one that a resume has skipped, and does not count.
     """
     best_step = None if newest.best is None else newest.best.step
-    for old in [folder for folder in checkpoints(run) if step_of(folder) <= newest.step][:-num_kept]:
+    written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= newest.step]
+    for old in written[: -run.config.train.keep_checkpoints]:
         if step_of(old) != best_step:
             remove_folder(old)
 
@@ -174,28 +149,29 @@ def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
         accelerator.wait_for_everyone()  # every file is
 
 
-def check_base(metadata: RunMetadata, model: MethodModel, step: int) -> None:
+def check_base(run: TrainingRun, step: int) -> None:
     """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
-    if not isinstance(model, ScaleForCausalLM):
+    model: Any = run.model
+    if not run.method.definition.widens:
         return  # it has no such base
-    if metadata.base_parts:
-        changed = changed_parts(model.base, metadata.base_parts)
+    if run.base_parts:
+        changed = changed_parts(model.base, run.base_parts)
     else:
-        changed = changed_tensors(model.base, metadata.record) if is_main() else []
+        changed = changed_tensors(model.base, run.start.record) if is_main() else []
     if changed:
         raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
 
-def describe_run(folder: Path, metadata: RunMetadata, model: MethodModel, state: TrainState) -> None:
+def describe_run(folder: Path, run: TrainingRun, state: TrainState) -> None:
     """Write what a checkpoint and `final/` have in common: everything but tensors."""
-    describe_method(folder, model, metadata.method, metadata.record)
-    copy_grown_tokenizer(metadata.config, folder)
+    describe_method(folder, run.model, run.method, run.start.record)
+    copy_grown_tokenizer(run.config, folder)
     state.save(folder)
-    write_json(folder / CORPORA, metadata.contents)
-    if metadata.branch_point is not None:
-        metadata.branch_point.save(folder)
-    metadata.token_ledger(state.step).save(folder)
-    write_text(folder / "scale.yaml", dump_config(metadata.config))
+    write_json(folder / CORPORA, run.text.contents)
+    if run.branch_point is not None:
+        run.branch_point.save(folder)
+    run.token_ledger(state.step).save(folder)
+    write_text(folder / "scale.yaml", dump_config(run.config))
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
@@ -222,10 +198,9 @@ def newest_whole_checkpoint(run: RunFolder) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def branch_point_at(folder: Path, moments: str) -> BranchPoint:
+def branch_point_at(folder: MethodFolder, moments: str) -> BranchPoint:
     """Return what a run begins with, of the folder that it begins with."""
-    state = TrainState.load(folder)
-    return BranchPoint(file_sha256(folder / MANIFEST), state.step, state.num_tokens, moments)
+    return BranchPoint(file_sha256(folder.path / MANIFEST), folder.state.step, folder.state.num_tokens, moments)
 
 
 def has_moments(folder: Path) -> bool:
@@ -234,31 +209,29 @@ def has_moments(folder: Path) -> bool:
 
 
 def load_checkpoint(
-    folder: Path, model: MethodModel, optimiser: torch.optim.Optimizer, train: TrainConfig | None
+    checkpoint: MethodFolder,
+    model: MethodModel,
+    optimiser: torch.optim.Optimizer,
+    train: TrainConfig | None,
+    hooks: Sequence[Hook] = (),
 ) -> TrainState:
     """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
 
     Args:
-        folder: the checkpoint.
+        checkpoint: that is gone on from.
         model: gets its parameters.
         optimiser: gets its moments.
         train: the checkpoint's own settings, or those of the run that goes on (a longer one may begin its average
             later), which say what is taken up beside the moments; None: another run, which begins without.
+        hooks: what may have kept tensors there.
     """
-    state = TrainState.load(folder)
-    beside = [] if train is None else _kept_beside_moments(train, state.step)
+    folder, state = checkpoint.path, checkpoint.state
+    beside = [hook for hook in hooks if train is not None and hook.keeps(train, state.step)]
     if is_sharded(model) or has_shards(folder):
-        moments = empty_optimiser_tensors(model, *beside)
+        moments = empty_optimiser_tensors(model, beside)
         load_shards(folder, {**trainable_parameters(model), **moments})
     else:
         load_trained(model, folder)
         moments = load_tensors(folder / _OPTIMISER)
-    load_optimiser_tensors(optimiser, model, moments, *beside)
+    load_optimiser_tensors(optimiser, model, moments, beside)
     return state
-
-
-def _kept_beside_moments(train: TrainConfig, step: int) -> list[str]:
-    """Return the names of what is kept of every parameter beside its moments: an average only where it goes on."""
-    begins = first_averaged(train)
-    averages = [AVERAGE] if begins is not None and step > begins else []
-    return [*averages, SLOW] if keeps_slow_weights(train, step) else averages

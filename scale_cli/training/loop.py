@@ -11,82 +11,39 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from scale_cli.config.schema import RunConfig
-from scale_cli.data.batches import Batches, StepBatches
+from scale_cli import progress
+from scale_cli.data.batches import StepBatches
 from scale_cli.data.prefetch import Prefetched, batches_ahead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
-from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.planning.device import device_name, peak_memory_bytes
+from scale_cli.methods.hooks import of_final
+from scale_cli.planning.device import peak_memory_bytes
+from scale_cli.printable import printable
+from scale_cli.processes import waiting_for_steps
 from scale_cli.progress import progress_bar
-from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import (
     BENCHMARKS,
     BITS,
     BITS_OF_AVERAGE,
     EVALUATION,
     EVALUATION_OF_AVERAGE,
+    SAMPLES,
     SHARES,
     SHARES_OF_AVERAGE,
-    MetricsLog,
     MetricsRecord,
 )
-from scale_cli.storage.records import Cost, TrainState
-from scale_cli.training.averaging import averaged, has_average
-from scale_cli.training.checkpoint import RunMetadata
+from scale_cli.storage.records import TrainState
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
-from scale_cli.training.observing import Observer, better_of, recorded
+from scale_cli.training.observing import better_of, recorded
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.saving import Saver
 from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, measured_update_norm, train_step
-from scale_cli.training.tensor_rates import TensorRates, set_tensor_rates
-from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
-
-
-@dataclass
-class TrainingRun:
-    """Everything the loop works on."""
-
-    config: RunConfig  # the resolved config
-    accelerator: Accelerator  # processes and devices
-    model: MethodModel  # what is trained
-    # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
-    wrapped: nn.Module
-    metadata: RunMetadata  # of the run, for its checkpoints
-    optimiser: torch.optim.Optimizer  # over what trains
-    batches: Batches  # of the whole run
-    observer: Observer | None  # what measures the model on the way; None where nothing is measured
-    state: TrainState  # where the run stands
-    metrics: MetricsLog | None  # the log; None except on the main process
-    # of all devices, would they do nothing but the method's products; None where it is not known
-    peak_tokens_per_s: float | None = None
-    tensor_rates: TensorRates | None = None  # what measures every tensor's rate, where the method has such
-    saved_step: int | None = None  # of the checkpoint in this run's folder that it began with, if it did
-
-    @property
-    def folder(self) -> RunFolder:
-        """Where the run lands."""
-        return RunFolder(self.config.output_dir)
-
-    def cost(self) -> Cost:
-        """Return what a run that has just ended cost; `final/cost.json`, for `scale compare`."""
-        parameters = list(self.model.parameters())
-        return Cost(
-            trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-            total_parameters=sum(p.numel() for p in parameters),
-            tokens_per_s=self.state.tokens_per_s,
-            peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
-            device=device_name(self.accelerator.device),
-            num_processes=self.accelerator.num_processes,
-            saving_s=round(self.state.saving_s, 4),
-        )
 
 
 def run_loop(run: TrainingRun) -> None:
@@ -100,8 +57,8 @@ def run_loop(run: TrainingRun) -> None:
     run.wrapped.train()
     accelerator, max_hours = run.accelerator, run.config.train.max_hours
     processes = accelerator.process_index, accelerator.num_processes
-    ahead = batches_ahead(run.batches, run.state.step, *processes, accelerator.device)
-    saver = Saver(run.metadata, accelerator, run.model, run.optimiser, run.metrics, run.saved_step)
+    ahead = batches_ahead(run.text.batches, run.state.step, *processes, accelerator.device)
+    saver = Saver(run)
     alone = accelerator.num_processes == 1
     with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
         loop = _Loop(run, ahead, stop, saver, bar)
@@ -145,19 +102,19 @@ class _Loop:
         while done < train.max_steps:
             self.saver.check()
             try:
-                self._take_step(done)
+                summed = self._take_step(done)
             except StopNow:
-                self._leave()
+                self._leave(self.stop.mine())
             done += 1
             last = done == train.max_steps
             if self._is_logged(done):
                 self._learn()
             self._evaluate_unless_asked(done)
-            if not last and self.stop.agreed(run.accelerator):
-                self._leave()
+            if not last and (asked := self.stop.agreed(run.accelerator, summed)):
+                self._leave(asked)
             if last or done % train.save_every_steps == 0:
                 self._learn()
-                self.saver.save(run.state)
+                self.saver.save()
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
         """Bring the position's times up to now."""
@@ -170,15 +127,15 @@ class _Loop:
             saving_s=self.begun.saving_s + self.saver.stalled_s,
         )
 
-    def _take_step(self, step: int) -> None:
+    def _take_step(self, step: int) -> Tensor:
+        """Take a step, and return what processes were asked to stop by in it."""
         run, started_s = self.run, time.monotonic()
-        if run.tensor_rates is not None and run.tensor_rates.are_due(step):
-            run.state = replace(run.state, tensor_rates=run.tensor_rates.measured(run.accelerator, run.optimiser))
-            set_tensor_rates(run.optimiser, run.state.tensor_rates)
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
-        with self._measured_streams(step + 1) as ratios, self._measured_update(step + 1) as norms:
-            taken = train_step(run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train, look)
-        if ratios and isinstance(run.model, ScaleForCausalLM):
+        measured = self._measured_streams(step + 1), self._measured_update(step + 1)
+        with waiting_for_steps(), measured[0] as ratios, measured[1] as norms:
+            of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
+            taken = train_step(*of_run, look, self.stop.mine, run.hooks)
+        if ratios:
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
         if norms:
             taken = replace(taken, update_norm=norms[0])
@@ -186,6 +143,7 @@ class _Loop:
             self.taken_since_s = started_s
         self.taken.append(taken)
         self.bar.update(1)
+        return taken.asked
 
     def _is_logged(self, done: int) -> bool:
         train = self.run.config.train
@@ -193,10 +151,9 @@ class _Loop:
 
     def _measured_streams(self, done: int) -> AbstractContextManager[dict[str, Tensor]]:
         """Measure how large u is in a step that is logged; what is compiled has no place to do it at."""
-        model = self.run.model
-        if not isinstance(model, ScaleForCausalLM) or self.run.config.train.compile or not self._is_logged(done):
+        if self.run.config.train.compile or not self._is_logged(done):
             return nullcontext({})
-        return measured_stream_ratios(model)
+        return measured_stream_ratios(self.run.model)
 
     def _measured_update(self, done: int) -> AbstractContextManager[list[Tensor]]:
         return measured_update_norm(self.run.optimiser) if self._is_logged(done) else nullcontext([])
@@ -293,47 +250,63 @@ class _Loop:
         try:
             if losses_due:
                 with self.stop.at_once():
-                    losses = observer.losses()
+                    losses, samples = observer.losses(), observer.samples()
                 record[EVALUATION], record[BITS], record[SHARES] = recorded(losses)
-                if has_average(run.optimiser):
-                    with averaged(run.optimiser), self.stop.at_once():  # a signal finds the weights put back
-                        losses = observer.losses()
+                if samples:
+                    record[SAMPLES] = samples
+                with of_final(run.hooks, run.optimiser) as is_average:  # a signal finds the weights put back
+                    if is_average:
+                        with self.stop.at_once():
+                            losses = observer.losses()
+                if is_average:
                     of_average = recorded(losses)
                     record[EVALUATION_OF_AVERAGE], record[BITS_OF_AVERAGE], record[SHARES_OF_AVERAGE] = of_average
                 if train.max_forgetting is not None:  # of the weights that final/ would hold
                     best = better_of(best, observer.score(done, losses), train.max_forgetting)
             if benchmarks_due:
-                with averaged(run.optimiser), self.stop.at_once():
+                with of_final(run.hooks, run.optimiser), self.stop.at_once():
                     record[BENCHMARKS] = observer.accuracies()
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
-            self._leave()
+            self._leave(self.stop.mine())
         if best is not None:
             record["best_step"] = best.step
         run.state, is_new = replace(run.state, best=best), best != run.state.best
         self.clock(evaluating_s=time.monotonic() - started_s)
         if run.metrics is not None:
             run.metrics.append(record)
+            _show_samples(record)
         if is_new:
-            self.saver.save(run.state)
+            self.saver.save()
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, asked: int) -> NoReturn:
         """Save the state, wait until it is safe, and leave; every process has to call this.
+
+        Args:
+            asked: what stops the run, the same on all.
 
         Raises:
             Interrupted: always.
         """
         self._learn()
         run = self.run
-        asked = self.stop.agreed(run.accelerator)
         run.optimiser.zero_grad(set_to_none=True)
-        self.saver.save(run.state)
+        self.saver.save()
         self.saver.finish()
         run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
         words, exit_code = describe_stop(asked)
         raise Interrupted(
             f"{words} after step {run.state.step}; checkpoint {run.folder.checkpoint(run.state.step)}", exit_code
         )
+
+
+def _show_samples(record: MetricsRecord) -> None:
+    """Print how the model goes on, above the bar."""
+    for name, said in record.get(SAMPLES, {}).items() if progress.is_shown else ():
+        text = " ".join(
+            f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "").split()
+        )  # whole characters
+        tqdm.write(printable(f"step {record['step']:,}, {name}: {text}"), file=sys.stderr)
 
 
 def _is_due(done: int, every_steps: int | None) -> bool:
@@ -359,7 +332,7 @@ def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
 def _sources(run: TrainingRun, step: int) -> str:
     """Return how many sequences of a step came from each source, and which ones."""
     windows = defaultdict(list)
-    for source, window in run.batches.windows_of(step):
+    for source, window in run.text.batches.windows_of(step):
         windows[run.config.corpus.sources[source].name].append(window)
     named = []
     for name, indices in windows.items():

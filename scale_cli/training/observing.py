@@ -11,19 +11,26 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import ContinuationsConfig, RunConfig
+from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.language_confusion import continuations, prompts_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
+from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import ALONE, Share, is_main, share
+from scale_cli.processes import ALONE, is_main, share
 from scale_cli.storage.metrics import Losses, Shares
 from scale_cli.storage.records import Score
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.objective import attending_by_sdpa
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmarks import OpenedBenchmarks
+
+
+_SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Observer:
                     Passes.of(self.config),
                     max_documents=train.eval_max_documents,
                     progress=f"evaluating {source.name}" if is_main() else None,
-                    share=self._share,
+                    share=share(),
                 )
                 names = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
                 losses[source.name] = HeldOutLosses(
@@ -73,11 +80,40 @@ class Observer:
         """Return every head's share of right answers among the first items of every benchmark."""
         assert self.benchmarks is not None, "opened where train.eval_benchmarks_every_steps is set"
         with self._in_evaluation():
-            return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, self._share)
+            # A sharded model's processes run it together, and answers have as many tokens as they happen to have.
+            of_all = ALONE if is_sharded(self.model) else share()
+            return self.benchmarks.accuracies(self.observed, self.tokenizer, self.config, of_all)
+
+    def samples(self) -> dict[str, dict[str, str]]:
+        """Return how the served head goes on after the beginning of a held-out document of each language, by corpus.
+
+        The main process alone does it, but where parts of the model are elsewhere; where attention is compiled nobody.
+        """
+        train, texts = self.config.train, {}
+        if train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
+            return {}
+        with self._in_evaluation():
+            answers = SelectableHeads(self.observed, self.config.method.router)
+            for source, corpus in self._of_each_language():
+                for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
+                    precision = self.config.evaluation.mixed_precision
+                    said = continuations(answers, self._served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
+                    begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
+                    texts[source.name] = {"prompt": begun, "continuation": said[0]}
+        return texts
+
+    def _of_each_language(self) -> list[tuple[EvaluationSource, TokenisedCorpus]]:
+        pairs = zip(self.config.evaluation.perplexity, self.held_out, strict=True)
+        return list({source.language: (source, corpus) for source, corpus in reversed(list(pairs))}.values())[::-1]
+
+    @property
+    def _served(self) -> str:
+        """The head, or the rule, that the model answers with."""
+        return self.config.method.definition.served(self.config.method.settings)
 
     def score(self, step: int, losses: Mapping[str, HeldOutLosses]) -> Score | None:
         """Return what the head that is served has learned and lost; None where that is not finite."""
-        served = "routed" if self.config.method.variant == "route" else "adapted"
+        served = "routed" if self.config.method.definition.routes else "adapted"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
             bits = losses[source.name].bits_per_byte
@@ -88,15 +124,10 @@ class Observer:
         score = Score(step, sum(learned) / len(learned), max(lost))
         return score if math.isfinite(score.acquisition) and math.isfinite(score.forgetting) else None
 
-    @property
-    def _share(self) -> Share:
-        # The parts of a sharded model are only together while all processes run the same batch.
-        return ALONE if is_sharded(self.model) else share()
-
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
         self.model.eval()
-        with gathered_roots(self.wrapped, self.observed):
+        with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
             yield
         self.model.train()
 

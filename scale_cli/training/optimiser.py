@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import ConfigError, StorageError
+from scale_cli.errors import StorageError
+from scale_cli.methods.hooks import Hook
 from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
@@ -18,12 +19,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that train, by name; trainability is decided by the model's structure, at load."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-
-# Of a group: what its parameters decay to, where that is not 0; those that OSF keeps out of the kept directions; those
-# whose rows are bounded, and the rms that bounds them.
-START, PROJECTED, BOUNDED = "start", "projected", "bounded"
-# Of a group: its rate by what its one tensor matters, where a method measures that (`training/tensor_rates.py`).
-TENSOR_RATE = "tensor_rate"
 
 # Of an expansion whose E' has a size of its own: rates relative to train.lr, that of E' to its size as well. At a rate
 # of 5e-3 a step moves E' by a fifth of itself. Source: ours (docs/training.md).
@@ -45,9 +40,7 @@ def _embedding_rms(model: nn.Module) -> float | None:
     return rms
 
 
-def build_optimiser(
-    model: nn.Module, train: TrainConfig, start: Mapping[str, Tensor] | None = None, *, by_tensor: bool = False
-) -> torch.optim.Optimizer:
+def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = False) -> torch.optim.Optimizer:
     """Return an optimiser over the trainable parameters, a group for each kind; nothing frozen has any state.
 
     `by_tensor` makes a group of every tensor, which can have a rate of its own.
@@ -56,8 +49,8 @@ def build_optimiser(
     Muon's updates are scaled to AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one `lr` serves both.
 
     Weight decay acts on matrices only: not on gains and biases, and not on embeddings, whose rows would shrink at every
-    step in which their token does not occur. Towards a `start`, given by name, it acts on everything, and not by the
-    optimiser (`training/anchors.py`).
+    step in which their token does not occur. Towards the base it acts on everything, and not by the optimiser
+    (`methods/recipes.py`).
     """
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
@@ -67,30 +60,19 @@ def build_optimiser(
         return [group(kind, members) for members in parts if members]
 
     def group(kind: Kind, members: dict[str, nn.Parameter]) -> dict[str, Any]:
-        more: dict[str, Any] = {"weight_decay": train.weight_decay if kind in ("head", "matrix") else 0.0}
-        if start:
-            more = {"weight_decay": 0.0, START: [start[name].to(p.device) for name, p in members.items()]}
-        if projected := [p for name, p in members.items() if name.endswith((".U_low", ".V_low"))]:
-            more[PROJECTED] = projected
-        more |= _bounds(model, members, train)
-        moments = {"moments": moments_of(kind, train.optimiser)}
-        return {"params": [*members.values()], "lr_multiplier": rates[kind], **more, **moments}
+        decays = kind in ("head", "matrix") and not train.decay_to_base
+        return {
+            "params": [*members.values()],
+            "lr_multiplier": rates[kind],
+            "weight_decay": train.weight_decay if decays else 0.0,
+            "moments": moments_of(kind, train.optimiser),
+        }
 
     rest, matrices = [*groups("embedding"), *groups("gains"), *groups("head")], groups("matrix")
     if train.optimiser == "adamw" or not matrices:
         return _adamw([*rest, *matrices], train)
     muon = WithholdingMuon(matrices, lr=train.lr, adjust_lr_fn="match_rms_adamw")
     return MuonBesideAdamW(muon, _adamw(rest, train) if rest else None)
-
-
-def _bounds(model: nn.Module, members: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, Any]:
-    """Return what of a group is bounded, and by which rms; nothing where nothing is."""
-    codes = [p for name, p in members.items() if name.endswith("expansion.embed_tokens.weight")]
-    if not codes or train.embedding_norm == "free":
-        return {}
-    if (rms := _embedding_rms(model)) is None:
-        raise ConfigError("train.embedding_norm: E' of this run began without a size; only free goes on with it")
-    return {BOUNDED: (codes, rms)}
 
 
 def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.AdamW:
@@ -102,7 +84,7 @@ def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Adam
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its own rate, where the matrices have `lr`."""
     for group in optimiser.param_groups:
-        group["lr"] = lr * group.get("lr_multiplier", 1.0) * group.get(TENSOR_RATE, 1.0)
+        group["lr"] = lr * group.get("lr_multiplier", 1.0)
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -114,28 +96,31 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def empty_optimiser_tensors(model: nn.Module, *beside: str) -> dict[str, Tensor]:
+def empty_optimiser_tensors(model: nn.Module, beside: Sequence[Hook] = ()) -> dict[str, Tensor]:
     """Return AdamW's moments to be filled, named as by `optimiser_tensors`, and sharded where the parameters are."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(model).items():
-        for moment in (*moments_of("matrix", "adamw"), *beside):
+        for moment in moments_of("matrix", "adamw"):
             tensors[f"{moment}.{name}"] = torch.zeros_like(parameter.detach())
+        tensors |= {f"{hook.name}.{name}": hook.empty(parameter.detach()) for hook in beside}
         tensors[f"step.{name}"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return tensors
 
 
 def load_optimiser_tensors(
-    optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], *beside: str
+    optimiser: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor], beside: Sequence[Hook] = ()
 ) -> None:
-    """Put saved moments back, and what was kept beside them."""
+    """Put saved moments back, and what hooks kept beside them."""
     if not tensors:
         return  # no step had been taken
     moments = {id(parameter): group["moments"] for group in optimiser.param_groups for parameter in group["params"]}
     for name, parameter in trainable_parameters(model).items():
         state = {}
-        for moment in (*moments[id(parameter)], *beside):
+        shapes = dict.fromkeys(moments[id(parameter)], parameter.shape)
+        shapes |= {hook.name: hook.empty(parameter.detach()).shape for hook in beside}
+        for moment, shape in shapes.items():
             tensor = tensors.get(f"{moment}.{name}")
-            if tensor is None or tensor.shape != parameter.shape:
+            if tensor is None or tensor.shape != shape:
                 raise StorageError(f"optimiser state: {moment}.{name} is missing or of another shape")
             state[moment] = tensor.to(parameter.device)
         if "exp_avg" in state:

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 
-import torch
-from accelerate import Accelerator
-
 from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import TrainState
 from scale_cli.training.checkpoint import (
-    RunMetadata,
     take_snapshot,
     write_checkpoint,
     write_sharded_checkpoint,
 )
+from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import is_sharded
-from scale_cli.upscale.folder import MethodModel
-
-
-def in_background(work: Callable[[], None]) -> Future[None]:
-    """Do some work on a thread of its own; its result, or what went wrong there, is for whoever asks.
-
-    A process that is told to stop at once does not wait for it, as it would for an executor's: what the work leaves is
-    never taken for whole.
-    """
-    ended: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return ended
 
 
 @dataclass
@@ -52,40 +24,38 @@ class Saver:
     One is being written at most: the next one waits for it. The training thread copies what trains and the moments to
     host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. The parts of a
     sharded model are written by all processes together, on the training thread: their exchanges must not meet a step's.
+    The thread ends with the `with` statement: one that frees tensors while the interpreter ends aborts the process.
     """
 
-    metadata: RunMetadata  # of the run, for its checkpoints
-    accelerator: Accelerator  # processes; the main one writes, unless the model is sharded
-    model: MethodModel  # what is trained
-    optimiser: torch.optim.Optimizer  # over it
-    metrics: MetricsLog | None  # made durable before a checkpoint that counts on it; None except on the main process
-    saved_step: int | None = None  # of the checkpoint that the run began with, if it is one of this run's own
+    run: TrainingRun  # whose log is made durable before a checkpoint that counts on it
     stalled_s: float = 0.0  # seconds that training has waited
+    _thread: ThreadPoolExecutor = field(init=False)
     _job: Future[None] | None = field(default=None, init=False)
 
-    def save(self, state: TrainState) -> None:
-        """Begin a checkpoint, unless that step already has one; every process has to call this."""
-        if self.saved_step == state.step:
+    def save(self) -> None:
+        """Begin a checkpoint, unless the position already has one; every process has to call this."""
+        run = self.run
+        if run.saved_step == run.state.step:
             return
         started_s = time.monotonic()
         self.finish()
-        if is_sharded(self.model):
-            if self.metrics is not None:
-                self.metrics.sync()
-            write_sharded_checkpoint(self.metadata, self.accelerator, self.model, self.optimiser, state)
-        elif self.metrics is not None:
-            self._start(state, self.metrics)
-        self.saved_step = state.step
+        if is_sharded(run.model):
+            if run.metrics is not None:
+                run.metrics.sync()
+            write_sharded_checkpoint(run)
+        elif run.metrics is not None:
+            self._start(run.metrics)
+        run.saved_step = run.state.step
         self.stalled_s += time.monotonic() - started_s
 
-    def _start(self, state: TrainState, metrics: MetricsLog) -> None:
-        snapshot = take_snapshot(self.model, self.optimiser, state)
+    def _start(self, metrics: MetricsLog) -> None:
+        snapshot = take_snapshot(self.run)
 
         def write() -> None:
             metrics.sync()
-            write_checkpoint(self.metadata, self.model, snapshot)
+            write_checkpoint(self.run, snapshot)
 
-        self._job = in_background(write)
+        self._job = self._thread.submit(write)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint that has ended by now."""
@@ -99,15 +69,14 @@ class Saver:
             job.result()
 
     def __enter__(self) -> Saver:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            started_s = time.monotonic()
+        started_s = time.monotonic()
+        self._thread.shutdown()
+        self.stalled_s += time.monotonic() - started_s
+        if error is None:  # else that is the one to tell
             self.finish()
-            self.stalled_s += time.monotonic() - started_s
-        elif not isinstance(error, KeyboardInterrupt):  # a second SIGINT, which stops at once
-            with suppress(Exception):  # the error under way is the one to tell
-                self.finish()

@@ -7,8 +7,12 @@
 | all            | sharded     | sharded           |
 
 Parameters, gradients and moments are split by rows. A unit is one layer; the root unit is all that lies outside the
-layers: embeddings, last norms, heads. Gradients are reduced at every micro-batch, not at the last one only: without
-that every process would hold them whole.
+layers: embeddings, norms, heads.
+
+A layer of the base into which nothing is written is a unit of its own. Its weights are read forward alone, so they are
+gathered forward alone. What is added beside it is gathered in the precision of its products; gains and biases, which
+autocast does not lower, lie in the root unit. Gradients are reduced once a step where what trains is the smaller part
+of the model: every process holds them whole until then. Elsewhere they are reduced at every micro-batch.
 
 `fully_shard` is called here and not by Accelerate, whose wrapping knows modules that are called: a widened model's
 heads are read without a call (`model/head_loss.py`), and so are its base layers (`model/expansion_scale.py`).
@@ -16,6 +20,7 @@ heads are read without a call (`model/head_loss.py`), and so are its base layers
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,18 +31,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
+from scale_cli.methods.hooks import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.plain_loss import ChunkedLossModel, plain_of
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.objective import ChunkedLossModel, for_training
+from scale_cli.upscale.objective import for_training
 
 
 def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig) -> nn.Module:
@@ -51,56 +58,107 @@ def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
     root = for_training(model, train)
-    _shard(model, root, accelerator, keep_frozen_whole=train.sharding == "expansion")
+    _shard(
+        model, root, _mesh(accelerator, train), keep_frozen_whole=train.sharding == "expansion", lowered=_lowered(train)
+    )
     return root
 
 
-def _shard(model: MethodModel, root: nn.Module, accelerator: Accelerator, *, keep_frozen_whole: bool) -> None:
+def _mesh(accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
+    """Return the processes over which tensors are split; of several machines, each may hold all of them."""
+    device, number = accelerator.device.type, accelerator.num_processes
+    of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", number))
+    if train.sharded_within == "launch" or of_machine == number:
+        return init_device_mesh(device, (number,))
+    return init_device_mesh(device, (number // of_machine, of_machine), mesh_dim_names=("replicate", "shard"))
+
+
+def _lowered(train: TrainConfig) -> MixedPrecisionPolicy:
+    """Return how matrices are gathered that autocast would lower before every product."""
+    if train.mixed_precision == "no":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _shard(
+    model: MethodModel, root: nn.Module, mesh: DeviceMesh, *, keep_frozen_whole: bool, lowered: MixedPrecisionPolicy
+) -> None:
     """Make a unit of every layer of a model, and one of the rest, which is gathered when `root` is called."""
-    device = accelerator.device
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     whole = set(frozen) if keep_frozen_whole else set()
     for parameter in whole:
-        parameter.data = parameter.data.to(device)
-    mesh = init_device_mesh(device.type, (accelerator.num_processes,))
-    shard = partial(fully_shard, mesh=mesh)
+        parameter.data = parameter.data.to(mesh.device_type)
+    of_root: list[nn.Module] = []
     if isinstance(model, ScaleForCausalLM):
-        _shard_widened_layers(model, partial(shard, ignored_params=whole))
+        of_root = _shard_widened_layers(model, mesh, whole, lowered)
     else:
-        for layer in _plain_model(model).model.layers:
+        for layer in plain_of(model).model.layers:
             if any(parameter not in whole for parameter in layer.parameters()):
-                shard(layer, ignored_params=whole)
+                fully_shard(layer, mesh=mesh, ignored_params=whole)
     # The base layers of a widened model lie in units of their own, but not below the modules that these units are of.
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    shard(root, ignored_params=whole | sharded)
+    root.of_layers = nn.ModuleList(of_root)  # a unit has what lies below its module, and below no other unit's
+    fully_shard(root, mesh=mesh, ignored_params=whole | sharded)
+    del root.of_layers
 
 
-def _shard_widened_layers(model: ScaleForCausalLM, shard: Any) -> None:
-    """Make a unit of every added layer with its base layer: the added one computes both."""
-    for base_layer, added in zip(model.base.model.layers, model.expansion.layers, strict=True):
-        added.base_layer = base_layer
-        shard(added)
-        del added.base_layer
-        # Evaluation runs a collaborating base layer by itself first, for the untouched stream.
-        base_layer.register_forward_pre_hook(partial(_gather_unit, added))
+def _shard_widened_layers(
+    model: ScaleForCausalLM, mesh: DeviceMesh, whole: set[nn.Parameter], lowered: MixedPrecisionPolicy
+) -> list[nn.Module]:
+    """Make units of every added layer and its base layer: one of both where they write into each other, else two.
+
+    Returns:
+        Modules in them with gains or biases, which are left to the root unit.
+    """
+    of_root: list[nn.Module] = []
+    layers: Any = zip(model.base.model.layers, model.expansion.layers, strict=True)
+    for index, (base_layer, added) in enumerate(layers):
+        if index >= model.expansion.first_collaborating_layer:
+            added.base_layer = base_layer
+            fully_shard(added, mesh=mesh, ignored_params=whole)
+            del added.base_layer
+            # Evaluation runs a collaborating base layer by itself first, for the untouched stream.
+            base_layer.register_forward_pre_hook(partial(_gather_unit, added))
+            continue
+        vectors = {vector for layer in (base_layer, added) for vector in layer.parameters() if vector.dim() < 2}
+        holders = (module for layer in (base_layer, added) for module in layer.modules())
+        of_root += [module for module in holders if not vectors.isdisjoint(module.parameters(recurse=False))]
+        fully_shard(added, mesh=mesh, ignored_params=whole | vectors, mp_policy=lowered)
+        if not whole:
+            fully_shard(base_layer, mesh=mesh, ignored_params=vectors)
+            added.register_forward_pre_hook(partial(_gather_unit, base_layer))
+            added.register_forward_hook(partial(_part_unit, base_layer))
+    return of_root
 
 
 def _gather_unit(unit: Any, *_: object) -> None:
     unit.unshard()
 
 
-def _plain_model(model: MethodModel) -> Any:
-    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+def _part_unit(unit: Any, *_: object) -> None:
+    unit.reshard()
+
+
+@contextmanager
+def gradients_kept(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Let a micro-batch that is not a step's last leave its gradients to the next, where they are few."""
+    if not isinstance(model, FSDPModule):
+        with accelerator.no_sync(model):
+            yield
+        return
+    sizes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    model.set_requires_gradient_sync(sizes[True] > sizes[False])
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a process holds parts of a model only."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: all of it where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -155,7 +213,8 @@ def _is_root(unit: object) -> bool:
 @torch.no_grad()
 def shard_for_evaluation(base: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
     """Shard a frozen model of which only parts will be called."""
-    _shard(base, base, accelerator, keep_frozen_whole=False)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    _shard(base, base, mesh, keep_frozen_whole=False, lowered=MixedPrecisionPolicy())
     # FSDP2 takes the first module it sees called for the root, so that has to be the model, once.
     base(torch.zeros(1, 1, dtype=torch.long, device=accelerator.device), use_cache=False)
     return base

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import MicroBatch, StepBatches
+from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
 from scale_cli.errors import NonFiniteError
+from scale_cli.methods.hooks import Hook, Training, Update
+from scale_cli.methods.recipes import make_hooks
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.training.anchors import bound_rows, decay_to_start, lookahead, project_osf_factors
-from scale_cli.training.averaging import update_average
+from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
-from scale_cli.training.sharding import whole_tensor
-from scale_cli.upscale.objective import ChunkedLossModel
+from scale_cli.training.sharding import gradients_kept, whole_tensor
+from scale_cli.upscale.folder import MethodModel
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class TakenStep:
     # the loss over the global batch before the update, the gradient's norm before clipping, and where the model tells
     # its tokens apart, the summed loss of every source
     figures: Tensor
+    asked: Tensor  # what processes were asked to stop by, summed; 0 where none was
     lr: float  # of the update
     num_targets: tuple[int, ...]  # of the global batch, by source
     # (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured
@@ -81,6 +84,8 @@ def train_step(
     batch: StepBatches,
     train: TrainConfig,
     between_micro_batches: Callable[[], None] = lambda: None,
+    asked: Callable[[], int] = lambda: 0,
+    hooks: Sequence[Hook] = (),
 ) -> TakenStep:
     """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
 
@@ -92,40 +97,45 @@ def train_step(
         model: as Accelerate runs it, or sharded; its output has a loss.
         optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
         batch: this process's part of it.
-        train: learning rate, clipping, precision, lookahead, average.
+        train: learning rate, clipping, precision.
         between_micro_batches: what it raises ends the step before anything is updated.
+        asked: returns what this process was asked to stop by.
+        hooks: what is done around the update, the outermost first.
     """
     step, num_targets, micro_batches = batch.step, batch.num_targets, batch.micro_batches
     num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
     sums_by_source = isinstance(getattr(model, "module", model), ScaleForCausalLM | ChunkedLossModel)
-    # The whole loss, then each source's.
-    sums = torch.zeros(1 + sums_by_source * len(num_targets), device=accelerator.device)
+    # What asks to stop, the whole loss, then each source's.
+    sums = torch.zeros(2 + sums_by_source * len(num_targets), device=accelerator.device)
     for index, micro_batch in enumerate(micro_batches):
         here = micro_batch.to(accelerator.device)
         losses_BT = torch.zeros(here.targets.shape, device=accelerator.device) if sums_by_source else None
         if index:
             between_micro_batches()
         last = index == len(micro_batches) - 1
-        # A sharded model knows no such pause: it reduces every time (`training/sharding.py`).
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else gradients_kept(model, accelerator):
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
                 share = loss_share(model, here, accelerator.device, num_tokens, losses_BT)
             # Processes average their gradients; each holds a part of a sum.
             accelerator.backward(share * accelerator.num_processes)
-        sums[0] += share.detach()
+        sums[1] += share.detach()
         if losses_BT is not None:
-            sums[1:] += _by_source(losses_BT.sum(dim=1), here.sources, len(num_targets))
+            sums[2:] += _by_source(losses_BT.sum(dim=1), here.sources, len(num_targets))
+    sums[0] = asked()
     sums = accelerator.reduce(sums, reduction="sum")
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
-    figures = torch.cat([sums[:1], grad_norm.float().view(1), sums[1:]])
+    figures = torch.cat([sums[1:2], grad_norm.float().view(1), sums[2:]])
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
-    with lookahead(optimiser, step, train):
-        _update_where_finite(optimiser, figures, train.weight_decay)
-    update_average(optimiser, step, train)
+    update = Update(step, optimiser, torch.isfinite(figures).all())
+    for hook in hooks:
+        hook.before(update)
+    _step_where_finite(optimiser, update.finite)
+    for hook in reversed(hooks):
+        hook.after(update)
     optimiser.zero_grad(set_to_none=True)
-    return TakenStep(step, figures, lr, num_targets)
+    return TakenStep(step, figures, sums[0], lr, num_targets)
 
 
 def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
@@ -134,18 +144,14 @@ def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
     return torch.where(is_of_SB, losses_B, 0.0).sum(dim=1)
 
 
-def _update_where_finite(optimiser: Any, figures: Tensor, weight_decay: float) -> None:
+def _step_where_finite(optimiser: Any, finite: Tensor) -> None:
     """Update, or leave weights, moments and step counts as they are: the device decides, this process does not wait."""
-    finite = torch.isfinite(figures).all()
-    decay_to_start(optimiser, weight_decay, finite)
     # What gradient scalers tell a fused optimiser by (`torch/optim/adam.py`).
     optimiser.found_inf = (~finite).float()
     try:
         optimiser.step()
     finally:
         del optimiser.found_inf
-    project_osf_factors(optimiser, finite)
-    bound_rows(optimiser, finite)
 
 
 def loss_share(
@@ -173,6 +179,27 @@ def loss_share(
     )
     loss: Tensor = output.loss
     return loss
+
+
+def hooks_of(
+    method: MethodConfig,
+    train: TrainConfig,
+    model: MethodModel,
+    wrapped: nn.Module,
+    accelerator: Accelerator,
+    start: Mapping[str, Tensor],
+    probe: Callable[[int], Sequence[MicroBatch]],
+) -> list[Hook]:
+    """Return the hooks of a run of a model, run as `wrapped`; `probe` gives windows of known text by their number."""
+    alone = accelerator.unwrap_model(wrapped)
+
+    def loss(window: MicroBatch) -> Tensor:
+        num_tokens = max(int((window.targets != IGNORED).sum()), 1)
+        with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+            return loss_share(alone, window, accelerator.device, num_tokens)
+
+    training = Training(model, train, start, accelerator, probe, loss)
+    return make_hooks(training, method.definition.hooks(method.settings, training))
 
 
 @contextmanager

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from scale_cli.config.load import load_config
-from scale_cli.config.schema import ModelConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line
+from scale_cli.processes import ALONE, Share, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
@@ -69,10 +73,18 @@ def stage_folder(model: ModelConfig) -> Path | None:
     return None
 
 
+def stages_below(model: ModelConfig) -> Iterator[tuple[Path, RunConfig]]:
+    """Yield the folder and the config of every widened model that a base is made of, the uppermost first."""
+    while (folder := stage_folder(model)) is not None:
+        config = load_config(folder / "scale.yaml")
+        yield folder, config
+        model = config.model
+
+
 def root_model(model: ModelConfig) -> ModelConfig:
     """Return where the plain model lies that a base is, or that a widened base stands on."""
-    while (folder := stage_folder(model)) is not None:
-        model = load_config(folder / "scale.yaml").model
+    for _, below in stages_below(model):
+        model = below.model
     return model
 
 
@@ -95,6 +107,23 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
     return base.requires_grad_(False).eval()
+
+
+def check_weights(model: ModelConfig) -> None:
+    """Refuse a local base whose files of weights are missing or damaged, by their headers; no weight is loaded."""
+    folder = Path(root_model(model).base)
+    if not folder.is_dir():  # on the hub: known once they are here
+        return
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else []
+    for name in sorted(set(shards)) or [SAFE_WEIGHTS_NAME]:
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise BaseModelError(
+                f"model.base: the weights in {folder / name} cannot be loaded: {one_line(error)}"
+            ) from None
 
 
 def load_written(loader: Any, folder: Path) -> Any:
@@ -153,7 +182,7 @@ def _check_stays_inside(folder: Path) -> None:
     """Refuse a local base whose files send the loader to other places than itself."""
     if (folder / "adapter_config.json").exists():
         raise BaseModelError(f"model.base: {folder} holds an adapter (adapter_config.json), not a whole model")
-    index = folder / "model.safetensors.index.json"
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return
     try:
@@ -204,25 +233,30 @@ def record_base(
     )
 
 
-def changed_tensors(base: PreTrainedModel, record: BaseRecord) -> list[str]:
-    """Return the names of the tensors that are not what was recorded: other bytes, missing, or new."""
-    tensors = dict(base.named_parameters())
-    names = sorted(tensors.keys() | record.tensors.keys())
-    return [name for name in names if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)]
+def changed_tensors(base: PreTrainedModel, record: BaseRecord, of_machine: Share | None = None) -> list[str]:
+    """Return the names of the tensors that are not what was recorded: other bytes, missing, or new.
+
+    With a share of its machine's processes each hashes that share, and all processes, who have to call this, are told.
+    """
+    tensors, mine = dict(base.named_parameters()), of_machine or ALONE
+    names = sorted(tensors.keys() | record.tensors.keys())[mine.index :: mine.num_processes]
+    found = [name for name in names if name not in tensors or tensor_sha256(tensors[name]) != record.tensors.get(name)]
+    return found if of_machine is None else sorted({name for some in gathered(found, share()) for name in some})
 
 
 def check_finite(base: PreTrainedModel, name: str) -> None:
     """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither."""
     for tensor_name, tensor in base.named_parameters():
-        if bad := tensor.numel() - int(tensor.isfinite().sum()):
+        if not all(bound.isfinite() for bound in tensor.aminmax()):  # a NaN is both; nothing of its size is made
+            bad = tensor.numel() - int(tensor.isfinite().count_nonzero())
             raise BaseModelError(
                 f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,})"
             )
 
 
-def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str) -> None:
+def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None) -> None:
     """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
-    if changed := changed_tensors(base, record):
+    if changed := changed_tensors(base, record, of_machine):
         raise ChangedBaseError(
             f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
         )

@@ -19,11 +19,12 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scale_cli.config.load import load_config
+from scale_cli.config.load import drop_removed
 from scale_cli.config.schema import MethodConfig, ModelConfig
-from scale_cli.errors import BaseModelError, RunFolderError, StorageError
+from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.processes import Share
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
@@ -32,9 +33,8 @@ from scale_cli.upscale.base import (
     check_same_base,
     load_base,
     load_base_config,
-    stage_folder,
+    stages_below,
 )
-from scale_cli.upscale.baselines import ends_of, prepare_baseline
 from scale_cli.upscale.vocabulary import NewPieces, grow_plainly
 
 if TYPE_CHECKING:
@@ -63,79 +63,73 @@ def write_trained(folder: Path, model: MethodModel, method: MethodConfig, record
     save_tensors(folder / TRAINED, trained)
 
 
-def load_model(folder: Path, base: ModelConfig) -> MethodModel:
-    """Load a base and what a folder makes of it, after checking both against their hashes."""
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder}: no such folder; run the verb that makes it first")
-    verify_folder(folder)
-    return load_onto_base(folder, base)
-
-
 def load_any_base(model: ModelConfig) -> PreTrainedModel:
     """Load a base, frozen and in evaluation mode: a plain model, or one that an earlier run has widened."""
-    folder = stage_folder(model)
-    if folder is None:
+    if (stage := _stage(model)) is None:
         return load_base(model)
-    widened = load_model(folder, _model_below(folder, model))
-    assert isinstance(widened, ScaleForCausalLM), "_model_below"
+    folder, below = stage
+    verify_folder(folder)
+    widened = load_onto_base(folder, below)
+    assert isinstance(widened, ScaleForCausalLM), "_stage"
     return widened.requires_grad_(False)
 
 
 def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
     """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device."""
-    folder = stage_folder(model)
-    if folder is None:
+    if (stage := _stage(model)) is None:
         return base_without_weights(load_base_config(model), model.dtype)
-    below = any_base_without_weights(_model_below(folder, model))
+    folder, below = stage
+    base = any_base_without_weights(below)
     with torch.device("meta"):
-        widened: PreTrainedModel = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), below)
+        widened: PreTrainedModel = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
     return widened.requires_grad_(False)
 
 
-def _model_below(folder: Path, model: ModelConfig) -> ModelConfig:
-    """Return what the widened model in a folder stands on, or say why nothing more can stand on it."""
-    below = load_config(folder / "scale.yaml").model
+def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
+    """Return the folder of a widened base, and what it stands on, or say why nothing more can stand on it."""
+    if (stage := next(stages_below(model), None)) is None:
+        return None
+    folder, below = stage[0], stage[1].model
     if below.dtype != model.dtype:
         raise BaseModelError(f"model.dtype: {model.dtype}, but {model.base} was trained on a base in {below.dtype}")
-    if not read_method(folder).widens:
+    if not read_method(folder).definition.widens:
         raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
-    return below
+    return folder, below
 
 
 def read_method(folder: Path) -> MethodConfig:
     """Read the method section that a folder was made with."""
+    tree = {"method": read_json(folder / _METHOD)}
+    drop_removed(tree)
     try:
-        return MethodConfig.model_validate(read_json(folder / _METHOD))
+        return MethodConfig.model_validate(tree["method"])
     except ValidationError:
         raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
 
 
-def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0) -> MethodModel:
-    """Load a base, check that it is the recorded one, and put a folder's parameters on it."""
+def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None) -> MethodModel:
+    """Load a base, check that it is the recorded one, and put a folder's parameters on it.
+
+    With a share of its machine's processes all of a launch have to call this: each hashes a part of the base.
+    """
     loaded = load_any_base(base)
-    check_same_base(loaded, BaseRecord.load(folder), where=f"model.base {base.base}")
+    check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
     method = read_method(folder)
-    model: MethodModel
-    if method.widens:
-        model = ScaleForCausalLM(ScaleConfig.from_pretrained(folder), loaded)
-    else:
-        if method.vocabulary is not None:
-            loaded = grow_plainly(loaded, NewPieces.written(read_json(folder / "config.json")))
-        model = prepare_baseline(loaded, method, seed)
+    if method.vocabulary is not None and not method.definition.widens:
+        loaded = grow_plainly(loaded, NewPieces.written(read_json(folder / "config.json")))
+    if method.trains_base_weights:
+        loaded.float()
+    model: MethodModel = method.definition.restore(folder, loaded, method.settings, seed)
     if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)
-    elif method.variant == "lora" and (folder / PEFT_WEIGHTS).exists():
+    elif (folder / PEFT_WEIGHTS).exists():
         _load_peft(model, folder)
     return model.eval()
 
 
 def load_trained(model: MethodModel, folder: Path) -> None:
-    """Load a folder's parameters into a model that trains the same ones, or in ELO's alignment all."""
+    """Load a folder's parameters into a model that trains the same ones."""
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    method = read_method(folder)
-    if method.variant == "elo" and method.elo.phase == "layers":
-        ends = tuple(f"model.layers.{layer}." for layer in ends_of(model.config.num_hidden_layers))
-        wanted = {name: parameter for name, parameter in wanted.items() if name.startswith(ends)}
     if has_shards(folder):
         load_shards(folder, wanted)
         return

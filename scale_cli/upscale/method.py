@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from scale_cli.config.schema import MethodConfig, ModelConfig, RouterConfig
+from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.encoding import Ids
 from scale_cli.errors import ConfigError
+from scale_cli.methods.starts import random_ids
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.baselines import prepare_baseline
-from scale_cli.upscale.codes import draw_codes
 from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.initialise import initialise_expansion, random_ids
-from scale_cli.upscale.sizes import plan_expansion
 from scale_cli.upscale.vocabulary import NewPieces, beside_new_tokens, grow_plainly, start_new_head
 
 # Of parameters: learning rates, weight decay and optimisers tell them apart.
@@ -48,33 +46,28 @@ def start_model(
     ids, num_old = random_ids(base, seed), base.config.vocab_size
     model = build_model(base, method, seed, new)
     if new is not None:
-        start_new_head(_new_rows(model, num_old), base, new.first, ids)
-    if isinstance(model, ScaleForCausalLM):
-        start = method.expansion
-        drawn = draw_codes(start.codes, model.config.vocab_size, tokenizer, ids_N)
-        initialise_expansion(model, start.init, seed, start.embedding_scale, drawn)
+        start_new_head(method.definition.new_rows(model, num_old), base, new.first, ids)
+    method.definition.start(model, method.settings, seed, tokenizer, ids_N)
     return model
 
 
-def _new_rows(model: Any, num_old: int) -> Tensor:
-    """Return the rows of new tokens in a model's vocabulary head."""
-    if isinstance(model, ScaleForCausalLM):
-        assert model.expansion.new_tokens is not None
-        return model.expansion.new_tokens.lm_head.weight
-    rows: Tensor = model.lm_head.weight[num_old:]
-    return rows
-
-
 def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: NewPieces | None = None) -> MethodModel:
-    """Return a method's model with the blocks of an expansion not filled yet; on the meta device nothing ever is."""
-    if isinstance(base, ScaleForCausalLM) and not method.widens:
+    """Return a method's model, which of it trains decided; what it adds is filled by `start_model`.
+
+    What trains is held in float32, whatever the base's dtype: it is the master copy that the optimiser updates.
+    """
+    definition = method.definition
+    if isinstance(base, ScaleForCausalLM) and not definition.widens:
         raise ConfigError(
             f"method.variant: {method.variant}: a widened base is only widened further (preserve, route); to train it "
             "otherwise, export it as llama and start from that"
         )
-    if not method.widens:
-        return prepare_baseline(base if new is None else grow_plainly(base, new), method, seed)
-    return ScaleForCausalLM(plan_expansion(base.config, method, new), base)
+    if new is not None and not definition.widens:
+        base = grow_plainly(base, new)
+    if method.trains_base_weights:
+        base.float()
+    model: MethodModel = definition.build(base, method.settings, seed, new)
+    return model
 
 
 def set_router(model: MethodModel, router: RouterConfig) -> None:

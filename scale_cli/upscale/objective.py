@@ -6,21 +6,19 @@ of the run's batches; evaluation goes on with the plain one.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, TrainingError, one_line
-from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.baselines import TRAINED_ALONE
+from scale_cli.model.plain_loss import ChunkedLossModel, plain_of, trained_head
 from scale_cli.upscale.folder import MethodModel
 
 
@@ -36,28 +34,57 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
         model.gradient_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
         return model
-    plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    plain = plain_of(model)
     if train.activation_checkpointing:
         plain.gradient_checkpointing_enable({"use_reentrant": False})
     head = trained_head(plain)
     if type(head) is not nn.Linear or head.bias is not None:
         return model
-    return ChunkedLossModel(plain, train.compile, getattr(plain, TRAINED_ALONE, None))
+    return ChunkedLossModel(plain, compiled if train.compile else None)
 
 
-def trained_head(plain: Any) -> Any:
-    """Return a plain model's vocabulary head; of one that PEFT trains whole beside its adapters, what trains of it."""
-    head = plain.get_output_embeddings()
-    copies = getattr(head, "modules_to_save", None)
-    return head if copies is None else copies[head.active_adapter]
+def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
+    """Return how a run is trained on a device.
+
+    Where a config leaves its kernels open, isolated documents attend on a GPU by flex_attention, which skips what is
+    masked; by sdpa they would have a mask of T x T for every call, and lose the flash kernel.
+    """
+    train = config.train
+    if train.attention == "flex_attention" and device_type == "cpu":
+        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it out")
+    if train.attention is None and config.corpus.isolate_documents and device_type == "cuda":
+        return train.model_copy(update={"attention": "flex_attention"})
+    return train
+
+
+def attends_by_mask(config: RunConfig, device_type: str) -> bool:
+    """Return whether a run holds masks of isolated documents."""
+    takes_masks = config.corpus.isolate_documents and config.train.attention in (None, "sdpa")
+    return takes_masks and settings_on(device_type, config).attention != "flex_attention"
+
+
+@contextmanager
+def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
+    """Evaluate without flex_attention, which is compiled for every new shape: documents have all lengths."""
+    config = _plain(model).config
+    trained_by = config._attn_implementation
+    if trained_by == "flex_attention":
+        set_attention(model, "sdpa")
+    try:
+        yield
+    finally:
+        if trained_by == "flex_attention":
+            set_attention(model, trained_by)
+
+
+def _plain(model: MethodModel) -> Any:
+    plain = plain_of(model)
+    return plain.root if isinstance(plain, ScaleForCausalLM) else plain
 
 
 def set_attention(model: MethodModel, implementation: str) -> None:
     """Let a model's layers attend by an implementation of transformers'."""
-    plain: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    plain = plain.root if isinstance(plain, ScaleForCausalLM) else plain
-    if implementation == "flex_attention" and plain.device.type == "cpu":
-        raise ConfigError("train.attention: flex_attention has no backward pass on a CPU; leave it out")
+    plain = _plain(model)
     try:
         plain.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
@@ -78,56 +105,3 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TrainingError(f"train.compile: cannot compile the decoder here: {one_line(error)}") from None
 
     return run
-
-
-def decoder_over(decoder: Any, layers: Sequence[int]) -> Any:
-    """Return a decoder over some of another's layers, which are the same modules."""
-    part, config = copy.copy(decoder), copy.deepcopy(decoder.config)
-    part._modules = {**decoder._modules, "layers": nn.ModuleList(decoder.layers[layer] for layer in layers)}
-    if kinds := getattr(config, "layer_types", None):  # which a decoder looks up by a layer's place
-        config.layer_types = [kinds[layer] for layer in layers]
-    config.num_hidden_layers = len(layers)
-    part.config = config
-    return part
-
-
-class ChunkedLossModel(nn.Module):
-    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks.
-
-    Where `layers` are given, over those alone.
-    """
-
-    def __init__(self, model: Any, compile_decoder: bool, layers: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.model = model
-        # Not by a module's attribute: its parameters are the model's, and are there already.
-        self._part = None if layers is None else (decoder_over(model.get_decoder(), layers),)
-        self._run = compiled(self._last_states) if compile_decoder else self._last_states
-
-    def _last_states(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        decoder = self.model.get_decoder() if self._part is None else self._part[0]
-        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return states
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        shift_labels: Tensor,
-        num_items_in_batch: int,
-        position_ids: Tensor | None = None,
-        token_losses: Tensor | None = None,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
-        """Return the loss alone.
-
-        Args:
-            input_ids: (B, T).
-            shift_labels: (B, T), the token after each position, -100 where no loss is wanted.
-            num_items_in_batch: what the sum is divided by.
-            position_ids: (B, T), restarting where attention may not look back; None: counted from 0.
-            token_losses: (B, T), filled with what every token adds to the sum; None where nobody asks.
-            **_: what transformers' own models take besides: `labels`, `use_cache`.
-        """
-        head = trained_head(self.model)
-        loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels, token_losses)
-        return CausalLMOutputWithPast(loss=loss / num_items_in_batch)

@@ -36,10 +36,14 @@ def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
     They are what stays when the model becomes the base of another.
     """
     model.eval()
+    return [trained_logits(model, ids) for ids in prompts]
+
+
+def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
+    """Return the trained head's logits: H x_a + H' u of a widened model, the only ones of any other."""
     if isinstance(model, ScaleForCausalLM):
-        states = (model.final_states(ids, preserved=False) for ids in prompts)
-        return [model.adaptation_logits(state) for state in states]
-    return [model(input_ids=ids, use_cache=False).logits for ids in prompts]
+        return model.adaptation_logits(model.final_states(input_ids, preserved=False))
+    return model(input_ids=input_ids, use_cache=False).logits
 
 
 @torch.no_grad()

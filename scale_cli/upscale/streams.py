@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import ExpansionNorm
-from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.serving_scale import WidenedModel
 
 
-def expansion_norms(model: WidenedModel) -> dict[str, ExpansionNorm]:
-    """Return the norms of all expansions by name, each expansion's bottom up."""
+def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
+    """Return the norms of all expansions by name, each expansion's bottom up; none of a model that is not widened."""
     return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
 
 
 @contextmanager
-def measured_stream_ratios(model: WidenedModel) -> Iterator[dict[str, Tensor]]:
+def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield the largest rms(u) / rms(x) of any position that each norm meets in the body, by the norm's name.
 
     Scalars on the model's device, of the forward passes that there are: nothing is computed twice or waited for.
@@ -44,7 +43,7 @@ def measured_stream_ratios(model: WidenedModel) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def layer_ratios(model: ScaleForCausalLM, by_norm: dict[str, Tensor]) -> Tensor:
+def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
     """Return (layers + 1,): what was measured before either norm of each layer of what trains, and before the last."""
     of_layers = [
         torch.maximum(*(by_norm[f"expansion.layers.{index}.{name}_layernorm"] for name in ("input", "post_attention")))

@@ -8,27 +8,22 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
-from scale_cli.config.vocabulary import Script, VocabularyConfig
-from scale_cli.data.corpora import cache_dir
+from scale_cli.config.vocabulary import Script
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
-from scale_cli.storage.atomic import is_whole, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.base import REMEDY, load_base_config, stage_folder
+from scale_cli.upscale.base import REMEDY, load_base_config, stages_below
 from scale_cli.vocabulary.extension import SENTENCEPIECE, with_new_pieces
 from scale_cli.vocabulary.proofs import check_extension
 from scale_cli.vocabulary.spelling import Spelling
 from scale_cli.vocabulary.tokenizer import (
     TOKENIZER_FILES,
-    Extension,
     load_grown,
     read_texts,
     write_grown,
@@ -87,8 +82,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
     """Return where a model's tokenizer lies; of a widened base without new tokens, that of what it stands on."""
-    while model.tokenizer is None and (folder := stage_folder(model)) is not None:
-        config = load_config(folder / "scale.yaml")
+    for folder, config in stages_below(model):
+        if model.tokenizer is not None:
+            break
         if config.method.vocabulary is not None:
             return TokenizerPlace("model.base", str(folder), None, of_run=True)
         model = config.model
@@ -117,61 +113,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
         )
 
 
-def load_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a run: the base's, or the one with new tokens, learned first where nobody has yet."""
-    upscaled = RunFolder(config.output_dir).upscaled
-    return load_grown(upscaled) if _is_upscaled(config) else make_run_tokenizer(config)
-
-
-def _is_upscaled(config: RunConfig) -> bool:
-    vocabulary, written = config.method.vocabulary, RunFolder(config.output_dir).upscaled / "scale.yaml"
-    return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
-
-
-def make_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a run that is about to be upscaled: as `load_run_tokenizer`, whatever was before."""
-    vocabulary = config.method.vocabulary
-    if vocabulary is None:
-        return load_tokenizer(config.model)
-    if stage_folder(config.model) is not None:
-        raise BaseModelError(f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens")
-    return _extension(config, vocabulary).tokenizer()
-
-
-def _extension(config: RunConfig, vocabulary: VocabularyConfig) -> Extension:
-    first_id = load_base_config(config.model).vocab_size
-    base, sources = load_tokenizer(config.model), learned_on(config)
-    return Extension(base, first_id, vocabulary, sources, config.corpus, cache_dir(config))
-
-
-def known_run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
-    """Return a run's tokenizer; None where it would have to be learned first."""
-    vocabulary, cache = config.method.vocabulary, cache_dir(config)
-    if vocabulary is None or vocabulary.folder is not None or _is_upscaled(config):
-        return load_run_tokenizer(config)
-    if not any(cache.glob("vocabulary.*")):
-        return None  # and no text has to be looked at
-    folder = _extension(config, vocabulary).folder
-    return load_grown(folder) if is_whole(folder) else None
-
-
-def sketched_run_tokenizer(config: RunConfig, num_bytes: int) -> Tokenizer:
-    """Return about what a run's tokenizer will be, from so much of each of its texts."""
-    assert config.method.vocabulary is not None
-    return _extension(config, config.method.vocabulary).sketched(num_bytes)
-
-
 def learned_on(config: RunConfig) -> list[CorpusSource]:
     """Return the sources that a run's new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
     return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
-
-
-def tokenizer_of(folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a method folder: its own where it has new tokens, else its base's."""
-    grown = read_json(folder / "config.json").get("new_tokens")
-    return load_grown(folder) if grown else load_tokenizer(model)
 
 
 def write_run_tokenizer(folder: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:

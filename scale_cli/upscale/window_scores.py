@@ -18,7 +18,6 @@ from scale_cli.data.batches import IGNORED, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, json_sha256, new_folder, verify_folder
 from scale_cli.storage.records import BaseRecord
@@ -67,7 +66,7 @@ def base_losses(windows: Windows, base: ModelConfig, at_once: int = 8) -> Scores
     Of a base that is a finished run it is that of its trained head, upon which the next expansion stands.
     """
     model = for_training(placed(load_any_base(base)), TrainConfig(max_steps=1))
-    model.train(isinstance(model, ScaleForCausalLM))  # the mode in which it has a loss of every token
+    model.train()  # the mode in which a widened one has a loss of every token; nothing is dropped out
     scores = np.full(len(windows), np.inf)
     for first in range(0, len(windows), at_once):
         indices = range(first, min(first + at_once, len(windows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,9 @@ class Extension:
         if self.vocabulary.folder is not None:
             return _given(self.base, self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
-            num_new, min_count = num_added(self.first_id, self.vocabulary), self.vocabulary.min_count
-            new = self._learned(_BYTES_READ, min_count)
-            if len(new) < num_new:
-                raise ConfigError(
-                    f"method.vocabulary.new_tokens: {num_new:,}, but the text gives {len(new):,} that occur "
-                    f"{min_count:,} times (method.vocabulary.min_count)"
-                )
+            min_count = self.vocabulary.min_count
+            new, _ = self.learned(_BYTES_READ, min_count)
+            self.check_enough(len(new))
             with new_folder(folder) as partial:
                 write_grown(partial, self.base)
                 extended(self.base.backend_tokenizer, new, self.first_id).save(str(partial / TOKENIZER_FILES[0]))
@@ -81,23 +78,55 @@ class Extension:
         return self.cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
 
     def sketched(self, num_bytes: int) -> Tokenizer:
-        """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens."""
-        new = self._learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
+        """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens.
+
+        ConfigError where that is all the text there is, and gives too few.
+        """
+        new, is_whole = self.learned(num_bytes, self.vocabulary.min_count)
+        if is_whole:
+            self.check_enough(len(new))
+        elif len(new) < num_added(self.first_id, self.vocabulary):
+            new, _ = self.learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
         return extended(self.base.backend_tokenizer, new, self.first_id)
 
-    def _learned(self, num_bytes: int, min_count: int) -> list[NewToken]:
+    def check_enough(self, num_found: int) -> None:
+        """Refuse to add more tokens than the texts give; say how many they do give."""
+        if num_found < num_added(self.first_id, self.vocabulary):
+            most = most_added(self.first_id, num_found)
+            instead = f"put {most} there, or a lower" if most > 0 else "put a lower"
+            raise ConfigError(
+                f"method.vocabulary.new_tokens: {self.vocabulary.new_tokens:,}, but the text gives {num_found:,} that "
+                f"occur {self.vocabulary.min_count:,} times: {instead} method.vocabulary.min_count"
+            )
+
+    def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
+        """Return the tokens that so much of each text gives, and whether that is all of it."""
         backend, name = self.base.backend_tokenizer, self.vocabulary.script
         spelling, script = Spelling.of(backend, self.base.name_or_path), Script.named(name)
         _check_script_is_new(self.base, spelling, script, name)
         num_new = num_added(self.first_id, self.vocabulary)
         check_size(self.first_id + num_new)
-        words = count_words(read_texts(self.sources, self.reading, num_bytes), backend, script)
-        return learn(words, backend, spelling, script, most=num_new, min_count=min_count)
+        read = Counter[str]()
+
+        def counted(texts: Iterator[str]) -> Iterator[str]:
+            for text in texts:
+                read["bytes"] += len(text.encode())
+                yield text
+
+        words = count_words(counted(read_texts(self.sources, self.reading, num_bytes)), backend, script)
+        new = learn(words, backend, spelling, script, most=num_new, min_count=min_count)
+        return new, read["bytes"] < num_bytes
 
 
 def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
     """Return how many tokens are learned, after so many rows of the base."""
     return vocabulary.new_tokens + -(first_id + vocabulary.new_tokens) % ROWS_MULTIPLE
+
+
+def most_added(first_id: int, num_found: int) -> int:
+    """Return the most tokens that can be asked for where so many are found; 0 or less where none can."""
+    total = (first_id + num_found) // ROWS_MULTIPLE * ROWS_MULTIPLE
+    return total - first_id - (ROWS_MULTIPLE if total in TAKEN_FOR_OTHERS else 0)
 
 
 def check_size(vocab_size: int) -> None:

@@ -38,13 +38,14 @@ Source: the blocks are SCALE's (arXiv 2511.03270). For full fine-tuning it is th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.methods.method import Trains
+from scale_cli.methods.widened import plan_expansion
 from scale_cli.model.configuration_scale import ScaleConfig
-from scale_cli.upscale.baselines import copied_layers, deeper_order, ends_of
-from scale_cli.upscale.sizes import plan_expansion
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -81,13 +82,16 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
     Raises:
         ConfigError: the method asks for layers that the base does not have.
     """
-    maps: _Maps = _WidenedMaps.of(base_config, method) if method.widens else _PlainMaps.of(base_config, method)
+    maps: _Maps = (
+        _WidenedMaps.of(base_config, method) if method.definition.widens else _PlainMaps.of(base_config, method)
+    )
     num_keys = (sequence_length + 1) / 2
     query_size = maps.base["q_proj"][1]
     linear, x_grad = maps.embedding()
     attention = fused_attention = 0.0
     for layer, trains in enumerate(maps.layers_train):
-        reads = x_grad or trains  # then its norms' gains do too
+        of_gains = trains or maps.gains_train
+        reads = x_grad or of_gains
         costs, (q_grad, k_grad, v_grad) = zip(
             *(maps.linear(layer, name, reads) for name in _ATTENTION[:3]), strict=True
         )
@@ -97,7 +101,7 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
         fused_attention += 2 * sequence_length * (num_fused * query_size + 7 * maps.added_query_size)
         o_cost, o_grad = maps.linear(layer, "o_proj", q_grad or k_grad or v_grad)
         x_grad = x_grad or o_grad
-        reads = x_grad or trains
+        reads = x_grad or of_gains
         gate_cost, gate_grad = maps.linear(layer, "gate_proj", reads)
         up_cost, up_grad = maps.linear(layer, "up_proj", reads)
         down_cost, down_grad = maps.linear(layer, "down_proj", gate_grad or up_grad)
@@ -120,7 +124,10 @@ class _Maps(Protocol):
     def added_query_size(self) -> int: ...
 
     @property
-    def layers_train(self) -> list[bool]: ...
+    def layers_train(self) -> Sequence[bool]: ...
+
+    @property
+    def gains_train(self) -> bool: ...
 
     def embedding(self) -> tuple[float, bool]: ...
 
@@ -159,6 +166,7 @@ class _WidenedMaps:
     added: dict[str, tuple[int, int]]
     layers_train: list[bool]
     added_query_size: int
+    gains_train: bool = False
 
     @classmethod
     def of(cls, base_config: Any, method: MethodConfig) -> _WidenedMaps:
@@ -197,50 +205,27 @@ class _PlainMaps:
 
     config: Any
     base: dict[str, tuple[int, int]]
-    layers_train: list[bool]
-    embedding_trains: bool
-    head_trains: bool
-    final_norm_trains: bool
-    targets: list[str]
-    rank: int | None  # of LoRA
-    kept: float  # of OSF
+    trains: Trains
     added_query_size: int = 0
+
+    @property
+    def layers_train(self) -> Sequence[bool]:
+        return self.trains.layers
+
+    @property
+    def gains_train(self) -> bool:
+        return self.trains.gains
 
     @classmethod
     def of(cls, config: Any, method: MethodConfig) -> _PlainMaps:
-        num_layers = config.num_hidden_layers
-        layers_train = {
-            "full": [True] * num_layers,
-            "freeze": [layer >= method.freeze.num_layers for layer in range(num_layers)],
-            "lora": [False] * num_layers,
-            "osf": [False] * num_layers,
-            "elo": [True] * (num_layers if method.elo.phase == "alignment" else len(ends_of(num_layers))),
-        }
-        if method.variant in ("llama-pro", "adept"):
-            order = deeper_order(num_layers, copied_layers(num_layers, method))
-            layers_train[method.variant] = [added for _, added in order]
-        aligned = method.variant == "elo" and method.elo.phase == "alignment"
-        whole = aligned or method.variant == "full" or (method.variant == "lora" and method.lora.embeddings)
-        return cls(
-            config,
-            _base_sizes(config),
-            layers_train[method.variant],
-            embedding_trains=whole,
-            # Where the embeddings are tied, freezing the input freezes the head: they are one tensor.
-            head_trains=whole or (method.variant == "freeze" and not config.tie_word_embeddings),
-            final_norm_trains=aligned or method.variant in ("full", "freeze"),
-            targets={"lora": method.lora.targets, "osf": method.osf.targets}.get(method.variant, []),
-            rank=method.lora.rank if method.variant == "lora" else None,
-            kept=method.osf.kept,
-        )
+        return cls(config, _base_sizes(config), method.definition.trains(config, method.settings))
 
     def embedding(self) -> tuple[float, bool]:
         """A look-up; an adapter on it is a look-up and one product, from its rank to the stream."""
         if self._is_target("model.embed_tokens"):
-            return _linear(
-                self._rank(self.config.hidden_size), self.config.hidden_size, reads_grad=True, trains=True
-            ), True
-        return 0.0, self.embedding_trains
+            rank = self.trains.rank(self.config.hidden_size)
+            return _linear(rank, self.config.hidden_size, reads_grad=True, trains=True), True
+        return 0.0, self.trains.embedding
 
     def linear(self, layer: int, name: str, reads_grad: bool) -> tuple[float, bool]:
         module = "self_attn" if name in _ATTENTION else "mlp"
@@ -249,21 +234,17 @@ class _PlainMaps:
 
     def head(self, reads_grad: bool) -> float:
         sizes = self.config.hidden_size, self.config.vocab_size
-        return self._adapted("lm_head", sizes, reads_grad or self.final_norm_trains, self.head_trains)[0]
+        return self._adapted("lm_head", sizes, reads_grad or self.trains.final_norm, self.trains.head)[0]
 
     def _adapted(self, path: str, sizes: tuple[int, int], reads_grad: bool, trains: bool) -> tuple[float, bool]:
         flops = _linear(*sizes, reads_grad=reads_grad, trains=trains)
         if not self._is_target(path):
             return flops, reads_grad or trains
         inputs, outputs = sizes
-        rank = self._rank(min(sizes))
+        rank = self.trains.rank(min(sizes))
         flops += _linear(inputs, rank, reads_grad=reads_grad, trains=True)
         return flops + _linear(rank, outputs, reads_grad=True, trains=True), True
 
-    def _rank(self, size: int) -> int:
-        """LoRA's; of OSF, beside a matrix, both the part that trains and what that part was, which is taken off."""
-        return 2 * (size - int(self.kept * size)) if self.rank is None else self.rank
-
     def _is_target(self, path: str) -> bool:
         """PEFT's own rule for a list of names."""
-        return any(path == target or path.endswith(f".{target}") for target in self.targets)
+        return any(path == target or path.endswith(f".{target}") for target in self.trains.targets)

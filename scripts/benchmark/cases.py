@@ -62,9 +62,8 @@ def cases(shape: Shape, batches: Batches, folder: Path) -> dict[str, Callable[[]
     }
     for ratio in RATIOS:
         expansion = {"ratio": ratio}
-        for variant in ("preserve", "adapt"):
-            name = f"{variant} r={ratio:g}"
-            made[name] = of_ours(name, variant=variant, expansion=expansion)
+        for name in (f"preserve r={ratio:g}", f"adapt r={ratio:g}"):
+            made[name] = of_ours(name, variant=name.split()[0], expansion=expansion)
         name, top = f"route top:{shape.top_layers} r={ratio:g}", {"layers": f"top:{shape.top_layers}"}
         made[name] = of_ours(name, variant="route", expansion=expansion, collaboration=top)
     compiling = shape.train().model_copy(update={"compile": True})
@@ -111,7 +110,7 @@ def ours(
 
 def _hf_lora(shape: Shape, batches: Batches) -> BenchmarkCase:
     """Transformers and PEFT in the plainest loop, with the model's own loss: LoRA of rank 16 on every projection."""
-    lora = MethodConfig(variant="lora").lora
+    lora = MethodConfig(variant="lora").settings
     settings = LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
     model, train, clock = get_peft_model(shape.base(SEED), settings), shape.train(), Clock(shape.device)
     model.train()

@@ -42,8 +42,6 @@ METHODS: list[dict[str, Any]] = [
     {"variant": "llama-pro"},
     {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
     {"variant": "adept", "adept": {"layers": [1]}},
-    {"variant": "elo"},
-    {"variant": "elo", "elo": {"phase": "alignment"}},
     {"variant": "preserve"},
     {"variant": "preserve", "expansion": {"ratio": 1.0}},
     {"variant": "route", "expansion": {"ratio": 0.5, "hidden_ratio": 0.7, "mlp_ratio": 0.1}},

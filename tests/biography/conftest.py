@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.biography import BiographyConfig, PeopleConfig
+from scripts.biography.config import BiographyConfig, PeopleConfig
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from scale_cli.biography.accuracy import first_token_accuracy
-from scale_cli.biography.tasks import Question
-from scale_cli.config.schema import RouterConfig
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained
+from scripts.biography.accuracy import first_token_accuracy
+from scripts.biography.tasks import Question
 from tests.widening import as_if_trained, tiny_llama, widen
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from scale_cli.biography.report import MethodResult, served_lines, verdicts
 from scale_cli.evaluation.results import HEADS
+from scripts.biography.report import MethodResult, served_lines, verdicts
 
 
 def a_result(variant: str, task_0: list[float], task_1: list[float]) -> MethodResult:

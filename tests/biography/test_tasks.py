@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from scale_cli.biography.tasks import write_curriculum
-from scale_cli.config.biography import BiographyConfig
-from scale_cli.data.biography import ATTRIBUTES, answer, generate_people, question
+from scripts.biography.config import BiographyConfig
+from scripts.biography.people import ATTRIBUTES, answer, generate_people, question
+from scripts.biography.tasks import write_curriculum
 
 
 def test_every_question_is_asked_once_and_reads_back_as_it_was_worded(small: BiographyConfig) -> None:

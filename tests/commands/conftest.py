@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.biography.conftest import small
 from tests.export.conftest import trained_once, trained_run
 from tests.join.conftest import runs
 from tests.training.conftest import make_config
 
-__all__ = ["make_config", "runs", "small", "trained_once", "trained_run"]
+__all__ = ["make_config", "runs", "trained_once", "trained_run"]

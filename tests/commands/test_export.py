@@ -16,10 +16,11 @@ from scale_cli.commands.export import card_is_current, check_written_export, exp
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
+from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
-from scale_cli.upscale.folder import load_model, load_onto_base
-from tests.widening import load_widened
+from scale_cli.upscale.folder import load_onto_base
+from tests.widening import load_model, load_widened
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
@@ -50,7 +51,7 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
     assert (answered(plain) - answered(trained.base)).abs().max() > 0.1
     text = "Once upon a time, 옛날에"
     original = AutoTokenizer.from_pretrained(config.model.base)
-    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == original(text).input_ids
+    assert AutoTokenizer.from_pretrained(summary.folder)(text).input_ids == prompt_ids(original, text)
     assert ("router" in "\n".join(summary.lines())) is (method is ROUTE)
 
 
@@ -100,11 +101,11 @@ def test_a_lora_adapter_is_loaded_by_peft_and_by_us_as_what_was_trained(
     assert (answered(base) - expected).abs().max() > 0.01
     assert torch.equal(answered(PeftModel.from_pretrained(base, folder)), expected)
     assert torch.equal(answered(load_onto_base(folder, config.model)), expected)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (folder / name).read_bytes() == (Path(config.model.base) / name).read_bytes()
+    text, original = "Once upon a time", AutoTokenizer.from_pretrained(config.model.base)
+    assert AutoTokenizer.from_pretrained(folder)(text).input_ids == prompt_ids(original, text)
     told = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     assert (told["base_model_name_or_path"], told["peft_type"], told["r"]) == (config.model.base, "LORA", 16)
-    assert told["target_modules"] == sorted(config.method.lora.targets)
+    assert told["target_modules"] == sorted(config.method.settings.targets)
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         names = list(file.keys())
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
@@ -122,7 +123,7 @@ def test_an_export_that_is_not_the_trained_model_leaves_nothing_behind(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trained_run({"variant": "preserve"})
-    monkeypatch.setattr("scale_cli.commands.export.plain_model", lambda *given: corrupted(plain_model(*given)))
+    monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError, match="is not the trained model"):
         export(config)
     assert list((config.output_dir / "export").iterdir()) == []
@@ -134,7 +135,7 @@ def test_a_failed_export_leaves_the_previous_one_as_it_was(
     config = trained_run({"variant": "preserve"})
     folder = export(config).folder
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr("scale_cli.commands.export.plain_model", lambda *given: corrupted(plain_model(*given)))
+    monkeypatch.setattr("scale_cli.export.formats.plain_model", lambda *given: corrupted(plain_model(*given)))
     with pytest.raises(ExportParityError):
         export(config)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gzip
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from scale_cli.commands import init as starter
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.init import SCHEMA_FILE, Answers, Sizes, fitting_sizes, starter_text
+from scale_cli.commands.init import SCHEMA_FILE, Answers, starter_text
 from scale_cli.commands.plan import plan
 from scale_cli.config.load import checked, load_config
 from scale_cli.config.safe_yaml import parse
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import CorpusSource, TextSource
+from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.errors import ConfigError
-from scale_cli.planning.device import Device
+from scale_cli.planning import fitting
+from scale_cli.planning.fitting import Sizes, fitting_sizes
+from scale_cli.planning.speed import Device
+from scale_cli.planning.texts import NewTokens, Parted, source_of
 from tests.command_line import Scale
+from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY
 
-CPU = Device("cpu", 1e12, 0.4, "measured on cpu")
-SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 2**30, 2**34)
+CPU = Device("cpu", 4e11, "measured on cpu")
+SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 5.0, 2**30, 2**34)
+NO_NEW = NewTokens("1.2 a character")
 
 
 def once(count: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,12 +50,12 @@ def once(count: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-COUNTED = {name: once(getattr(starter, name)) for name in ("count_flops", "count_saved_tensors")}
+COUNTED = {name: once(getattr(fitting, name)) for name in ("count_flops", "count_saved_tensors")}
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starter, "measured_device", lambda *_: CPU)
+    monkeypatch.setattr(fitting, "measured_device", lambda *_: CPU)
 
 
 @pytest.fixture
@@ -70,8 +80,8 @@ def test_what_is_written_can_be_planned_and_holds_out_what_it_trains_on_nowhere(
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
     config = load_config(file)
-    assert plan(config, flops=1e12, utilisation=None, num_processes=1).methods[0].chosen
-    (corpus,), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
+    assert plan(config, flops=1e12, num_processes=1).methods[0].chosen
+    (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
     assert (held_out.role, retention.role, held_out.path) == ("acquisition", "retention", corpus.path)
     assert corpus.skip_documents == held_out.max_documents
     assert file.with_name(SCHEMA_FILE).is_file()
@@ -95,7 +105,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     [
         ("--base", "/absent/base", "/absent/base"),
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
-        ("--language", "Korean", "corpus.sources.0.language"),
+        ("--language", "korean", "--language: korean: give its ISO 639 code, such as ko"),
+        ("--retention-language", "kr", "--retention-language: kr is a country; its language is ko"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
@@ -105,6 +116,159 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     assert done.exit_code == 2
     assert said in done.stderr.splitlines()[0] and done.stderr.startswith("error: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_texts_with_a_file_in_common_are_refused_by_their_flags(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    for flag in ("--retention", "--held-out"):
+        given = flags | {"--corpus": tmp_path / "texts/*.txt", flag: tmp_path / "texts/../texts/a.txt"}
+        done = scale("init", tmp_path / "mine.yaml", *flat(given))
+        assert (done.exit_code, list(tmp_path.iterdir())) == (2, [tmp_path / "texts"])
+        assert done.error() == f"--corpus, {flag}: both have {tmp_path}/texts/a.txt; give each a text of its own"
+
+
+def written_for(answers: Answers, sizes: Sizes = SIZES) -> Any:
+    """Return the config that is written, parsed, for texts that nobody looks into."""
+    trained, held, kept = (
+        {"name": name, "path": f"{answers.corpus}.txt", "language": answers.language} for name in ("a", "b", "c")
+    )
+    parts = Parted(trained, held, ""), Parted({}, kept, "")
+    text = starter_text(answers, Path("mine.yaml"), {"base": answers.base}, *parts, NO_NEW, sizes, 5e-3)
+    return parse(text, "mine.yaml")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=40).filter(
+        lambda text: "://" not in text
+    )
+)
+def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
+    tree = written_for(Answers(name, name, "no", name, "en", None, 5.0))
+    assert tree["model"]["base"] == name
+    assert tree["corpus"]["sources"][0]["path"] == f"{name}.txt"
+    assert tree["corpus"]["sources"][0]["language"] == "no"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    flops=st.floats(1e6, 1e16),
+    minutes=st.floats(0.1, 1e5),
+    gib=st.floats(1e-3, 1e3),
+    num_tokens=st.integers(2048, 10**12),
+)
+def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
+    flops: float, minutes: float, gib: float, num_tokens: int
+) -> None:
+    base = LlamaConfig(**TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in COUNTED.items():
+            patch.setattr(fitting, name, count)
+        patch.setattr(fitting, "measured_device", lambda *_: Device("cpu", flops, "measured on cpu"))
+        patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
+        try:
+            sizes = fitting_sizes(base, MethodConfig(), 0, minutes, num_tokens)
+        except ConfigError as error:
+            assert str(error).startswith("--base: needs ")
+            return
+    assert sizes.memory_bytes <= sizes.available_bytes
+    assert sizes.sequence_length <= base.max_position_embeddings
+    assert sizes.global_batch_size % sizes.micro_batch_size == 0
+    assert sizes.max_steps == 10 or sizes.num_tokens <= 4 * num_tokens
+    tree = written_for(Answers("b", "c", "ko", "r", "en", None, minutes), sizes)
+    assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
+
+
+def write_files(folder: Path, documents: list[str]) -> str:
+    for index, document in enumerate(documents[:20]):
+        (folder / f"{index:02}.txt").write_text(document, encoding="utf-8")
+    return "*.txt"
+
+
+def write_novel(folder: Path, documents: list[str]) -> str:
+    (folder / "novel.txt").write_text(" ".join(documents).replace("\n", " "), encoding="utf-8")
+    return "novel.txt"
+
+
+def write_lines(folder: Path, documents: list[str]) -> str:
+    lines = dict.fromkeys("\n".join(documents).replace(". ", ".\n").splitlines())  # once each
+    (folder / "comments.txt").write_text("\n".join(line for line in lines if line.strip()), encoding="utf-8")
+    return "comments.txt"
+
+
+def write_jsonl(folder: Path, documents: list[str]) -> str:
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": of}) + "\n" for of in documents), encoding="utf-8")
+    return "a.jsonl"
+
+
+def write_parquet(folder: Path, documents: list[str]) -> str:
+    pq.write_table(pa.table({"text": documents}), folder / "a.parquet")
+    return "*.parquet"
+
+
+def write_gzip(folder: Path, documents: list[str]) -> str:
+    (folder / "a.txt.gz").write_bytes(gzip.compress("\n\n".join(documents).encode()))
+    return "a.txt.gz"
+
+
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (write_files, "20 documents (text between blank lines): the first 2 held out, the rest to train on"),
+        (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and mine.held-out.jsonl"),
+        (write_lines, " documents (a line each): the first "),
+        (write_jsonl, "60 documents: the first 6 held out, the rest to train on"),
+        (write_parquet, "60 documents: the first 6 held out, the rest to train on"),
+        (write_gzip, "60 documents (text between blank lines): the first 6 held out, the rest to train on"),
+    ],
+)
+def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
+    write: Callable[[Path, list[str]], str],
+    told: str,
+    shared_data: Path,
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fitting, "measured_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
+    korean = CorpusSource(
+        name="ko", path=str(shared_data / "ko-petitions/valid.txt.xz"), language="ko", max_documents=60
+    )
+    documents = [re.sub(r"\s*\n\s*", "\n", text)[:1500] for text in texts_of(korean)]
+    (tmp_path / "text").mkdir()
+    corpus = f"text/{write(tmp_path / 'text', documents)}"
+    Path("old.txt").write_text("\n\n".join(ENGLISH[at : at + 300] for at in range(0, 3000, 300)), encoding="utf-8")
+    base = shared_data / "ckpt-stories260K" / "hf"
+    done = scale("init", "mine.yaml", "--base", base, "--corpus", corpus, "--language", "ko", "--retention", "old.txt")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert told in done.stdout
+    config = load_config(Path("mine.yaml"))
+    sides = [list(texts_of(source)) for source in (config.corpus.sources[0], config.evaluation.perplexity[0])]
+    given_words, words = "".join("".join(documents).split()), "".join("".join([*sides[1], *sides[0]]).split())
+    assert not set(sides[0]) & set(sides[1]) and all(sides)
+    assert sorted(words) == sorted(given_words) or write in (write_files, write_lines)
+    assert scale("run", "mine.yaml").exit_code == 0
+    assert Path("runs/mine/export/llama").is_dir()
+
+
+@pytest.mark.parametrize("flag", ["--corpus", "--retention"])
+def test_too_little_text_is_one_line_and_nothing_is_written(
+    flag: str, flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("짧다." if flag == "--corpus" else "", encoding="utf-8")
+    before = sorted(tmp_path.iterdir())
+    done = scale("init", tmp_path / "mine.yaml", *flat(flags | {flag: tmp_path / "short.txt"}))
+    assert "and a step takes 2,048" in done.error() or "no document with text" in done.error()
+    assert done.exit_code == 2 and sorted(tmp_path.iterdir()) == before
+
+
+def texts_of(source: TextSource) -> list[str]:
+    """Return the documents of a source."""
+    return [record.text for record in CorpusReader(source, 1 << 28) if isinstance(record, Document)]
 
 
 @pytest.mark.parametrize(
@@ -118,45 +282,18 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     ],
 )
 def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -> None:
-    answers = Answers("base", given_text, "ko", given_text, "en", given_text, 5.0)
-    tree = parse(starter_text(answers, {"base": "base"}, SIZES, Path("mine.yaml")), "mine.yaml")
-    for read in (*tree["corpus"]["sources"], *tree["evaluation"]["perplexity"]):
-        assert {key: read[key] for key in ("path", "dataset", "subset", "split") if key in read} == source
+    assert source_of("corpus", given_text, "ko") == {"name": "corpus", **source, "language": "ko"}
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=40).filter(
-        lambda text: "://" not in text
-    )
-)
-def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
-    answers = Answers(name, f"{name}.txt", "no", f"{name}.txt", "en", None, 5.0)
-    tree = parse(starter_text(answers, {"base": name}, SIZES, Path("mine.yaml")), "mine.yaml")
-    assert tree["model"]["base"] == name
-    assert tree["corpus"]["sources"][0]["path"] == f"{name}.txt"
-    assert tree["corpus"]["sources"][0]["language"] == "no"
-
-
-@settings(max_examples=12, deadline=None)
-@given(flops=st.floats(1e6, 1e16), minutes=st.floats(0.1, 1e5), gib=st.floats(1e-3, 1e3))
-def test_sizes_fit_the_memory_the_positions_and_each_other(flops: float, minutes: float, gib: float) -> None:
-    base = LlamaConfig(**TINY)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, count in COUNTED.items():
-            patch.setattr(starter, name, count)
-        patch.setattr(starter, "measured_device", lambda *_: dataclasses.replace(CPU, flops_per_s=flops))
-        patch.setattr(starter, "_memory_bytes", lambda _: int(gib * 2**30))
-        try:
-            sizes = fitting_sizes(base, minutes)
-        except ConfigError as error:
-            assert str(error).startswith("--base: needs ")
-            return
-    assert sizes.memory_bytes <= sizes.available_bytes
-    assert sizes.sequence_length <= base.max_position_embeddings
-    assert sizes.global_batch_size % sizes.micro_batch_size == 0
-    tree = parse(
-        starter_text(Answers("b", "c.txt", "ko", "r.txt", "en", None, minutes), {"base": "b"}, sizes, Path("m.yaml")),
-        "m",
-    )
-    assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
+def test_a_script_that_costs_more_than_two_tokens_a_character_gets_new_tokens_and_old_text_is_replayed(
+    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+) -> None:
+    assert scale("init", tmp_path / "mine.yaml", *flat(flags)).exit_code == 0
+    method = load_config(tmp_path / "mine.yaml").method
+    assert method.vocabulary is not None and method.vocabulary.script == "hangul"
+    assert method.distils
+    english = {"--corpus": flags["--retention"], "--language": "en"}
+    english |= {"--retention": flags["--corpus"], "--retention-language": "ko"}
+    english = flags | english
+    assert scale("init", tmp_path / "english.yaml", *flat(english)).exit_code == 0
+    assert load_config(tmp_path / "english.yaml").method.vocabulary is None

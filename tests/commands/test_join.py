@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import scale_cli.commands.join as commands_join
 from scale_cli.cli import main
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
@@ -319,3 +320,14 @@ def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: 
     assert said.completion == plainly.completion
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
+
+
+def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_before_anything_is_measured(
+    runs: Runs, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each run alone they do; a Llama's configuration takes no other sizes."""
+    wide = trained(shared_data, tmp_path / "wide", expansion={"ratio": 0.25, "hidden_ratio": 0.7})
+    monkeypatch.setattr(commands_join, "score", None)
+    with pytest.raises(ConfigError, match=r"^--format llama: \d+ channels in all .* by \d+ heads") as refused:
+        join([runs["korean"].output_dir, wide.output_dir], tmp_path / "out", None, 0.0, folder_format="llama")
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
-from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig, Variant
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.tokens import tokenised
+from scale_cli.methods import METHODS
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.run import Run
 from scripts.benchmark.algebra import ideal_flops_per_token
 from tests.benchmark.test_algebra import LLAMA_3_2_1B
 from tests.command_line import Scale
+from tests.vocabulary.tokenizers_at_hand import BROKEN, KOREAN, llama_2
 from tests.widening import tiny_llama
 
 
@@ -46,7 +50,7 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     config["corpus"]["sequence_length"] = 8192
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
-        return plan(RunConfig.model_validate(config), flops=4e14, utilisation=None, num_processes=2)
+        return plan(RunConfig.model_validate(config), flops=4e14, num_processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     base = LlamaConfig(**{**LLAMA_3_2_1B.to_dict(), "num_hidden_layers": 3})
     config = tree(folder, write_base(folder / "base", base), variant="route", expansion={"ratio": 0.125})
     config["corpus"]["sequence_length"] = 8192
-    return plan(RunConfig.model_validate(config), flops=4e14, utilisation=None, num_processes=2)
+    return plan(RunConfig.model_validate(config), flops=4e14, num_processes=2)
 
 
 def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
@@ -72,11 +76,11 @@ def test_llama_3_2_1b_is_planned_from_its_config_alone(llama_1b: Plan) -> None:
 
 def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_theirs(every_method: Plan) -> None:
     assert every_method.num_tokens == 10 * 4 * 8192
-    assert {method.variant for method in every_method.methods} == set(get_args(Variant)) and not every_method.refused
+    assert {method.variant for method in every_method.methods} == METHODS.keys() and not every_method.refused
     for method in every_method.methods:
         ideal = ideal_flops_per_token(
             every_method.base_config,
-            MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion),  # type: ignore[arg-type]
+            MethodConfig(variant=method.variant, expansion=every_method.config.method.expansion),
             8192,
         )
         assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
@@ -89,7 +93,7 @@ def test_the_plan_fits_a_terminal_of_100_columns(every_method: Plan) -> None:
     assert max(len(line) for line in lines) <= 100
     marked = [line for line in lines if line.startswith("> ") and "route" in line]
     assert len(marked) == 2, "one row of work, one of memory"
-    for variant in get_args(Variant):
+    for variant in METHODS:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
 
 
@@ -97,7 +101,7 @@ def test_what_is_planned_is_what_the_verbs_make(tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_llama(hidden_size=64).save_pretrained(base)
     config = RunConfig.model_validate(tree(tmp_path, base, variant="adapt"))
-    for method in plan(config, 1e12, None, 1).methods:
+    for method in plan(config, 1e12, 1).methods:
         made = start_model(
             load_base(ModelConfig(base=str(base), dtype="bfloat16")),
             MethodConfig.model_validate({"variant": method.variant}),
@@ -108,30 +112,30 @@ def test_what_is_planned_is_what_the_verbs_make(tmp_path: Path) -> None:
 
 
 def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
-    for variant in get_args(Variant):
+    for variant in METHODS:
         layers = "none" if variant == "preserve" else "top:1"
         method = MethodConfig.model_validate(
             {"variant": variant, "collaboration": {"layers": layers}, "lora": {"rank": 3}}
         )
         beside = methods_beside(method)
-        assert {other.variant for other in beside} == set(get_args(Variant)) - {variant}
-        assert {other.lora.rank for other in beside} == {3}
+        assert {other.variant for other in beside} == METHODS.keys() - {variant}
+        assert {*map(attrgetter("lora.rank"), beside)} == {3}
     distilled = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
-    assert len(methods_beside(distilled)) == len(get_args(Variant)) - 1
+    assert len(methods_beside(distilled)) == len(METHODS) - 1
 
 
 def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path, tmp_path: Path) -> None:
     base = shared_data / "ckpt-stories260K" / "hf"
     config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
     (tmp_path / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    assert tokenised_corpora(config) == [None]
+    assert tokenised_corpora(Run(config)) == [None]
     tokenizer = AutoTokenizer.from_pretrained(base)
     corpus = tokenised(config.corpus.sources[0], tokenizer, tmp_path / "run" / "tokens", show_progress=False)
-    (told,) = tokenised_corpora(config)
+    (told,) = tokenised_corpora(Run(config))
     assert told is not None and told.num_tokens == len(corpus.ids)
     assert told.num_epochs == 10 * 4  # each time in a window of its own
     (tmp_path / "news.txt").write_text("Another text.", encoding="utf-8")
-    assert tokenised_corpora(config) == [None]
+    assert tokenised_corpora(Run(config)) == [None]
 
 
 def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +146,7 @@ def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, mo
     tokenised(
         config.corpus.sources[0], AutoTokenizer.from_pretrained(base), tmp_path / "run" / "tokens", show_progress=False
     )
-    made = plan(config, 1e12, None, 1)
+    made = plan(config, 1e12, 1)
     (warning,) = made.warnings
     assert "corpus news: its " in warning and " times over" in warning
     lines = made.lines()
@@ -154,7 +158,7 @@ def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(every_
     (warning,) = every_method.warnings
     assert warning.startswith("news: no file matches ") and "`scale run`" in warning
     shown = " ".join(line.strip() for line in every_method.lines())
-    assert "news: no file matches" in shown and len(every_method.methods) == len(get_args(Variant))
+    assert "news: no file matches" in shown and len(every_method.methods) == len(METHODS)
 
 
 def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
@@ -163,7 +167,7 @@ def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="preserve")])
     config = tree(tmp_path, shared_data / "ckpt-stories260K" / "hf", variant="full")
     config["train"]["decay_to_base"] = True
-    full, preserve = plan(RunConfig.model_validate(config), 1e12, None, 1).methods
+    full, preserve = plan(RunConfig.model_validate(config), 1e12, 1).methods
     assert full.memory.frozen == full.memory.trainable
     assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
 
@@ -175,9 +179,19 @@ def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_pla
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
     base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
     config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
-    made = plan(config, 1e12, None, 1)
+    made = plan(config, 1e12, 1)
     assert made.refused.keys() == {"freeze"} and [method.variant for method in made.methods] == ["preserve", "full"]
     assert any("freeze" in line and "2 layers" in line for line in made.lines())
+
+
+def test_a_tokenizer_that_loses_the_text_is_told_in_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "news.txt").write_text(KOREAN, encoding="utf-8")
+    for kind, is_told in ((llama_2, False), *((broken, True) for broken in BROKEN)):
+        base = write_base(tmp_path / kind.__name__)
+        PreTrainedTokenizerFast(tokenizer_object=kind()).save_pretrained(base)
+        lines = plan_module._absent(Run(RunConfig.model_validate(tree(tmp_path, base))))
+        assert [line.partition(" (")[0] for line in lines] == ["news"] * is_told
+        assert all("the tokenizer loses" in line for line in lines)
 
 
 # The command line
@@ -191,18 +205,17 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
+def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     small: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
-    written = small.parent / "plan.json"
-    absent = "evaluation.benchmarks=[{name: questions, path: nowhere.jsonl, language: ko}]"
-    done = scale("plan", small, absent, "--flops", "4.0e14", "--output", written)
+    absent = "evaluation.benchmarks=[{name: questions, path: nowhere.yaml, language: ko}]"
+    done = scale("plan", small, absent, "--flops", "4.0e14")
     assert done.exit_code == 0
     shown = done.stdout
-    assert "questions: no file matches nowhere.jsonl; the plan needs no text" in " ".join(shown.split())
+    assert "questions: no such file: nowhere.yaml; the plan needs no text" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
-    methods = json.loads(written.read_text(encoding="utf-8"))["methods"]
+    methods = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)["methods"]
     assert methods[0]["variant"] == "preserve" and methods[0]["memory_bytes"] == sum(methods[0]["memory"].values())
     assert not (small.parent / "run").exists()
 
@@ -216,7 +229,6 @@ def test_the_verb_prints_the_plan_and_writes_nothing_but_what_it_is_told_to(
         (["method.variant=lora", "method.lora.targets=[no_such_proj]"], ["method.lora.targets"]),
         (["corpus.sequence_length=100000"], ["corpus.sequence_length"]),
         (["--num-processes", "3"], ["train.global_batch_size", "3 processes"]),
-        (["--output", "."], ["--output .", "is a folder"]),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_that_names_it(

@@ -30,14 +30,14 @@ def of_config(config: RunConfig, tmp_path: Path, scale: Scale) -> Scale:
     return lambda verb, *arguments: scale(verb, path, *arguments)
 
 
-def test_a_held_out_file_without_text_is_refused_by_its_place_before_training(
+def test_a_held_out_file_without_text_is_refused_by_its_place_before_anything_is_made(
     config: RunConfig, tmp_path: Path, of_config: Scale
 ) -> None:
     (tmp_path / "empty.txt").touch()
     done = of_config("run", f"evaluation.perplexity.1.path={tmp_path}/empty.txt")
     assert done.exit_code == 2
     assert f"petitions-held-out ({tmp_path}/empty.txt): no document with text" in done.stderr
-    assert not RunFolder(config.output_dir).final.exists()
+    assert not RunFolder(config.output_dir).upscaled.exists()
 
 
 @pytest.mark.parametrize("verb", ["run", "evaluate"])
@@ -54,8 +54,12 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
     config: RunConfig, of_config: Scale, layers: str
 ) -> None:
     asked = ("export={}", f"method.collaboration.layers={layers}")
-    assert of_config("run", *asked).exit_code == 0
+    done = of_config("run", *asked)
+    assert done.exit_code == 0
     run = RunFolder(config.output_dir)
+    generating, serving = done.stdout.splitlines()[-1].split("; ")
+    assert generating == f"next           scale generate {run.root} --prompt '...' --temperature 0.8"
+    assert serving == f"scale serve {run.root}" + ("" if layers == "none" else " --plain")
     folders = [run.export("llama"), *([] if layers == "none" else [run.export("transformers")])]
     assert folders == sorted((run.root / "export").iterdir())
     before = {folder: (folder / "model.safetensors").stat().st_ino for folder in folders}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,17 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.planning import counting
 from scale_cli.planning.counting import peak_tokens_per_s
-from scale_cli.storage.atomic import load_tensors, write_json
+from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
 from scale_cli.training import checkpoint, loop, saving
 from scale_cli.training.observing import Observer
 from scale_cli.training.step import TakenStep, train_step
+from scale_cli.vocabulary import proofs
+from tests.data.test_conversations import PLAIN, talk
 from tests.torture.tiny_run import CLOCK
 from tests.training.test_tensor_rates import ADEPT
+from tests.widening import lower_stories
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -149,37 +153,91 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     assert TrainState.load(run.final) == position
 
 
-def test_a_position_of_an_older_version_is_read(tmp_path: Path) -> None:
-    write_json(tmp_path / "position.json", {"step": 3, "num_tokens": 600, "elapsed_s": 2.0, "skipped_steps": 0})
-    assert TrainState.load(tmp_path).tokens_per_s == 300
+@pytest.fixture
+def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Keys that a run of AdamW can have at once: new tokens, conversations, replay, a choice among its weights, ..."""
+    monkeypatch.setattr(proofs, "_CODE_POINTS", range(0x500))
+    monkeypatch.setattr(proofs, "_NUM_RANDOM", 200)
+    base = shutil.copytree(lower_stories(shared_data), tmp_path / "base")
+    (base / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
+    talks = [{"m": talk([(f"ask {n}", f"say {n * n}")] * (n % 3 + 1))} for n in range(30)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks), encoding="utf-8")
+    petitions = f"{shared_data}/ko-petitions/valid.txt.xz, language: ko"
+    stories = f"{shared_data}/en-tinystories/tinystories_val.txt, language: en"
+    sources = (
+        f"{{name: petitions, path: {petitions}, max_documents: 8, select: {{by: ngram, keep: 0.7}}}}",
+        f"{{name: tiny, path: {stories}, max_documents: 30, role: replay, order: shuffled}}",
+        f"{{name: talks, path: {tmp_path}/talks.jsonl, language: en, messages_field: m}}",
+    )
+    held_out = (
+        f"{{name: kept, role: retention, path: {stories}, skip_documents: 40, max_documents: 2}}",
+        f"{{name: learnt, role: acquisition, path: {petitions}, skip_documents: 9, max_documents: 1}}",
+    )
+    stages = "{until: 0.4, weights: {petitions: 1, talks: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1, talks: 1}}"
+    return (
+        f"model.base={base}",
+        "model.dtype=bfloat16",
+        "method.vocabulary={new_tokens: 64, min_count: 2, sources: [petitions]}",
+        "method.collaboration.layers=none",
+        "method.expansion.codes=cooccurrence",
+        "method.distillation.weight=1",
+        f"corpus.sources=[{', '.join(sources)}]",
+        f"corpus.stages=[{stages}]",
+        "corpus.isolate_documents=true",
+        "corpus.max_unknown_fraction=1.0",
+        f"evaluation.perplexity=[{', '.join(held_out)}]",
+        "train.average={kind: tail, steps: 5}",
+        "train.lookahead={every_steps: 2}",
+        "train.embedding_norm=bounded",
+        "train.lr_multipliers={head: 3.0}",
+        "train.mixed_precision=bf16",
+        "train.activation_checkpointing=true",
+        "train.schedule=infinite",
+        "train.on_nonfinite=skip",
+        "train.eval_every_steps=4",
+        "train.max_forgetting=0.5",
+        "train.log_every_steps=2",
+    )
 
 
-@pytest.mark.parametrize(
-    "overrides", [(), TO_THE_BASE, ADEPT], ids=["", "osf, averaged, lookahead, to the base", "adept"]
-)
-def test_killed_without_warning_and_resumed_equals_uninterrupted_bitwise(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+@pytest.mark.parametrize("kind", ["adapt", "osf, averaged, lookahead, to the base", "adept", "everything"])
+def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """Steps after the last checkpoint are done again; the log shows none of them twice."""
+    """Steps after the last checkpoint are done again; the log shows none of them twice. One step is not finite."""
+    overrides = {"adapt": (), "adept": ADEPT}.get(kind, TO_THE_BASE)
+    if kind == "everything":
+        overrides = request.getfixturevalue("everything")
     whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
     for config in (whole, cut):
         upscale(config)
-    train(whole, None, said_nothing)
+    kill_at: list[int] = []
 
     class Killed(BaseException):
         """Stands for SIGKILL: nothing of ours handles it."""
 
     def step_until_killed(*args: Any, **kwargs: Any) -> TakenStep:
-        if args[3].step == 5:
+        if args[3].step in kill_at:
             raise Killed
-        return train_step(*args, **kwargs)
+        if kind != "everything" or args[3].step != 4:
+            return train_step(*args, **kwargs)
+        trained = next(parameter for parameter in args[1].parameters() if parameter.requires_grad)
+        poison = trained.register_hook(lambda gradient: gradient * torch.nan)
+        taken = train_step(*args, **kwargs)
+        poison.remove()
+        return taken
 
     monkeypatch.setattr(loop, "train_step", step_until_killed)
-    with pytest.raises(Killed):
-        train(cut, None, said_nothing)
-    assert [record["step"] for record in metrics(RunFolder(cut.output_dir))] == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(loop, "train_step", train_step)
+    train(whole, None, said_nothing)
+    for resume, step in ((None, 5), ("auto", 7)):
+        kill_at[:] = [step]
+        with pytest.raises(Killed):
+            train(cut, resume, said_nothing)
+        logged = [int(str(record["step"])) for record in metrics(RunFolder(cut.output_dir)) if "loss" in record]
+        assert logged[-1] == step - step % whole.train.log_every_steps and logged == sorted(set(logged))
+    kill_at.clear()
     train(cut, "auto", said_nothing)
+    assert TrainState.load(RunFolder(cut.output_dir).checkpoint(9)).skipped_steps == (kind == "everything")
     assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
 
 

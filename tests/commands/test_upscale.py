@@ -16,8 +16,10 @@ from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, 
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.folder import MethodModel, load_model
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.run import Run, open_folder
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
+from tests.widening import load_model
 
 
 @pytest.fixture
@@ -156,7 +158,7 @@ def test_a_damaged_folder_is_refused_by_the_files_name(config: RunConfig, name: 
 
 def test_a_folder_that_is_not_there_says_what_makes_it(config: RunConfig) -> None:
     with pytest.raises(RunFolderError, match="run the verb that makes it first"):
-        load_model(config.output_dir / "upscaled", config.model)
+        open_folder(config.output_dir / "upscaled")
 
 
 def test_base_logits_that_are_not_preserved_leave_nothing_behind(
@@ -172,7 +174,7 @@ def test_base_logits_that_are_not_preserved_leave_nothing_behind(
     monkeypatch.setattr(ScaleForCausalLM, "base_logits", off_by_a_bit)
     with pytest.raises(PreservationError, match="the base logits are not preserved on 'It was the best of times"):
         upscale(config)
-    assert not config.output_dir.exists() or list(config.output_dir.iterdir()) == []
+    assert not (config.output_dir / "upscaled").exists()
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
@@ -187,7 +189,7 @@ def test_a_base_with_a_weight_that_is_not_finite_is_refused_by_its_name(
     config = configured(base, tmp_path / "run", variant=variant)
     with pytest.raises(BaseModelError, match=rf"{name} of .*base holds numbers that are not finite \(1 of 11,008\)"):
         upscale(config)
-    assert not config.output_dir.exists()
+    assert not (config.output_dir / "upscaled").exists()
 
 
 def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: RunConfig) -> None:
@@ -201,15 +203,15 @@ def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: Ru
 
 
 def test_upscaling_is_finished_for_the_same_base_and_method_only(base: Path, config: RunConfig) -> None:
-    assert not upscale_is_finished(config)
+    assert not upscale_is_finished(Run(config))
     upscale(config)
-    assert upscale_is_finished(config)
+    assert upscale_is_finished(Run(config))
     others = [
         configured(base, config.output_dir, variant="adapt"),
         configured(base, config.output_dir, seed=1, variant="route", collaboration={"layers": "top:1"}),
         configured(base, config.output_dir, "bfloat16", variant="route", collaboration={"layers": "top:1"}),
     ]
-    assert not any(upscale_is_finished(other) for other in others)
+    assert not any(upscale_is_finished(Run(other)) for other in others)
 
 
 def test_nothing_of_the_base_is_changed_by_widening_it(config: RunConfig, base: Path) -> None:
@@ -241,11 +243,11 @@ def test_a_base_whose_config_or_tokenizer_has_changed_is_refused(base: Path, con
         load_model(summary.folder, config.model)
     (base / "config.json").write_text(json.dumps(told), encoding="utf-8")
     load_model(summary.folder, config.model)
-    tokenizer = load_tokenizer(config.model)
-    check_tokenizer(tokenizer, summary.record)
-    tokenizer.add_tokens(["Lily"])
+    check_tokenizer(load_tokenizer(config.model), summary.record)
+    changed = load_tokenizer(config.model)
+    changed.add_tokens(["Lily"])
     with pytest.raises(BaseModelError, match="tokenizer"):
-        check_tokenizer(tokenizer, summary.record)
+        check_tokenizer(changed, summary.record)
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(base: Path, config: RunConfig) -> None:
@@ -276,9 +278,9 @@ def test_a_tokenizer_of_its_own_place_may_move_but_not_change(base: Path, config
 
     assert (upscale(given("one")).folder / "tokenizer.json").is_file()
     shutil.copytree(tmp_path / "one", tmp_path / "moved")
-    assert upscale_is_finished(given("moved"))
+    assert upscale_is_finished(Run(given("moved")))
     other = load_tokenizer(given("one").model)
     other.eos_token = "<unk>"
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(BaseModelError, match=r"the tokenizer of .*other is not the one"):
-        upscale_is_finished(given("other"))
+        upscale_is_finished(Run(given("other")))

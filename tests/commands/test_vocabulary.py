@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from scale_cli.export.router_keys import routed_class
 from scale_cli.planning import counting
 from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.upscale.session import open_final, open_start
-from scale_cli.upscale.tokenizer import load_run_tokenizer, load_tokenizer
+from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
+from tests.command_line import ModelLoads, model_loads
 from tests.commands.test_train import raise_signal_after
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
@@ -47,7 +48,7 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     evaluate(config)
     export(config)
 
-    session = open_final(config)
+    session = Run(config).open_final()
     assert len(session.tokenizer) == 576
     folder = config.output_dir / "export/llama"
     told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -97,9 +98,9 @@ def test_a_run_upon_one_with_new_tokens_has_them_in_every_verb_and_export(shared
     upscale(config)
     train(config, None, lambda _: None)
     evaluate(config)
-    session, folder = open_final(config), export(config).folder
+    session, folder = Run(config).open_final(), export(config).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() == open_final(below).tokenizer.get_vocab()
+    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() == Run(below).open_final().tokenizer.get_vocab()
     ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
     assert ids.max() >= 512
     served = routed_class(folder).from_pretrained(folder)
@@ -150,16 +151,35 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     assert PreservationError.exit_code == 3
 
 
+def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead_can_be_had(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
+    monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
+    config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
+    with pytest.raises(ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives") as refused:
+        plan(config, 1e12, 1)
+    with pytest.raises(ConfigError) as refused_too:
+        upscale(config)
+    assert str(refused_too.value) == str(refused.value)
+    assert not config.output_dir.exists()
+    (instead,) = re.findall(r"put (\d+) there", str(refused.value))
+    fitting = config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2})
+    assert plan(fitting, 1e12, 1).growth is not None
+    with pytest.raises(ModelLoads):
+        upscale(fitting)
+
+
 def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_lora = next(method for method in methods_beside(MethodConfig()) if method.variant == "lora")
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [of_lora])
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
-    sketched = plan(config, 1e12, None, 1)
+    sketched = plan(config, 1e12, 1)
     assert sketched.growth is not None and not sketched.growth.is_learned
     upscale(config)
-    made = plan(config, 1e12, None, 1)
+    made = plan(config, 1e12, 1)
     assert made.growth is not None and made.growth.is_learned
     for planned in (sketched, made):
         assert planned.growth is not None
@@ -169,21 +189,21 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         assert any(
             f"{told.num_tokens_before:,} -> {told.num_tokens_after:,} tokens" in line for line in planned.lines()
         )
-    old, new = load_tokenizer(config.model), load_run_tokenizer(config)
+    old, new = Run(config).base_tokenizer, Run(config).tokenizer
     texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
     counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
     (told,) = made.growth.sources
     assert [told.num_tokens_before, told.num_tokens_after] == counts
 
     methods = {method.variant: method for method in made.methods}
-    trained = open_start(config).load()
+    trained = Run(config).open_start().load()
     numbers = [sum(p.numel() for p in trained.parameters() if p.requires_grad is trains) for trains in (False, True)]
     assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
     assert (
         methods["no new tokens"].num_tokens == methods["lora"].num_tokens == round(2 * 2 * 32 * counts[0] / counts[1])
     )
     without = config.model_copy(update={"method": config.method.model_copy(update={"vocabulary": None})})
-    alone = {method.variant: method for method in plan(without, 1e12, None, 1).methods}
+    alone = {method.variant: method for method in plan(without, 1e12, 1).methods}
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
     monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
@@ -194,5 +214,5 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     sources = [config.corpus.sources[0].model_dump(), english]
     stages = [{"until": 0.5, "weights": {"ko": 1.0}}, {"until": 1.0, "weights": {"ko": 1.0, "en": 3.0}}]
     corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources, "stages": stages})
-    staged = growth_of(config.model_copy(update={"corpus": corpus}))
+    staged = growth_of(Run(config.model_copy(update={"corpus": corpus})))
     assert staged.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "Korean of 1 and 1/4 steps"

@@ -106,7 +106,7 @@ def _config(folder: Path, made: Made) -> dict[str, Any]:
 
 def _cost(made: Made) -> dict[str, Any]:
     trainable = {"full": 1_000_000, "freeze": 600_000, "lora": 20_000, "llama-pro": 250_000}.get(made.variant, 400_000)
-    added = trainable if made.variant not in ("full", "freeze", "elo") else 0
+    added = trainable if made.variant not in ("full", "freeze") else 0
     return {
         "trainable_parameters": trainable,
         "total_parameters": 1_000_000 + added,

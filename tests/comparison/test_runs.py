@@ -30,6 +30,6 @@ def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_nam
         set_up(tmp_path / "alike", [web, old]),
     ]
     assert setup_differences(load_runs([first, *others])) == {
-        "more": ["train.attention: not set -> 'eager'", "corpus.sources: without old, also news"],
-        "less": ["train.lr: 0.001 -> 0.002", "corpus.sources: without old, web with another max_documents and weight"],
+        "more": ["train.attention: not set -> 'eager'", "corpus.sources: news, old"],
+        "less": ["train.lr: 0.001 -> 0.002", "corpus.sources: old, web"],
     }

@@ -50,7 +50,6 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "freeze": {"num_layers": 3},
             "llama_pro": {"num_blocks": None},
             "adept": {"num_blocks": None, "layers": None, "probe_windows": 16, "every_steps": 500},
-            "elo": {"phase": "layers"},
             "vocabulary": None,
         },
         "corpus": {
@@ -94,6 +93,7 @@ def test_what_the_smallest_config_leaves_out_has_the_documented_default() -> Non
             "adam_epsilon": 1e-8,
             "max_grad_norm": 1.0,
             "sharding": "none",
+            "sharded_within": "launch",
             "mixed_precision": "no",
             "attention": None,
             "compile": False,
@@ -324,3 +324,12 @@ def test_a_micro_batch_that_is_left_open_divides_every_processs_share(
         at_once = train.sequences_at_once(num_processes)
         assert share % at_once == 0
         assert at_once == min(share, 8) or share % min(share, 8)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another(precision: str) -> None:
+    trained = f"train.mixed_precision={precision}"
+    assert load_text(SMALLEST, trained).evaluation.mixed_precision == precision
+    for stated in ("no", "bf16"):
+        config = load_text(SMALLEST, trained, f"evaluation.mixed_precision={stated}")
+        assert config.evaluation.mixed_precision == stated

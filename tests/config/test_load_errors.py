@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.load import load_config
+from scale_cli.config.load import _REMOVED, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from tests.config.small_config import EVALUATED, KEYS, SMALLEST, error_of, load_text
@@ -149,7 +151,7 @@ def test_an_unknown_key_like_no_other_comes_with_the_known_ones() -> None:
         ("method.distillation.weight=-1", "method.distillation.weight"),
         ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
         ("corpus.sources.0.path=~", "corpus.sources.0"),
-        ("corpus.sources.0.documents=line", "corpus.sources.0.documents"),
+        ("corpus.sources.0.documents=word", "corpus.sources.0.documents"),
         ("corpus.sources.0={name: a, dataset: some/set, language: en, documents: file}", "corpus.sources.0"),
         ("train.max_steps=ten", "train.max_steps"),
         ("train.lr=.nan", "train.lr"),
@@ -307,6 +309,22 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
     assert len(lines) == len(set(lines)) == 3
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("method.variant=elo", "method.variant"),
+        ("method.expansion.init=copy", "method.expansion.init"),
+        ("method.expansion.codes=spelled", "method.expansion.codes"),
+    ],
+)
+def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: str, key: str) -> None:
+    assert re.fullmatch(rf"override .*: {re.escape(key)}: \w+ is no more: .+", error_of(SMALLEST, override))
+
+
+def test_the_section_of_a_method_that_is_gone_says_nothing_of_another() -> None:
+    assert load_text(SMALLEST, "method.elo={phase: layers}") == load_text(SMALLEST)
+
+
 def test_a_yaml_error_names_file_and_line(write: Write) -> None:
     path = write(SMALLEST + "a: b: c\n")
     with pytest.raises(ConfigError, match="not valid YAML") as caught:
@@ -329,3 +347,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("key", [key for key, (_, instead) in _REMOVED.items() if instead])
+def test_a_removed_key_says_what_to_do_without_it_and_is_passed_over_where_it_says_nothing(key: str) -> None:
+    (idle, instead), in_list = _REMOVED[key], key.removeprefix("evaluation.benchmarks.")
+
+    def given(value: object) -> str:
+        written = json.dumps(value)
+        return f"{key}={written}" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: {written}}}]"
+
+    assert f".{in_list.split('.')[-1]}: this key was removed; {instead}" in error_of(EVALUATED, given("other"))
+    load_text(EVALUATED, given(idle))
+
+
+@pytest.mark.parametrize(("country", "language"), [("kr", "ko"), ("jp", "ja"), ("cn", "zh")])
+def test_a_country_in_the_place_of_its_language_is_told_which_that_is(country: str, language: str) -> None:
+    message = error_of(SMALLEST, f"corpus.sources.0.language={country}")
+    assert message.endswith(f"corpus.sources.0.language: {country} is a country; its language is {language} (ISO 639)")
+    load_text(SMALLEST, f"corpus.sources.0.language={language}")

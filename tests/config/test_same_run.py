@@ -20,7 +20,7 @@ from scale_cli.config.same_run import (
     scored_otherwise,
 )
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.values import Change, Section
+from scale_cli.values import Change, Section
 
 
 def config(**changes: Any) -> RunConfig:

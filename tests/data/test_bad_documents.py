@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import gzip
+import json
+import subprocess
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.sources import TextSource
+from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader, Document, Reason, Rejected
+from scale_cli.data.tokens import check_sample
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
     COMPRESSORS,
     DOCUMENTS,
     FORMATS,
     LIMIT,
+    as_json,
     as_jsonl,
     as_parquet,
     as_txt,
@@ -28,6 +34,7 @@ from tests.data.corpus_files import (
     kept,
     records,
 )
+from tests.vocabulary.tokenizers_at_hand import llama_3
 
 # What is bad is passed over, with its reason and place
 
@@ -93,6 +100,17 @@ def test_a_bad_line_of_text_costs_its_paragraph(
     assert dropped(found) == [(reason, f"{file}:4")]
     assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
     assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
+
+
+@pytest.mark.parametrize(("end", "compression"), [(b"\n", ""), (b"\r\n", ""), (b"\r\n", ".gz")])
+def test_a_bad_line_costs_itself_alone_where_a_line_is_a_document(tmp_path: Path, end: bytes, compression: str) -> None:
+    file, longest = tmp_path / f"corpus.txt{compression}", b"x" * 1000
+    bad = {b"caf\xe9": Reason.NOT_UTF8, b"a\0b": Reason.NUL, b"a" * 1001: Reason.TOO_LARGE, b" \t": Reason.EMPTY}
+    for last in (b"", end):
+        file.write_bytes(COMPRESSORS[compression](end.join([b"one", b"", *bad, b"", longest]) + last))
+        found = records(file, limit=1000, documents="line")
+        assert kept(found) == ["one", longest.decode()]
+        assert dropped(found) == [(reason, f"{file}:{line}") for line, reason in enumerate(bad.values(), start=3)]
 
 
 @formats
@@ -220,11 +238,12 @@ def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [".jsonl", ".parquet"])
-def test_a_file_of_records_is_not_one_document(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("documents", ["line", "file"])
+def test_a_file_of_records_is_not_parted_otherwise(tmp_path: Path, form: str, documents: str) -> None:
     file = tmp_path / f"corpus{form}"
     file.write_bytes(FORMATS[form](DOCUMENTS))
-    with pytest.raises(CorpusError, match=r"documents: file is for \.txt") as caught:
-        records(file, documents="file")
+    with pytest.raises(CorpusError, match=rf"documents: {documents} is for \.txt") as caught:
+        records(file, documents=documents)
     assert str(file) in str(caught.value)
 
 
@@ -243,3 +262,87 @@ def test_an_unknown_suffix_is_named_before_anything_is_read(tmp_path: Path, name
         CorpusReader(TextSource(name="source", path=str(tmp_path / "*"), language="ko"), LIMIT)
     assert str(tmp_path / name) in str(caught.value)
     assert ".jsonl" in str(caught.value)
+
+
+# What was meant is said
+
+KOREAN = "모든 국민은 법 앞에 평등하다. 누구든지 성별 종교 또는 사회적 신분에 의하여 차별을 받지 아니한다."
+TEXT_OF = {
+    "ko": KOREAN,
+    "ja": "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で泣いていた。",
+    "zh": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
+    "ru": "Все люди рождаются свободными и равными в своём достоинстве и правах.",
+    "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits et doués de raison et déjà là.",
+}
+ENCODINGS = [
+    *((encoding, "ko") for encoding in ("cp949", "utf-16-le", "utf-16-be", "utf-16")),
+    *((encoding, "ja") for encoding in ("cp932", "utf-16-le")),
+    ("gb18030", "zh"),
+    ("cp1251", "ru"),
+    *((encoding, "fr") for encoding in ("cp1252", "utf-16-le")),
+]
+
+
+def refusal(path: Path | str, language: str = "ko", **options: Any) -> str:
+    """The line that a source gets when a verb opens it."""
+    source = TextSource(name="source", path=str(path), language=language, **options)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama_3())
+    with pytest.raises(CorpusError) as caught:
+        check_sample(source, tokenizer, ReadingConfig())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("encoding", "language"), ENCODINGS)
+@pytest.mark.parametrize("size", [1, 500])
+@pytest.mark.parametrize(("suffix", "compression"), [(".txt", ""), (".jsonl", ""), (".csv", ""), (".txt", ".gz")])
+def test_a_text_that_is_not_utf_8_is_read_after_the_line_that_its_refusal_gives(
+    tmp_path: Path, encoding: str, language: str, size: int, suffix: str, compression: str
+) -> None:
+    documents = [f"{TEXT_OF[language]} {number}" for number in range(size)]
+    records = [json.dumps({"text": text}, ensure_ascii=False) for text in documents]
+    text = {".txt": "\n\n".join(documents), ".jsonl": "\n".join(records), ".csv": "\n".join(["text", *documents])}
+    file = tmp_path / f"a corpus{suffix}{compression}"
+    file.write_bytes(COMPRESSORS[compression](text[suffix].encode(encoding)))
+    told = refusal(file, language)
+    command = told.partition(" looks like ")[2].partition(": ")[2]
+    assert command.startswith(("cat", "gzip -dc")), told
+    subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path)
+    found = CorpusReader(TextSource(name="source", path=str(tmp_path / f"*.utf-8{suffix}"), language="ko"), LIMIT)
+    assert kept(list(found)) == documents
+
+
+def test_some_damage_in_a_text_of_utf_8_is_no_other_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_bytes(f"{KOREAN} ".encode() + b"caf\xe9 caf\xe9")
+    assert refusal(file) == f"source ({file}): no document with text (1 not UTF-8: {file}:1)"
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".json", ".parquet"])
+def test_a_record_without_the_field_says_which_it_has(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"corpus{form}"
+    columns = {".jsonl": as_jsonl, ".json": as_json, ".parquet": as_parquet}
+    file.write_bytes(columns[form](DOCUMENTS, "document"))
+    assert "id, document" in refusal(file)
+
+
+def test_too_large_a_document_names_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(as_jsonl(["a" * (LIMIT + 1)]))
+    assert "corpus.max_document_bytes" in refusal(file)
+
+
+def test_a_source_of_which_all_is_passed_over_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(as_jsonl(DOCUMENTS))
+    assert refusal(file, skip_documents=32).endswith("no document is left: skip_documents passes over all 3")
+
+
+@pytest.mark.parametrize("below", ["", "more/"])
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, end: str) -> None:
+    (tmp_path / "text" / below).mkdir(parents=True, exist_ok=True)
+    for name in ("a.jsonl.gz", "b.jsonl.gz", "c.txt", "README.md", "d.md", "e.md"):
+        (tmp_path / "text" / below / name).write_bytes(b"")
+    pattern = tmp_path / "text" / ("**" if below else "") / "*.jsonl.gz"
+    assert refusal(f"{tmp_path}/text{end}").endswith(f"text is a folder, not a file; give {pattern}")

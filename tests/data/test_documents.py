@@ -131,6 +131,15 @@ def test_a_file_may_be_one_document(tmp_path: Path, compression: str) -> None:
     assert read(path, documents="file") == [text, text]
 
 
+@compressions
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_may_be_one_document(tmp_path: Path, compression: str, end: str) -> None:
+    lines = ["\ufeff첫 문장", "", "  둘째 ", "third\u2028still", ""]
+    (tmp_path / f"a.txt{compression}").write_bytes(COMPRESSORS[compression](end.join(lines).encode()))
+    path = str(tmp_path / f"*.txt{compression}")
+    assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"]
+
+
 # Datasets: a local folder goes the way of a hub id
 
 

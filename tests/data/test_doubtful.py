@@ -1,4 +1,4 @@
-"""A text read over and over, held-out text that is trained on, unknown text, stretched positions: each is warned of."""
+"""A text read over and over, held-out text that is trained on, lost text, stretched positions: each is warned of."""
 
 from __future__ import annotations
 
@@ -148,23 +148,38 @@ def test_a_hash_is_found_among_any_number_of_others(wanted: set[int], hashes: li
     assert found.tolist() == [number in hashes for number in sorted(wanted)]
 
 
-def test_a_corpus_that_an_earlier_version_tokenised_is_not_compared(
+def test_lost_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = " ".join(WORDS * 9)
+    (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
+    assert line == "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'"
+
+
+def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    config = configured(tmp_path, [[*HELD_OUT, " ".join(WORDS)]], HELD_OUT)
-    assert len(warned(config, tokenizer)) == 1
-    for folder in (tmp_path / "run" / "tokens").iterdir():
-        manifest = json.loads((folder / "manifest.json").read_text())
-        del manifest["files"]["hashes.bin"]
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        (folder / "hashes.bin").unlink()
-    assert warned(config, tokenizer) == []
+    sentences = "".join(f"w{number % 60} w{number % 7}\n" for number in range(20_000))
+    text = {"one": sentences, "parted": sentences.replace("w1 ", "\nw2 "), "small": "w1 w2\nw3 w4\n"}
+    tree = configured(tmp_path, [HELD_OUT], HELD_OUT).model_dump(mode="json", exclude={"corpus"})
+    for name, of_file, documents, told in [
+        ("one", "one", "paragraph", True),
+        ("by_line", "one", "line", False),
+        ("by_file", "one", "file", False),
+        ("parted", "parted", "paragraph", False),
+        ("small", "small", "paragraph", False),
+    ]:
+        (tmp_path / f"{of_file}.txt").write_text(text[of_file], encoding="utf-8")
+        source = {"name": name, "path": str(tmp_path / f"{of_file}.txt"), "language": "en", "documents": documents}
+        config = RunConfig.model_validate({**tree, "corpus": {"sequence_length": 8, "sources": [source]}})
+        lines = [line for line in warned(config, tokenizer) if "documents: line" in line]
+        assert [line.partition(" of ")[0] for line in lines] == [f"corpus {name}: 1 document"] * told
+        assert all("documents: file" in line for line in lines)
 
 
-def test_unknown_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = " ".join(WORDS * 3)
-    (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
-    assert line.startswith("corpus c0: 0.55 % of its tokens are <unk>")
+def test_a_held_out_text_of_one_document_is_told_to_have_no_interval(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (line,) = warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT[:1]), tokenizer)
+    assert line.startswith("held-out held: one document,") and "documents: line" in line
 
 
 @pytest.mark.parametrize(

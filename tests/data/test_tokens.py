@@ -202,8 +202,9 @@ def test_another_cut_into_documents_makes_another_folder(tmp_path: Path, english
     path.write_text("\n\n".join(TEXTS), encoding="utf-8")
     paragraphs = open_corpus(path, english, tmp_path / "cache")
     whole = open_corpus(path, english, tmp_path / "cache", documents="file")
-    assert folders_of(tmp_path / "cache") == {paragraphs.folder.name, whole.folder.name}
-    assert (len(paragraphs), len(whole)) == (3, 1)
+    lines = open_corpus(path, english, tmp_path / "cache", documents="line")
+    assert folders_of(tmp_path / "cache") == {paragraphs.folder.name, lines.folder.name, whole.folder.name}
+    assert (len(paragraphs), len(lines), len(whole)) == (3, sum(len(text.splitlines()) for text in TEXTS), 1)
     assert whole.num_bytes.tolist() == [path.stat().st_size]
 
 

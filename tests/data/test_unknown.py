@@ -1,20 +1,26 @@
-"""What a tokenizer has no id for is counted, and too much of it refused: bits/byte would be those of another text."""
+"""What a tokenizer does not give back is counted, and too much is refused: bits/byte would be of another text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.data.encoding import Encoder, RoundTrip, TokenizerSpec
 from scale_cli.data.ledger import Ledger
-from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.data.tokens import TokenisedCorpus, check_sample, tokenised
 from scale_cli.errors import CorpusError
+from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, qwen
 
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。ｶﾞﾗｽ、㍿、①、Ａ"
 WORDS = ["<unk>", "a", "cat", "sat"]
 MODELS: dict[str, Any] = {
     "words": lambda: models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"),
@@ -29,39 +35,107 @@ def tokenizer_of(model: str, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def opened(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, **reading: float) -> TokenisedCorpus:
+def source_of(folder: Path, texts: list[str], **options: Any) -> TextSource:
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    source = TextSource(name="news", path=str(path), language="ko")
+    return TextSource(name="news", path=str(path), language="ko", **options)
+
+
+def opened(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, **reading: float) -> TokenisedCorpus:
     limits = ReadingConfig.model_validate({"num_workers": 1, **reading})
-    return tokenised(source, tokenizer, folder / "cache", show_progress=False, reading=limits)
+    return tokenised(source_of(folder, texts), tokenizer, folder / "cache", show_progress=False, reading=limits)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_tokenizer_that_drops_a_script_is_refused_by_a_sample_and_by_the_whole(
+    tmp_path: Path, broken: Callable[[], Tokenizer]
+) -> None:
+    tokenizer, texts = PreTrainedTokenizerFast(tokenizer_object=broken()), [KOREAN] * 3
+    message = r"news \(.*\): the tokenizer loses \d+\.\d % of its text, as in '안녕하세요', more than "
+    with pytest.raises(CorpusError, match=message):
+        check_sample(source_of(tmp_path, texts), tokenizer, ReadingConfig())
+    with pytest.raises(CorpusError, match=message):
+        opened(tmp_path, texts, tokenizer)
+    assert opened(tmp_path, texts, tokenizer, max_unknown_fraction=1.0).ledger.round_trip.num_lost > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [ENGLISH, KOREAN, RUSSIAN, JAPANESE])
+def test_a_tokenizer_that_knows_every_byte_loses_nothing(
+    tmp_path: Path, kind: Callable[[], Tokenizer], text: str
+) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=kind())
+    assert opened(tmp_path, [text], tokenizer).ledger.round_trip.num_lost == 0
+
+
+NORMAL_FORMS = {
+    "NFC": normalizers.NFC(),
+    "NFD": normalizers.NFD(),
+    "NFKC": normalizers.NFKC(),
+    "NFKD": normalizers.NFKD(),
+    "lower": normalizers.Lowercase(),
+    "BERT": normalizers.BertNormalizer(clean_text=True, strip_accents=True, lowercase=True),
+    "spaces": normalizers.Sequence([normalizers.Strip(), normalizers.Replace(" ", "")]),
+}
+
+
+@pytest.mark.parametrize("form", NORMAL_FORMS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(
+        st.one_of(
+            st.sampled_from(ENGLISH + KOREAN + RUSSIAN + JAPANESE + "ㅋㅋㅠㅠéß☺…〜"),
+            st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"], exclude_characters="\ufffd"),
+        ),
+        min_size=1,
+    )
+)
+def test_no_normal_form_is_a_loss(form: str, text: str) -> None:
+    tokenizer = qwen()
+    tokenizer.normalizer = NORMAL_FORMS[form]
+    encoder = Encoder(TokenizerSpec(tokenizer.to_str(), before=(), after=(), dtype="uint16"))
+    assert encoder.encode([text]).round_trip.num_lost == 0
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_id_that_stands_for_unknown_text_is_in_the_ledger(tmp_path: Path, model: str) -> None:
-    corpus = opened(tmp_path, ["a cat sat", "고양이 cat", "a 개"], tokenizer_of(model), max_unknown_fraction=1.0)
-    assert corpus.ledger.num_unknown_tokens == int((corpus.ids == 0).sum()) > 0
-    assert corpus.ledger.unknown_fraction == (corpus.ids == 0).mean()
-    assert Ledger.from_json(json.loads(json.dumps(corpus.ledger.to_json()))) == corpus.ledger
+def test_what_stands_for_unknown_text_gives_none_of_it_back(tmp_path: Path, model: str) -> None:
+    texts = ["a cat sat", "고양이 cat", "a 개"]
+    ledger = opened(tmp_path, texts, tokenizer_of(model), max_unknown_fraction=1.0).ledger
+    # 7 of 10 letters of 13 bytes, for a syllable has two or three, and 2 of 3 of 5 bytes
+    assert ledger.round_trip == RoundTrip(ledger.kept.num_bytes, num_lost=10 + 4, example="고양이")
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
 
 
 def test_a_mark_at_a_border_is_not_unknown_text(tmp_path: Path) -> None:
     """As in GPT-2, where one token is the beginning, the end and the unknown."""
     tokenizer = tokenizer_of("words", bos_token="<unk>", eos_token="<unk>", unk_token="<unk>")
-    corpus = opened(tmp_path, ["a cat sat"], tokenizer)
-    assert corpus.ledger.num_unknown_tokens == 0
+    assert opened(tmp_path, ["a cat sat"], tokenizer).ledger.round_trip.num_lost == 0
 
 
 def test_a_corpus_that_the_tokenizer_does_not_know_is_refused_by_its_share(tmp_path: Path) -> None:
-    texts = ["a cat sat"] * 32 + ["a 고양이"]  # one unknown token of 98
-    with pytest.raises(CorpusError, match=r"news \(.*\): 1\.0 % of its tokens are <unk>.*max_unknown_fraction 0\.01"):
+    texts = ["a cat sat"] * 99 + ["a 가나가나"]  # 8 of 9 letters of 14 bytes
+    with pytest.raises(
+        CorpusError, match=r"news \(.*\): the tokenizer loses 1\.4 % .*'가나가나'.*max_unknown_fraction 0\.01"
+    ):
         opened(tmp_path, texts, tokenizer_of("words"))
-    assert opened(tmp_path, texts, tokenizer_of("words"), max_unknown_fraction=0.011).ledger.num_unknown_tokens == 1
-    assert opened(tmp_path, ["a cat sat"] * 33 + texts, tokenizer_of("words")).ledger.num_unknown_tokens == 1
+    assert opened(tmp_path, texts, tokenizer_of("words"), max_unknown_fraction=0.015).ledger.round_trip.num_lost == 13
+    assert opened(tmp_path, ["a cat sat"] * 66 + texts, tokenizer_of("words")).ledger.round_trip.num_lost == 13
 
 
-def test_a_folder_of_an_earlier_version_is_read_without_a_count(tmp_path: Path) -> None:
-    told = opened(tmp_path, ["a cat"], tokenizer_of("words")).ledger.to_json()
-    del told["num_unknown_tokens"]
-    ledger = Ledger.from_json(told)
-    assert (ledger.num_unknown_tokens, ledger.unknown_fraction) == (None, 0.0)
+def test_a_sample_refuses_by_the_share_only_where_it_is_the_whole(tmp_path: Path) -> None:
+    lost, known = ["a 가나"] * 20, ["a cat sat"] * 1000  # some 2 to 4 %
+    for texts, refused in ((lost + known[:20], True), (lost + known, True), (lost * 2 + known * 2, False)):
+        source, tokenizer = source_of(tmp_path, texts), tokenizer_of("words")
+        if refused:
+            with pytest.raises(CorpusError, match="the tokenizer loses"):
+                check_sample(source, tokenizer, ReadingConfig(max_unknown_fraction=0.001))
+        else:
+            check_sample(source, tokenizer, ReadingConfig(max_unknown_fraction=0.001))
+
+
+def test_a_sample_has_text_of_every_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a cat sat")
+    (tmp_path / "b.txt").write_text("고양이 한 마리", encoding="utf-8")
+    source = TextSource(name="news", path=[str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], language="ko")
+    with pytest.raises(CorpusError, match="'고양이'"):
+        check_sample(source, tokenizer_of("words"), ReadingConfig())

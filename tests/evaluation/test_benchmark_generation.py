@@ -13,7 +13,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from scale_cli.config.schema import ModelConfig, RouterConfig
+from scale_cli.config.schema import ModelConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation import benchmark_tasks
@@ -23,6 +23,7 @@ from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks
 from scale_cli.evaluation.benchmarks import measure_items
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.tokenizer import load_tokenizer

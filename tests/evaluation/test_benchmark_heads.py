@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import LlamaConfig
 
-from scale_cli.config.schema import ModelConfig, RouterConfig
+from scale_cli.config.schema import ModelConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
@@ -20,25 +20,24 @@ from scale_cli.evaluation.benchmark_tasks import open_benchmarks
 from scale_cli.evaluation.benchmarks import measure_items
 from scale_cli.evaluation.results import HEADS
 from scale_cli.export.dense import dense_model
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.evaluation.task_files import some_of_blimp, task_of
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
-SOURCES: list[dict[str, Any]] = [
-    {"name": "blimp", "path": "eval-blimp/BLiMP.zip", "language": "en", "limit": 1},
-    {
-        "name": "arc",
-        "path": "eval-arc-easy/arc_easy.jsonl",
-        "language": "en",
-        "limit": 20,
-        "prompt": "{{query}}\nAnswer:",
-    },
-    {"name": "copa", "path": "eval-kobest/COPA/test.tsv", "language": "ko", "limit": 20},
-]
+
+
+def sources(shared_data: Path, folder: Path) -> list[dict[str, Any]]:
+    return [
+        some_of_blimp(shared_data, folder, 1),
+        task_of(shared_data, folder, "arc_easy", limit=20, doc_to_text="{{query}}\nAnswer:"),
+        task_of(shared_data, folder, "kobest_copa", limit=20),
+    ]
 
 
 def trained(shared_data: Path, checkpoint: str) -> ScaleForCausalLM:
@@ -58,8 +57,7 @@ def asked(*texts: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, text, index) for index, text in enumerate(texts)]
 
 
-def opened(shared_data: Path, source: dict[str, Any]) -> Any:
-    source = source | {"path": str(shared_data / source["path"])}
+def opened(source: dict[str, Any]) -> Any:
     (benchmark,), _ = open_benchmarks([BenchmarkSource.model_validate(source)])
     return benchmark
 
@@ -74,8 +72,9 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
     answers.tokenizer.save_pretrained(tmp_path)
     folders = {"adapted": str(tmp_path), "base": str(shared_data / checkpoint / "hf")}
     theirs = {head: HFLM(folder, device="cpu", dtype="float32", batch_size=8) for head, folder in folders.items()}
-    for source in SOURCES if checkpoint == "ckpt-stories260K" else SOURCES[1:]:
-        benchmark = opened(shared_data, source)
+    measured = sources(shared_data, tmp_path)
+    for source in measured if checkpoint == "ckpt-stories260K" else measured[1:]:
+        benchmark = opened(source)
         items = measure_items(benchmark, answers)
         (task,) = benchmark.tasks.values()
         for head, hf in theirs.items():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest import utils as kobest
 
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.evaluation import benchmark_tasks
 from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks
+from tests.evaluation.task_files import some_of_blimp, task_of
 
 MEAN = {"aggregation": "mean", "higher_is_better": True}
 ACCURACY = [{"metric": "acc", **MEAN}]
@@ -25,9 +27,8 @@ def source(name: str, **keys: Any) -> BenchmarkSource:
     return BenchmarkSource.model_validate({"name": name} | keys)
 
 
-def local(shared_data: Path, path: str, **keys: Any) -> Benchmark:
-    language = "ko" if "kobest" in path else "en"
-    (benchmark,), skipped = open_benchmarks([source("local", path=str(shared_data / path), language=language, **keys)])
+def opened(task: dict[str, Any]) -> Benchmark:
+    (benchmark,), skipped = open_benchmarks([BenchmarkSource.model_validate(task)])
     assert skipped == []
     return benchmark
 
@@ -82,39 +83,67 @@ def test_a_suites_name_says_its_language_and_the_config_may_say_otherwise(name: 
     assert (said.language, said.role) == ("de", "retention")
 
 
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [("COPA", kobest.copa_doc_to_text), ("SentiNeg", kobest.sentineg_doc_to_text), ("WiC", kobest.wic_doc_to_text)],
-)
-def test_kobest_is_asked_in_lm_evals_own_words(shared_data: Path, task: str, text: Any) -> None:
-    benchmark = local(shared_data, f"eval-kobest/{task}/test.tsv", limit=3)
+# Lines of the TSVs without their header, and the choices, as the HF card has them.
+KOBEST = {"boolq": (1404, 2), "copa": (1000, 2), "hellaswag": (500, 4), "sentineg": (397, 2), "wic": (1260, 2)}
+
+
+@pytest.mark.parametrize("task", KOBEST)
+def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
+    shared_data: Path, tmp_path: Path, task: str
+) -> None:
+    benchmark = opened(task_of(shared_data, tmp_path, f"kobest_{task}"))
     (made,) = benchmark.tasks.values()
-    assert benchmark.reports_macro_f1
-    for doc in made.test_docs():
-        assert made.doc_to_text(doc) == text(doc)
+    num_items, num_choices = KOBEST[task]
+    docs = list(made.test_docs())
+    assert len(docs) == num_items and benchmark.reports_macro_f1
+    assert {made.doc_to_target(doc) for doc in docs} == set(range(num_choices))
+    assert {len(made.doc_to_choice(doc)) for doc in docs} == {num_choices}
+    for doc in docs[:5]:
+        assert made.doc_to_text(doc) == THEIR_TEXT[task](doc)
 
 
-def test_kobest_boolq_and_hellaswag_have_their_choices(shared_data: Path) -> None:
-    (boolq,) = local(shared_data, "eval-kobest/BoolQ/test.tsv", limit=2).tasks.values()
-    doc = boolq.test_docs()[0]
-    assert boolq.doc_to_text(doc) == f"{doc['paragraph']} 질문: {doc['question']} 답변: "
-    assert (boolq.doc_to_choice(doc), boolq.doc_to_target(doc)) == (["아니오", "예"], 0)
-    (hellaswag,) = local(shared_data, "eval-kobest/HellaSwag/test.tsv", limit=2).tasks.values()
-    doc = hellaswag.test_docs()[0]
-    assert hellaswag.doc_to_choice(doc)[3] == "여자가 답장하지 않자 전 남자친구에게서 전화가 걸려온다."
-    assert hellaswag.doc_to_target(doc) == 3
+# lm-eval's prompts, of its own columns.
+THEIR_TEXT: dict[str, Callable[[dict[str, Any]], str]] = {
+    "boolq": lambda doc: f"{doc['Text']} 질문: {doc['Question']} 답변: ",
+    "copa": lambda doc: kobest.copa_doc_to_text({"premise": doc["sentence"], "question": doc["question"]}),
+    "hellaswag": lambda doc: f"문장: {doc['context']}",
+    "sentineg": lambda doc: kobest.sentineg_doc_to_text({"sentence": doc["Text"]}),
+    "wic": lambda doc: kobest.wic_doc_to_text(
+        {"word": doc["Target"], "context_1": doc["SENTENCE1"], "context_2": doc["SENTENCE2"]}
+    ),
+}
 
 
-def test_the_prompt_of_a_local_multiple_choice_is_the_configs(shared_data: Path) -> None:
-    benchmark = local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt="{{query}}\nAnswer:")
-    (task,) = benchmark.tasks.values()
-    assert task.doc_to_text(task.test_docs()[0]).endswith("most food webs?\nAnswer:")
+def test_all_of_blimp_is_read_and_nothing_is_written_for_it(shared_data: Path, tmp_path: Path) -> None:
+    (task,) = opened(some_of_blimp(shared_data, tmp_path, None)).tasks.values()
+    assert len(task.test_docs()) == 67_000
+    assert {path.name for path in tmp_path.iterdir()} == {"blimp.yaml", "blimp.jsonl"}
 
 
-@pytest.mark.parametrize("prompt", ["{{query", "{{question}}", "{{query / 2}}", "{{query.nothing.more}}"])
-def test_a_prompt_that_cannot_be_written_is_refused_before_anything_is_measured(shared_data: Path, prompt: str) -> None:
-    with pytest.raises(ConfigError, match=r"local: prompt: ."):
-        local(shared_data, "eval-arc-easy/arc_easy.jsonl", limit=2, prompt=prompt)
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"doc_to_text": "{{query"}, "unexpected end of template"),
+        ({"doc_to_text": "{{question}}"}, "'question' is undefined"),
+        ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "nowhere.jsonl"),
+        ({"dataset_path": "pandas"}, "dataset_path: local files are read, as one of arrow, csv"),
+        ({"include": "other.yaml"}, "not a task of lm-eval that stands by itself"),
+        ({"dataset_kwargs": {"data_files": {"test": "x"}, "cache_dir": "elsewhere"}}, "cache_dir"),
+    ],
+)
+def test_a_task_that_cannot_be_opened_is_one_line_that_names_its_file(
+    shared_data: Path, tmp_path: Path, keys: dict[str, Any], told: str
+) -> None:
+    task = task_of(shared_data, tmp_path, "arc_easy", **keys)
+    with pytest.raises(ConfigError) as caught:
+        opened(task)
+    message = str(caught.value)
+    assert message.startswith(f"{task['path']}: ") and told in message and "\n" not in message
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"x: no such file: .*nothing\.yaml"):
+        opened({"name": "x", "path": str(tmp_path / "nothing.yaml"), "language": "en"})
 
 
 def test_a_task_whose_data_is_not_there_is_one_line_at_once_and_the_rest_are_opened(

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.config.schema import ContinuationsConfig, ModelConfig, RouterConfig
+from scale_cli.config.schema import ContinuationsConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.language_confusion import Letters, continue_prompts, scripts_of
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import Passes
 from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.tokenizer import load_tokenizer

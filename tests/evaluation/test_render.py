@@ -6,6 +6,7 @@ import math
 import re
 import struct
 import warnings
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from scale_cli.config.schema import MethodConfig, RouterConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.language_confusion import Letters
-from scale_cli.evaluation.render import draw_trade_off, markdown, terminal_lines
+from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
-from scale_cli.report.figures import png
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.report.figures import save
 from scale_cli.report.numbers import Interval, with_interval
 
 ROUTE = MethodConfig(variant="route")
@@ -74,7 +76,7 @@ def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_s
     row = next(line for line in terminal_lines(measured) if "in its script" in line)
     assert " ".join(row.split()) == "in its script 45.0 % 10.0 % 100.0 % letters after 2 prompts"
     page = markdown(measured, ROUTE, None)
-    assert "letters in the prompt's script [95 %]" in page and "45.0 % [0.0, 90.0]" in page
+    assert "in its script, letters after prompts, 95 %" in page and "45.0 % [0.0, 90.0]" in page
     assert "with the beginnings of 2 documents" in page and "prompt's script" not in markdown(report(), ROUTE, None)
     assert Report.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
@@ -127,7 +129,7 @@ def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dic
     assert "![" in text and "(picture.png)" in text
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
-        assert "**routed, posterior** (served)" in section
+        assert "**routed, posterior**, served" in section
         assert "| routed, cosine |" in section
         rows = [line for line in section.splitlines() if line.startswith("|")]
         assert len(rows) == 2 + len(HEADS)
@@ -136,6 +138,61 @@ def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dic
     assert "not finite" in text or not of_losses.get("broken")
     assert not re.search(r"\b(nan|inf|None)\b", text)
     assert "![" not in markdown(made, ROUTE, None)
+
+
+@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+def test_the_page_asks_for_nothing_from_outside_and_says_what_the_markdown_says(of_losses: dict[str, Any]) -> None:
+    made = report(**of_losses)
+    page, text = html(made, ROUTE, "<svg/>"), markdown(made, ROUTE, None)
+    assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
+    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)).replace("−", "-").replace(",", "")
+    for row in (line for line in text.splitlines() if line.startswith("|") and "---" not in line):
+        for cell in row.strip("|").split("|"):
+            words = re.sub(r"[*\\,]", "", cell.replace("−", "-").replace(", served", "")).split()
+            assert all(word in shown for word in words)
+
+
+def test_the_page_and_the_markdown_say_the_same_facts_of_every_corpus() -> None:
+    corpora = [dataclasses.replace(each, num_prompts=7) for each in report().corpora]
+    made = dataclasses.replace(report(), corpora=corpora)
+    own = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
+    shown = unescape(re.sub(r"<[^>]*>", "", html(made, own, None)))
+    told = markdown(made, own, None).splitlines()
+    for line in (line for line in told if line and line[0] not in "#|!"):
+        assert " ".join(line.replace("*", "").split()) in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("role", "served", "ends", "verdict"),
+    [
+        ("retention", 1.9, (-0.2, -0.05), "kept and improved"),
+        ("retention", 2.1, (0.05, 0.2), "worse than the base, by 0.693 nats a document at most"),
+        ("acquisition", 1.9, (-0.2, -0.05), "learned"),
+        ("acquisition", 2.1, (0.05, 0.2), "worse than the base, by 0.693 nats a document at most"),
+        ("acquisition", 1.9, (-0.2, 0.05), "no difference shown"),
+        ("retention", 2.0, (0.0, 0.0), "no difference shown"),
+        ("retention", 2.0001, (0.00005, 0.0002), "the same to three digits"),
+        ("retention", 1.9, (None, None), "kept and improved"),
+        ("retention", None, (None, None), "not finite"),
+    ],
+)
+def test_the_verdict_is_right_for_gains_losses_and_no_difference(
+    role: str, served: float | None, ends: tuple[float | None, float | None], verdict: str
+) -> None:
+    measured = corpus("x", "en", role)
+    change = Interval(None if served is None else served - 2.0, *ends)
+    heads = measured.heads | {
+        "base": dataclasses.replace(measured.heads["base"], bits_per_byte=2.0),
+        "posterior": dataclasses.replace(
+            measured.heads["posterior"],
+            bits_per_byte=served,
+            bits_per_byte_difference=change,
+            worst_document_nats=0.6931,
+        ),
+    }
+    made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
+    assert markdown(made, ROUTE, None).splitlines()[2].startswith("**English (x) went from 2.000 to ")
+    assert f": {verdict}.**" in markdown(made, ROUTE, None)
 
 
 def test_figures_are_the_documents_own() -> None:
@@ -207,7 +264,7 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_the_picture_is_a_png_of_a_size_that_can_be_read(tmp_path: Path, of_losses: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        png(lambda figure: draw_trade_off(figure, report(**of_losses)), tmp_path / "picture.png")
+        save(lambda figure: draw_trade_off(figure, report(**of_losses)), tmp_path / "picture.png")
     width, height = png_size(tmp_path / "picture.png")
     assert 800 <= width <= 4000
     assert 600 <= height <= 4000
@@ -221,7 +278,7 @@ def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark() -> None:
     bars = [container for container in figure.axes[0].containers if isinstance(container, ErrorbarContainer)]
     assert bars and all(not container.lines[1] for container in bars), "caps"
     marks = {line.get_label(): line.get_zorder() for line in figure.axes[0].lines}
-    assert all(marks["trained head"] > arm.get_zorder() for container in bars for arm in container.lines[2])
+    assert all(marks["trained"] > arm.get_zorder() for container in bars for arm in container.lines[2])
 
 
 def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:

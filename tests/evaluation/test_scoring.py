@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from scale_cli.config.schema import ModelConfig, RouterConfig
+from scale_cli.config.schema import ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.threads_as_processes import in_processes

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from scale_cli.config.schema import MethodConfig, RouterConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.scoring import TWO_HEADS
 from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights

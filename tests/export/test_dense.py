@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from scale_cli.config.schema import CollaborationConfig, ExpansionConfig, MethodConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.export import dense as dense_module
 from scale_cli.export.dense import StreamScales, dense_config, dense_model
+from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig
 from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import start_model

@@ -11,12 +11,14 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.sources import CorpusSource
+from scale_cli.data.tokens import DocumentMarkers, tokenised
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
-from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
 from tests.model.test_families import FAMILIES, answered, tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -55,11 +57,12 @@ LEFT = (
 
 @pytest.fixture
 def base(shared_data: Path, tmp_path: Path) -> Path:
-    """A random Llama with a real tokenizer, as transformers 4 wrote them."""
+    """A random Llama with a real tokenizer that frames its prompts, as transformers 4 wrote them."""
     folder = tmp_path / "base"
     tiny_llama(vocab_size=512, eos_token_id=2).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, folder / name)
+    frame_prompts(folder, load_tokenizer(ModelConfig(base=str(folder))))
     spell(folder, None)
     return folder
 
@@ -209,3 +212,47 @@ def test_a_tokenizer_that_the_config_names_is_copied_from_its_own_place(base: Pa
     for file in elsewhere.iterdir():
         assert (tmp_path / "export" / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / "export" / "added_tokens.json").exists()
+
+
+QWEN = {"add_bos_token": False, "tokenizer_class": "Qwen2Tokenizer"}
+# A class with steps of its own, and marks that its settings do not name.
+NEOX = {"tokenizer_class": "GPTNeoXTokenizer", "bos_token": "<|end_of_text|>", "unk_token": "<|end_of_text|>"}
+TEXTS = ["Once upon a time", "학교에서 Lily saw 3 big dogs."]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "settings"),
+    [
+        ("ckpt-stories260K", {}),  # has a BOS, and files that do not write it
+        ("ckpt-stories260K", {"add_bos_token": False, "add_eos_token": True}),
+        ("ckpt-stories260K", {"add_bos_token": True}),
+        ("ckpt-novels-en", {}),  # has none: the end of the document before stands there
+        ("ckpt-novels-en", QWEN),
+        ("ckpt-novels-en", NEOX),
+        ("ckpt-eltec", {}),
+    ],
+)
+def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
+    shared_data: Path, tmp_path: Path, checkpoint: str, settings: dict[str, Any]
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "export"
+    shutil.copytree(shared_data / checkpoint / "hf", base)
+    told = read(base / "tokenizer_config.json") | settings | {"chat_template": "<|user|>{{ messages[0].content }}"}
+    (base / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    model, trained = ModelConfig(base=str(base)), load_tokenizer(ModelConfig(base=str(base)))
+    folder.mkdir()
+    copy_tokenizer(trained, tokenizer_place(model), folder)
+    (tmp_path / "corpus.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in ["The end.", *TEXTS]))
+    source = CorpusSource(name="text", path=str(tmp_path / "corpus.jsonl"), language="en", weight=1.0)
+    corpus = tokenised(source, trained, tmp_path / "cache", show_progress=False)
+    before = 0 if DocumentMarkers.of(trained).bos is not None else 1
+    exported = AutoTokenizer.from_pretrained(folder)
+    for index, text in enumerate(TEXTS, start=1):
+        stood = corpus.ids[corpus.offsets[index] - before : corpus.offsets[index + 1] - 1].tolist()
+        assert exported(text).input_ids == stood
+        # A template writes its own beginning, and training's tokenisation is what it was.
+        asked = exported.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
+        assert asked == trained(f"<|user|>{text}", add_special_tokens=False).input_ids
+        assert exported(text, add_special_tokens=False).input_ids == trained(text, add_special_tokens=False).input_ids
+    again = tokenised(source, exported, tmp_path / "cache of the export", show_progress=False)
+    assert again.ids.tolist() == corpus.ids.tolist()

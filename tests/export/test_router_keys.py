@@ -93,7 +93,7 @@ def test_of_a_joined_model_there_is_a_stream_for_every_member_and_the_prior_is_t
     assert router_keys(model) == {"stream_sizes": [32, 16, 32], "parents": [0, 0], "prior": 1 / 3, "switch_rate": 0.0}
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
 @torch.no_grad()
 def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str, tmp_path: Path) -> None:
     base = tiny(family, tmp_path / "base")

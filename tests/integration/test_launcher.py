@@ -52,3 +52,13 @@ def test_a_launched_run_that_is_refused_says_so_once(shared_data: Path, tmp_path
     # What follows is the launcher's own, of the end of its processes.
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "nowhere" in errors[0], ended.stderr
+
+
+def test_a_launched_run_that_diverges_says_so_once(shared_data: Path, tmp_path: Path) -> None:
+    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one", "train.lr=100", "train.warmup_steps=0")
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    ended = launched("run", str(path))
+    assert ended.returncode == 1
+    told = [line for line in ended.stderr.splitlines() if line.startswith(("error: ", "stopped by ", "terminate "))]
+    assert len(told) == 1 and "not finite" in told[0], ended.stderr

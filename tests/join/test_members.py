@@ -13,7 +13,7 @@ Runs = dict[str, RunConfig]
 
 def test_of_two_runs_with_one_name_the_second_gets_a_number(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
     namesake = trained(shared_data, tmp_path / "korean", expansion={"ratio": 0.5})
-    base = trained(shared_data, tmp_path / "base", expansion={"init": "copy"})
+    base = trained(shared_data, tmp_path / "base", expansion={"init": "normal"})
     joined = join_runs([config.output_dir for config in (runs["korean"], namesake, base)], None, 0.0)
     assert joined.model.config.head_names == ["base", "korean", "korean-2", "base-2"]
 

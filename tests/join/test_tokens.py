@@ -17,14 +17,15 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
+from scale_cli.model.dense_blocks import dense_embedding
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.dense_blocks import dense_embedding
-from scale_cli.upscale.session import open_final
+from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary.extension import new_tokens
 from scale_cli.vocabulary.learning import NewToken
@@ -88,7 +89,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
     model, tokenizer = JoinedForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
     assert len(tokenizer) == model.config.vocab_size == OLD + 2 * NEW
     for name, text, head, before in (("korean", KOREAN, 1, 0), ("russian", RUSSIAN, 3, NEW), ("plain", ENGLISH, 2, 0)):
-        session = open_final(runs[name])
+        session = Run(runs[name]).open_final()
         alone, ids = (of(text, add_special_tokens=False, return_tensors="pt").input_ids[:, :60] for of in
                       (session.tokenizer, tokenizer))  # fmt: skip
         assert torch.equal(torch.where(alone >= OLD, alone + before, alone), ids)
@@ -158,7 +159,7 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
     routed: Any = routed_class(output).from_pretrained(output).eval()
     for text in (KOREAN, RUSSIAN, ENGLISH, f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"):
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :90]
-        assert ids.tolist() == joined.tokenizer(text, return_tensors="pt").input_ids[:, :90].tolist()
+        assert ids.tolist() == [prompt_ids(joined.tokenizer, text)[:90]]
         expected = joined.model(input_ids=ids).logits.log_softmax(-1)
         torch.testing.assert_close(routed(ids).logits.log_softmax(-1), expected, atol=1e-3, rtol=1e-4)
 

@@ -12,18 +12,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.parity import check_parity, measure_parity, trained_logits
+from scale_cli.export.parity import check_parity, measure_parity
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.method import start_model
+from scale_cli.upscale.preservation import trained_logits
 from tests.widening import TINY, as_if_trained, train_steps, widen
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, gelu, linear rope": (
+        "mistral",
+        {"sliding_window": None, "hidden_act": "gelu", "rope_parameters": LINEAR},
+    ),
     "mistral, window 8": ("mistral", {"sliding_window": 8, "head_dim": 12}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, tanh gelu": ("qwen2", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen2, upper layers windowed": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},

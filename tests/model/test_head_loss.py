@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from scale_cli.model import head_loss
+from scale_cli.model import routing
 from scale_cli.model.head_loss import IGNORED, plain_cross_entropy, trained_head_cross_entropy
 
 
@@ -24,8 +27,8 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("logits_at_once", [1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch, logits_at_once: int) -> None:
-    monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", logits_at_once)
-    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", logits_at_once)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     x, u, base_head, head, targets = inputs(torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (x, u, head)]
     whole = F.cross_entropy((x @ base_head.T + u @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -41,8 +44,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.Monkey
 def test_distilled_sequences_add_the_divergence_of_whole_logits_and_its_gradient(
     monkeypatch: pytest.MonkeyPatch, logits_at_once: int, stands_on_another: bool
 ) -> None:
-    monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", logits_at_once)
-    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", logits_at_once)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     x, u, base_head, head, targets = inputs(torch.float64)
     between = [(u.flip(0), head.flip(0))] if stands_on_another else []
     leaves = [tensor.requires_grad_() for tensor in (u, head)]
@@ -117,8 +120,8 @@ def test_ignored_targets_give_no_loss_and_no_gradient() -> None:
 def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(
     monkeypatch: pytest.MonkeyPatch, head_trains: bool
 ) -> None:
-    monkeypatch.setitem(head_loss._LOGITS_AT_ONCE, "cpu", 64 * 5)
-    monkeypatch.setattr(head_loss, "_FEWEST_ROWS", 1)
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 64 * 5)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     x, _, head, _, targets = inputs(torch.float64)
     leaves = [tensor.requires_grad_() for tensor in ((x, head) if head_trains else (x,))]
     whole = F.cross_entropy((x @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -164,3 +167,38 @@ class CopiesOf(TorchDispatchMode):
         if of_its_shape and result.untyped_storage().data_ptr() != self.tensor.untyped_storage().data_ptr():
             self.made.append(result.dtype)
         return result
+
+
+class BytesMoved(TorchDispatchMode):
+    """What every operator but products and views reads and writes; of what is indexed, the indexed elements alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = Counter[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, name = op(*args, **(kwargs or {})), op._schema.name.removeprefix("aten::")
+        if op.is_view or name in ("mm", "addmm", "addmm_", "empty", "empty_like", "prim::device"):
+            return made
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        read, written = tree_leaves((args, kwargs)), tree_leaves(made)
+        if name in ("gather", "scatter", "scatter_", "scatter_add_"):
+            read = written = [args[2]]
+        in_place = op._schema.arguments[0].alias_info is not None and not op._schema.arguments[0].is_out
+        if name in ("copy_", "zero_", "fill_") and in_place:
+            read = read[1:]
+        self.by_name[name] += sum(value.nbytes for value in [*read, *written] if isinstance(value, Tensor))
+        return made
+
+
+def test_of_a_model_of_1_b_the_loss_moves_at_most_25_gb_a_micro_batch_of_8192_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", routing.LOGITS_AT_ONCE["cuda"])
+    with FakeTensorMode():
+        x, base_head = torch.empty(1, 8192, 2048, dtype=torch.bfloat16), torch.empty(128256, 2048, dtype=torch.bfloat16)
+        u, head = torch.empty(1, 8192, 256, requires_grad=True), torch.empty(128256, 256, requires_grad=True)
+        targets = torch.zeros(1, 8192, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16), BytesMoved() as moved:
+            trained_head_cross_entropy(x, u, base_head, head, targets, token_losses_BT=torch.empty(1, 8192))
+    assert moved.by_name.total() <= 25e9, moved.by_name

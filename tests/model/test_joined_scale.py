@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.schema import RouterConfig
+from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import log_probs_of
 from scale_cli.model.joined_scale import mean_logits
 from scale_cli.model.routing import mix_log_probs

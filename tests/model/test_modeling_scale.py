@@ -227,7 +227,8 @@ def test_observations_are_both_heads_log_softmax_however_they_are_chunked(
     for head, logits in enumerate((base_path(model, input_ids), adaptation(model, input_ids))):
         expected = torch.log_softmax(logits, -1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(whole.log_probs_KBT[head], expected, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(routing, "LOGITS_AT_ONCE", 3 * 61 * 5)
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 61 * 5)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     chunked = token_log_probs(model, input_ids, next_ids)
     torch.testing.assert_close(chunked.log_probs_KBT, whole.log_probs_KBT, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chunked.cosine_BT, whole.cosine_BT, rtol=1e-5, atol=1e-5)

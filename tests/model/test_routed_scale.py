@@ -16,14 +16,19 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
+from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model import routed_scale, routing
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed, RouterLayer
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
+from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.vocabulary import NewPieces
 from tests.model.test_families import FAMILIES, tiny
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import as_if_trained, ensemble, joined, tiny_llama, widen
 
 IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(IDS)
@@ -31,7 +36,7 @@ PADDED[0, :5] = 0
 Pair = tuple[Any, Any]
 
 
-def routed(model: ScaleForCausalLM) -> Any:
+def routed(model: WidenedModel) -> Any:
     """The dense export as its folder is loaded with its router."""
     plain = dense_model(model, "float32")
     plain.config.scale_router = router_keys(model)
@@ -46,10 +51,33 @@ def stack() -> ScaleForCausalLM:
     return as_if_trained(widen(below.requires_grad_(False), "route", prior=0.8), seed=2)
 
 
-@pytest.fixture(scope="module", params=["one expansion", "a switching router", "a stack"])
+def together(rule: str) -> JoinedForCausalLM:
+    """Expansions with tokens of their own, joined: 61 tokens in all; in a mean all know the same."""
+    base = tiny_llama(vocab_size=57)
+    of_one, of_other = NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10])
+    if rule == "mean":
+        of_one = of_other = NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
+    one, other = (as_if_trained(grown(base, new), seed=seed) for seed, new in enumerate((of_one, of_other)))
+    upon = as_if_trained(widen(copy.deepcopy(one), "route"), seed=2)
+    put = ensemble if rule == "mean" else joined
+    return put(base, one=(0, one), other=(0, other), upon=(1, upon))
+
+
+def grown(base: Any, new: NewPieces) -> ScaleForCausalLM:
+    model = start_model(copy.deepcopy(base), MethodConfig(variant="route"), 0, new)
+    assert isinstance(model, ScaleForCausalLM)
+    return model
+
+
+@pytest.fixture(
+    scope="module", params=["one expansion", "a switching router", "a stack", "a join of new tokens", "a mean of them"]
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
+    model: WidenedModel
     if request.param == "a stack":
         model = stack()
+    elif "new tokens" in request.param or "mean" in request.param:
+        model = together("mean" if "mean" in request.param else "posterior")
     else:
         switch_rate = 0.05 if "switching" in request.param else 0.0
         model = as_if_trained(widen(tiny_llama(), "route", switch_rate=switch_rate))
@@ -105,7 +133,8 @@ def test_positions_are_read_a_few_at_a_time_and_kept_as_they_are_asked_for(
         read.append(rows_BTD.shape[1])
         return head_logits(self, rows_BTD)
 
-    monkeypatch.setattr(routing, "LOGITS_AT_ONCE", 3 * 2 * 61)
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 2 * 61)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     monkeypatch.setattr(Routed, "_head_logits", reading)
     index = torch.tensor([13, 2, 19])
     for keep, expected in ((0, whole), (1, whole[:, -1:]), (8, whole[:, -8:]), (99, whole), (index, whole[:, index])):
@@ -181,7 +210,7 @@ def test_however_it_generates_the_tokens_are_the_same(pair: Pair, way: str) -> N
         "twice in one": {"past_key_values": StaticCache(one_row.config, max_cache_len=80)},
         "in chunks": {"prefill_chunk_size": 7},
         "prompt lookup": {"prompt_lookup_num_tokens": 4},
-        "an assistant": {"assistant_model": copy.deepcopy(pair[0].root)},
+        "an assistant": {"assistant_model": dense_model(pair[0], "float32")},
         "a stream": {"streamer": told},
     }
     assert torch.equal(one_row.generate(ids, **options, **ways[way]), expected)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scale_cli.config.schema import CollaborationConfig, DistillationConfig, MethodConfig
+from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
+from scale_cli.methods.widened import CollaborationConfig, DistillationConfig
 from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import PieceShares
@@ -30,7 +31,7 @@ def grown(variant: str, **keys: Any) -> ScaleForCausalLM:
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
     layers = CollaborationConfig(layers="top:1") if keys.pop("collaborates", False) else CollaborationConfig()
-    method = MethodConfig(variant=variant, collaboration=layers, **keys)  # type: ignore[arg-type]
+    method = MethodConfig(variant=variant, collaboration=layers, **keys)
     model = start_model(base, method, 0, PIECES)
     assert isinstance(model, ScaleForCausalLM)
     with torch.no_grad():

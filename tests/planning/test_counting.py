@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -8,20 +8,21 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from scale_cli.config.schema import MethodConfig, Variant
+from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.counting import count_flops, count_saved_tensors
+from scale_cli.methods import METHODS
+from scale_cli.planning.counting import count_flops, count_saved_tensors, kept_for_backward
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import build_model, start_model
 from scale_cli.upscale.objective import for_training
 from tests.widening import tiny_llama
 
-VARIANTS = get_args(Variant)
-METHODS = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
+VARIANTS = tuple(METHODS)
+EACH = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
 TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
 OWN = MethodConfig.model_validate({"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}})
-methods = pytest.mark.parametrize("method", [*METHODS, TOP, OWN], ids=[*VARIANTS, "route, top layer", "own sizes"])
+methods = pytest.mark.parametrize("method", [*EACH, TOP, OWN], ids=[*VARIANTS, "route, top layer", "own sizes"])
 
 
 def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
@@ -63,6 +64,24 @@ def test_products_without_numbers_are_counted_as_those_of_the_real_model(method:
     of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     assert counted.products * length == counter.get_total_flops() - of_attention
     assert counted.attention_per_key * length**2 == pytest.approx(of_attention, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["preserve", "full"])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant: str, mixed_precision: str) -> None:
+    method, base, length = MethodConfig.model_validate({"variant": variant}), tiny_llama(), 53
+    without, planned = (
+        count_saved_tensors(without_weights(base, method), mixed_precision, masked=masked) for masked in (False, True)
+    )
+    assert without.bytes_per_pair == 0
+    real = start_model(base, method, seed=0).train()
+    positions = torch.cat([torch.arange(20), torch.arange(length - 20)]).unsqueeze(0)
+    with kept_for_backward(real, "cpu", mixed_precision) as kept:
+        for_training(real, TrainConfig(max_steps=1))(**window(61, length), position_ids=positions)
+    of_masks = [tensor for tensor in kept.values() if tensor.shape == (1, 1, length, length)]
+    itemsize = 4 if mixed_precision == "no" else 2
+    assert len(of_masks) == base.config.num_hidden_layers
+    assert planned.bytes_per_pair == len(of_masks) * itemsize + 1, "and the mask that they are made of"
 
 
 @methods

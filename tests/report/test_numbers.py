@@ -18,16 +18,16 @@ def test_a_perplexity_can_be_read_however_large(value: float | None, text: str) 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.6931, "0.693"),
-        (10161.25, "10,161"),
-        (-7222.4, "none lost, least gain 7,222"),
-        (-0.25, "none lost, least gain 0.250"),
+        (0.6931, "+0.693"),
+        (10161.25, "+10,161"),
+        (-7222.4, "-7,222"),
+        (-0.25, "-0.250"),
         (-0.0, "0.000"),
         (-1e-9, "0.000"),
         (None, "not finite"),
     ],
 )
-def test_the_worst_document_lost_something_or_none_did(value: float | None, text: str) -> None:
+def test_the_worst_document_is_signed_and_never_minus_zero(value: float | None, text: str) -> None:
     assert worst_document(value) == text
 
 

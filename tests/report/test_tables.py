@@ -5,8 +5,9 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scale_cli.report.numbers import DASH
 from scale_cli.report.pages import plain
-from scale_cli.report.tables import Cell, Column, Table, aligned, num_columns
+from scale_cli.report.tables import Cell, Table, aligned, num_columns
 
 TEXT = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=12)
 
@@ -34,11 +35,6 @@ def test_markup_in_a_name_is_text_and_an_interval_stays_readable() -> None:
     assert plain("[a](http://b) ![c](d) <e> *f* `g`") == r"[a\](http://b) \![c\](d) \<e\> \*f\* \`g\`"
 
 
-def test_a_column_has_its_title_side_and_cells_in_one_place() -> None:
-    columns: list[Column[int]] = [
-        Column("n", str),
-        Column(Cell("as words"), lambda n: "one" if n == 1 else "more", "l"),
-    ]
-    made = Table.of(columns, [1, 20], name="numbers")
-    assert made == Table(["n", Cell("as words")], [["1", "one"], ["20", "more"]], "rl", "numbers")
-    assert made.lines() == [" n  as words", " 1  one", "20  more"]
+def test_a_column_of_dashes_alone_is_left_out_of_titles_rows_and_sides() -> None:
+    made = Table(["n", Cell("nothing"), "some"], [["1", DASH, DASH], ["20", Cell(DASH), "x"]], "rrl", "numbers")
+    assert made.without_empty_columns() == Table(["n", "some"], [["1", DASH], ["20", "x"]], "rl", "numbers")

@@ -20,11 +20,3 @@ def transformers_4() -> Path:
     python = Path(os.environ.get("TRANSFORMERS_4", ""))
     assert python.is_file(), "TRANSFORMERS_4: no Python; run `make runtimes`"
     return python
-
-
-@pytest.fixture(scope="session")
-def trackers() -> Path:
-    """The Python of an environment with wandb, mlflow and trackio: `make runtimes` makes one."""
-    python = Path(os.environ.get("TRACKERS", ""))
-    assert python.is_file(), "TRACKERS: no Python; run `make runtimes`"
-    return python

@@ -19,15 +19,17 @@ from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.data.tokens import prompt_ids
 from scale_cli.export.dense import plain_model
-from scale_cli.export.parity import served_logits, trained_logits
+from scale_cli.export.parity import served_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.session import open_final
+from scale_cli.upscale.preservation import trained_logits
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
@@ -144,7 +146,7 @@ def test_an_export_answers_in_transformers_4_as_the_trained_model_does_here(
     record_property("largest difference of a logit", f"{difference:.1e} at a deviation of {logits.std().item():.2g}")
     assert difference <= 1e-4
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-novels-en" / "hf")))
-    assert answers["ids"].tolist() == [number for text in TEXTS for number in tokenizer(text).input_ids]
+    assert answers["ids"].tolist() == [number for text in TEXTS for number in prompt_ids(tokenizer, text)]
     assert answers["ends"].tolist() == EOS
 
 
@@ -168,14 +170,14 @@ def test_an_export_with_new_tokens_answers_there_as_it_does_here(
     config = config_of(shared_data, tmp_path, base=base)
     upscale(config)
     train(config, None, print)
-    folder, session = export(config).folder, open_final(config)
+    folder, session = export(config).folder, Run(config).open_final()
     texts, model = [*TEXTS, ENGLISH, KOREAN], cast(Any, session.load())
     ids = torch.tensor([session.tokenizer(text).input_ids[:50] for text in (ENGLISH, KOREAN)])
     assert [row.max() >= 512 for row in ids] == [False, True]
     (folder / "questions.json").write_text(json.dumps({"ids": ids.tolist(), "texts": texts}), encoding="utf-8")
     let_answer(transformers_4, [folder])
     answers = load_file(folder / "answers.safetensors")
-    assert answers["ids"].tolist() == [number for text in texts for number in session.tokenizer(text).input_ids]
+    assert answers["ids"].tolist() == [number for text in texts for number in prompt_ids(session.tokenizer, text)]
     torch.testing.assert_close(answers["logits"], trained_logits(model, ids), rtol=0.0, atol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(answers["routed"], served_logits(model, ids), rtol=0.0, atol=1e-4)

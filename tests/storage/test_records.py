@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,3 @@ def test_what_is_no_record_is_an_error_that_names_the_file(kind: type[RunRecord]
     (tmp_path / kind.FILE).write_text(content, encoding="utf-8")
     with pytest.raises(StorageError, match=kind.FILE):
         kind.load(tmp_path)
-
-
-def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
-    (tmp_path / TrainState.FILE).write_text(json.dumps({"step": 3, "num_tokens": 6, "elapsed_s": 2.0, "later": 1}))
-    assert TrainState.load(tmp_path) == TrainState(step=3, num_tokens=6, elapsed_s=2.0, stepping_s=2.0)
-    figures = {"max_logit_difference": 0.0, "mean_logit_difference": 0.0, "own_mean_difference": 0.0}
-    (tmp_path / ExportRecord.FILE).write_text(json.dumps({**figures, "num_positions": 1, "trained_sha256": "ab"}))
-    assert ExportRecord.load(tmp_path).report_sha256 == ""

@@ -74,6 +74,17 @@ def test_a_yaml_tag_in_the_config_of_a_run_runs_nothing(
     assert not canary.exists()
 
 
+ITEMS = {
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "FOLDER/items.jsonl"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -90,10 +101,11 @@ def test_the_template_of_a_benchmark_runs_in_a_sandbox(
 ) -> None:
     row = {"query": "One", "choices": ["a", "b"], "gold": 0}
     (tmp_path / "items.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    prompt = template.format(canary=str(canary))
-    benchmark = {"name": "mine", "path": str(tmp_path / "items.jsonl"), "language": "en", "prompt": prompt}
+    task = json.dumps(ITEMS | {"doc_to_text": template.format(canary=str(canary))}).replace("FOLDER", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(task, encoding="utf-8")
+    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
     done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
-    assert "evaluation.benchmarks: mine: prompt: " in done.stderr
+    assert f"{tmp_path / 'mine.yaml'}: " in done.stderr
     assert done.exit_code == 2
     assert not canary.exists()
 
@@ -221,26 +233,28 @@ def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_pat
 
 
 @pytest.mark.parametrize("member", ["../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"])
-def test_nothing_of_a_zip_is_unpacked(scale: Scale, finished: Configured, tmp_path: Path, member: str) -> None:
-    with zipfile.ZipFile(tmp_path / "items.zip", "w") as archive:
-        archive.writestr(member, json.dumps({"sentence_good": "One cat.", "sentence_bad": "One cats."}) + "\n")
-    benchmark = {"name": "pairs", "path": str(tmp_path / "items.zip"), "language": "en"}
+def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
+    scale: Scale, finished: Configured, tmp_path: Path, member: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
+        archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
+    task = json.dumps(ITEMS | {"doc_to_text": "{{query}}"}).replace("FOLDER", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(task, encoding="utf-8")
+    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
     config = finished(evaluation={"benchmarks": [benchmark]})
     before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
     done = scale("evaluate", config)
-    assert done.exit_code == 0, done.stderr
+    assert done.exit_code in (0, 2), done.stderr
     assert {path for path in tmp_path.rglob("*") if "run" not in path.parts} == before
-    items = [file.name for file in (tmp_path / "run" / "evaluation" / "items").iterdir()]
-    assert items == ["pairs.jsonl"]
     assert not Path("/tmp/evil.jsonl").exists()
 
 
-def test_a_zip_bomb_is_refused(scale: Scale, finished: Configured, tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "items.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("items.jsonl", b" " * (1 << 28) + b" ")
-    benchmark = {"name": "pairs", "path": str(tmp_path / "items.zip"), "language": "en"}
+@pytest.mark.parametrize("tag", ["!function os.getcwd", "!!python/object/apply:os.getcwd []"])
+def test_a_task_of_a_benchmark_names_no_code(scale: Scale, finished: Configured, tmp_path: Path, tag: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"dataset_path: json\ndoc_to_text: {tag}\n", encoding="utf-8")
+    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
     done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
-    assert "items.zip/items.jsonl: unpacks to more than" in done.error()
+    assert "mine.yaml: not valid YAML" in done.stderr or "mine.yaml:2: not valid YAML" in done.stderr
     assert done.exit_code == 2
 
 

@@ -29,7 +29,18 @@ def write_config(folder: Path, base: Path) -> Path:
     (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
     (folder / "items.jsonl").write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8")
     source = {"name": "news", "path": str(folder / "news.txt"), "language": "en"}
-    items = {"name": "items", "path": str(folder / "items.jsonl"), "language": "en"}
+    task = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "items.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    items = {"name": "items", "path": str(folder / "items.yaml"), "language": "en"}
     acquired = source | {"role": "acquisition", "name": "again"}
     tree = {
         "output_dir": str(folder / "run"),
@@ -129,7 +140,7 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
         assert done.exit_code == 0, done.stderr
     written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert {file.suffix for file in written} <= {
-        *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".png", ".py", ".bin", ".jinja", ".lock", "")
+        *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".html", ".png", ".py", ".bin", ".jinja", ".lock", "")
     }
     for file in written:
         beginning = file.read_bytes()[:2]

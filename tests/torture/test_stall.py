@@ -9,7 +9,7 @@ from collections.abc import Callable
 from transformers import AutoTokenizer
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.training.from_scratch import write_base
+from scripts.from_scratch import write_base
 from tests.torture.tiny_run import Runs
 from tests.torture.verbs import run_verb
 from tests.widening import tiny_llama

@@ -19,7 +19,9 @@ def beginning(runs: Runs, verb: str) -> RunFolder:
     if verb == "train":
         return runs.midway("kept", "failing")
     if verb == "prepare":
-        return runs.upscaled("failing")
+        run = runs.upscaled("failing")
+        shutil.rmtree(run.tokens)  # which upscale fills
+        return run
     return RunFolder(Path(shutil.copytree(runs.root / "whole", runs.root / "failing")))
 
 

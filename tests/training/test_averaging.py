@@ -16,11 +16,13 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError
+from scale_cli.methods.hooks import Update, of_final
+from scale_cli.methods.recipes import Average
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
-from scale_cli.training.averaging import averaged, has_average, update_average
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from tests.hooks import training_of
 from tests.training.test_muon import give_gradients, methods, model_of
 
 MakeConfig = Callable[..., RunConfig]
@@ -35,18 +37,18 @@ def settings_of(kind: str, steps: int | None, max_steps: int, **others: Any) -> 
 def test_the_average_of_a_linear_sequence_is_its_closed_form(kind: str, steps: int, max_steps: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimiser = torch.optim.SGD([parameter])
-    train = settings_of(kind, steps, max_steps)
+    average = Average(training_of(settings_of(kind, steps, max_steps)))
     start, slope = torch.tensor([5.0, -1.0]).double(), torch.tensor([2.0, 0.5]).double()
     for step in range(max_steps):
         parameter.data = start + slope * step
-        update_average(optimiser, step, train)
+        average.after(Update(step, optimiser, torch.tensor(True)))
     last = max_steps - 1
     if kind == "tail" or max_steps <= steps:
         behind = (min(steps, max_steps) - 1) / 2
     else:  # the mean of the first `steps`, which lies (steps - 1) / 2 back, then a share 1/steps of every further one
         kept, further = 1 - 1 / steps, max_steps - steps
         behind = (steps - 1) / 2 * kept**further + kept / (1 - kept) * (1 - kept**further)
-    with averaged(optimiser):
+    with of_final([average], optimiser):
         torch.testing.assert_close(parameter.data, start + slope * (last - behind))
     assert torch.equal(parameter.data, start + slope * last)
 
@@ -56,16 +58,17 @@ def test_it_is_of_everything_that_trains_and_no_step_is_another_for_it(method: d
     model = model_of(method)
     alone = copy.deepcopy(model)
     optimiser, without = (build_optimiser(m, TrainConfig(max_steps=4, optimiser="muon")) for m in (model, alone))
-    seen: list[dict[str, torch.Tensor]] = []
+    average, seen = Average(training_of(settings_of("tail", 2, 4))), list[dict[str, torch.Tensor]]()
     for step in range(4):
         for subject, optim in ((model, optimiser), (alone, without)):
             give_gradients(subject, step)
             optim.step()
-        update_average(optimiser, step, settings_of("tail", 2, 4))
-        assert has_average(optimiser) == (step >= 2)
+        average.after(Update(step, optimiser, torch.tensor(True)))
+        with of_final([average], optimiser) as is_average:
+            assert is_average == (step >= 2)
         seen.append({name: p.detach().clone() for name, p in trainable_parameters(model).items()})
     assert all(torch.equal(p, seen[-1][name]) for name, p in trainable_parameters(alone).items())
-    with averaged(optimiser):
+    with of_final([average], optimiser):
         for name, parameter in trainable_parameters(model).items():
             torch.testing.assert_close(parameter.detach(), (seen[2][name] + seen[3][name]) / 2)
     assert all(torch.equal(p, seen[-1][name]) for name, p in trainable_parameters(model).items())

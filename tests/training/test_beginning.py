@@ -17,8 +17,6 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training.beginning import check_init_from
-from scale_cli.upscale.folder import load_model
 from tests.training.conftest import configs_in
 
 MakeConfig = Callable[..., RunConfig]
@@ -148,36 +146,3 @@ def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refus
 def test_a_url_is_nothing_to_begin_with(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"train\.init_from: is a URL"):
         make_config("branch", "train.init_from=https://example.org/x")
-
-
-def test_elo_trains_its_ends_alone_over_no_layer_between_and_then_everything(make_config: MakeConfig) -> None:
-    elo = ("method.variant=elo", "method.collaboration.layers=null", "train.max_steps=2", "train.save_every_steps=2")
-    ends, _ = begun(make_config("ends", *elo))
-    names = trained(ends.final).keys()
-    assert {name.split(".")[2] for name in names} == {"0", "2"}
-    phase = "method.elo.phase=alignment"
-    unmoved, _ = begun(make_config("unmoved", *elo, phase, f"train.init_from={ends.final}", "train.lr=1e-30"))
-    config = make_config("ends", *elo)
-    whole, of_ends = (load_model(run.final, config.model).state_dict() for run in (unmoved, ends))
-    assert are_equal(whole, of_ends), "it is put back among the layers that were left out"
-    start = load_model(unmoved.upscaled, config.model).state_dict()
-    assert {name for name in start if not torch.equal(start[name], whole[name])} <= set(names)
-    aligned, _ = begun(make_config("aligned", *elo, phase, f"train.init_from={ends.checkpoint(2)}", "train.lr=1e-3"))
-    assert all(not torch.equal(tensor, whole[name]) for name, tensor in trained(aligned.final).items())
-    with pytest.raises(RunFolderError, match=r"another model or method \(method.elo.phase: 'alignment' -> 'layers'\)"):
-        check_init_from(make_config("back", *elo, f"train.init_from={aligned.final}"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ((), "alignment begins with what was trained of the layers"),
-        (("train.init_from={trunk}",), "was trained with another model or method"),
-    ],
-)
-def test_elos_alignment_begins_with_its_layers_alone(
-    make_config: MakeConfig, trunk: RunFolder, overrides: tuple[str, ...], told: str
-) -> None:
-    elo = ("method.variant=elo", "method.collaboration.layers=null", "method.elo.phase=alignment")
-    with pytest.raises(ScaleError, match=told):
-        begun(make_config("aligned", *elo, *(key.format(trunk=trunk.final) for key in overrides)))

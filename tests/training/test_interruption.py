@@ -1,8 +1,13 @@
 from __future__ import annotations
 
-import pytest
+import signal
+from types import SimpleNamespace
+from typing import Any
 
-from scale_cli.training.interruption import command_to_go_on
+import pytest
+import torch
+
+from scale_cli.training.interruption import StopRequest, command_to_go_on
 
 
 @pytest.mark.parametrize(
@@ -25,3 +30,12 @@ def test_the_command_to_go_on_is_the_one_that_was_given(
     assert told.startswith(expected)
     assert told.removeprefix(expected) in ("", " --resume auto")
     assert told.count("--resume") == (arguments[0] == "train")
+
+
+def test_what_one_of_several_processes_was_asked_by_is_agreed_on_a_step_later() -> None:
+    accelerator: Any = SimpleNamespace(device="cpu", gather=lambda mine: torch.cat([mine, torch.tensor([0])]))
+    stop = StopRequest(None, alone=False)
+    nobody, somebody = torch.zeros(()), torch.tensor(float(signal.SIGTERM))
+    assert [stop.agreed(accelerator, nobody) for _ in range(2)] == [0, 0]
+    stop.catch(signal.SIGTERM, None)
+    assert [stop.agreed(accelerator, somebody) for _ in range(2)] == [0, signal.SIGTERM]

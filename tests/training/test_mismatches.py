@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -15,13 +14,12 @@ from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.load import load_config
 from scale_cli.config.same_run import ACCEPTABLE
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
-from scale_cli.storage.atomic import file_sha256, new_folder
+from scale_cli.storage.atomic import file_sha256
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import CORPORA, TRAINED, TrainState
+from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.sizes import check_processes
-from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.widening import lower_stories
 
 YAML = """
@@ -157,9 +155,9 @@ def test_what_was_upscaled_is_not_made_again_where_its_base_has_moved(
     make: Make, begun_once: Path, folder: Path, shared_data: Path
 ) -> None:
     shutil.copytree(begun_once / "base", folder / "moved")
-    assert upscale_is_finished(make(f"model.base={folder / 'moved'}"))
+    assert upscale_is_finished(Run(make(f"model.base={folder / 'moved'}")))
     with pytest.raises(BaseModelError, match="not the base that was widened"):
-        upscale_is_finished(make(f"model.base={shared_data / 'ckpt-eltec' / 'hf'}"))
+        upscale_is_finished(Run(make(f"model.base={shared_data / 'ckpt-eltec' / 'hf'}")))
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -182,33 +180,6 @@ def test_another_tokenizer_is_named(make: Make, begun_once: Path, folder: Path) 
     message = refusal(make(f"model.base={folder / 'moved'}"), BaseModelError)
     assert f"the tokenizer of {folder / 'moved'} is not the one at `scale upscale` (SHA-256 " in message
     assert "in another output_dir" in message
-
-
-def of_an_earlier_version(config: RunConfig, folder: Path) -> None:
-    """Give a run's folders the names that a version with format 3 of the cache knew its corpora by."""
-    (source,), tokenizer = config.corpus.sources, load_tokenizer(config.model)
-    (path,) = source.paths
-    described = {
-        "format": 3,
-        "content": [(".txt", file_sha256(Path(path)))],
-        "text_field": source.text_field,
-        "documents": source.documents,
-        "max_documents": None,
-        "max_document_bytes": config.corpus.max_document_bytes,
-        "tokenizer": tokenizer_sha256(tokenizer),
-    }
-    name = f"news-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}"
-    for place in ("checkpoints/step-00000002", "final"):
-        with new_folder(folder / "run" / place) as partial:
-            shutil.copytree(folder / "run" / place, partial, dirs_exist_ok=True)
-            (partial / CORPORA).write_text(json.dumps([name]), encoding="utf-8")
-
-
-def test_a_run_begun_when_the_cache_had_another_format_goes_on(make: Make, folder: Path) -> None:
-    of_an_earlier_version(make(), folder)
-    trained = file_sha256(folder / "run" / "final" / TRAINED)
-    resumed(make())
-    assert file_sha256(folder / "run" / "final" / TRAINED) == trained
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +18,14 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
+from scale_cli.data.corpora import open_sources
 from scale_cli.storage.atomic import file_sha256, remove_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import (
     BENCHMARKS,
     BITS,
     EVALUATION,
+    SAMPLES,
     SHARES,
     MetricsLog,
     MetricsRecord,
@@ -29,7 +34,9 @@ from scale_cli.storage.metrics import (
 from scale_cli.storage.records import TRAINED, Score, TrainState
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import HeldOutLosses, Observer, better_of
+from scale_cli.upscale.run import Run
 from tests.config.small_config import EVALUATED, error_of
+from tests.evaluation.task_files import task_of
 from tests.training.conftest import MakeConfig
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
@@ -95,14 +102,14 @@ class Killed(Exception):
     """Ends training as a kill would: without a checkpoint."""
 
 
-def runs_that_choose(make_config: MakeConfig, shared_data: Path, *names: str) -> list[RunConfig]:
+def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path, *names: str) -> list[RunConfig]:
     """Configs of runs that are evaluated at every second step, and keep the best of them."""
     tales = f"{shared_data}/en-tinystories/tinystories_val.txt"
     corpora = ", ".join(
         f"{{name: {role}, path: {tales}, language: en, role: {role}, max_documents: 2}}"
         for role in ("acquisition", "retention")
     )
-    arc = f"{{name: arc, path: {shared_data}/eval-arc-easy/arc_easy.jsonl, language: en, limit: 3}}"
+    arc = json.dumps(task_of(shared_data, tmp_path, "arc_easy", limit=3))
     settings = (
         f"evaluation.perplexity=[{corpora}]",
         f"evaluation.benchmarks=[{arc}]",
@@ -119,10 +126,21 @@ def runs_that_choose(make_config: MakeConfig, shared_data: Path, *names: str) ->
     return [make_config(name, *settings) for name in names]
 
 
+def test_what_is_observed_on_the_way_changes_no_bit_of_what_is_trained(make_config: MakeConfig) -> None:
+    settings = ("train.max_steps=3", "train.global_batch_size=4", "evaluation.perplexity.0.max_documents=1")
+    hashes = []
+    for name, *more in (("unseen",), ("observed", "train.eval_every_steps=1")):
+        config = make_config(name, *settings, *more)
+        upscale(config)
+        train(config, None, print)
+        hashes.append(file_sha256(RunFolder(config.output_dir).final / TRAINED))
+    assert hashes[0] == hashes[1]
+
+
 def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shared_data: Path, tmp_path: Path
 ) -> None:
-    whole, cut = runs_that_choose(make_config, shared_data, "whole", "cut")
+    whole, cut = runs_that_choose(make_config, shared_data, tmp_path, "whole", "cut")
     # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
     scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
 
@@ -142,7 +160,7 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     verify(run.root).require()
     report = evaluate(whole).report
     (arc_result,) = report.benchmarks
-    of_step_4 = records[1][BENCHMARKS]["arc"]
+    of_step_4 = records[1][BENCHMARKS]["arc_easy"]
     for corpus in report.corpora:
         heads = {
             head: corpus.heads["posterior" if head == "routed" else head] for head in ("base", "adapted", "routed")
@@ -151,6 +169,17 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
         assert records[1][BITS][corpus.name] == {head: of_one.bits_per_byte for head, of_one in heads.items()}
         assert records[1][SHARES][corpus.name] == heads["routed"].base_share
     assert of_step_4 == {head: of_one.metrics["acc"].value for head, of_one in arc_result.heads.items()}
+
+    session, (spoken, *_) = Run(whole).open_final(), whole.evaluation.perplexity
+    (heard,) = open_sources(whole, [spoken], session.tokenizer)
+    model: Any = session.load()
+    ids = torch.tensor(heard.document(0)[None, :32].astype("int64"))
+    greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0]
+    told = {
+        "prompt": session.tokenizer.decode(ids[0], skip_special_tokens=True),
+        "continuation": session.tokenizer.decode(greedy[32:], skip_special_tokens=True),
+    }
+    assert records[1][SAMPLES] == {"acquisition": told}, "of one language, and as the model that is kept goes on"
 
     append = MetricsLog.append
 
@@ -167,8 +196,8 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     train(cut, "auto", print)
     resumed = RunFolder(cut.output_dir)
     assert file_sha256(resumed.final / TRAINED) == file_sha256(run.final / TRAINED)
-    assert [(r["step"], r["best_step"]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
-        (record["step"], record["best_step"]) for record in records
+    assert [(r["step"], r["best_step"], r[SAMPLES]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
+        (record["step"], record["best_step"], record[SAMPLES]) for record in records
     ]
     remove_folder(resumed.final)
     said: list[str] = []

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,25 @@ from typing import Any
 import pytest
 import torch
 
+from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import Interrupted, PreservationError, RunFolderError, StorageError
+from scale_cli.errors import (
+    Interrupted,
+    OutOfMemory,
+    PreservationError,
+    RunFolderError,
+    StorageError,
+    TrainingError,
+)
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.report.numbers import quantity
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training import loop, saving
-from scale_cli.training.checkpoint import write_checkpoint
-from scale_cli.training.saving import in_background
+from scale_cli.training.checkpoint import Snapshot, take_snapshot, write_checkpoint
 from scale_cli.training.step import TakenStep, train_step
 
 MakeConfig = Callable[..., RunConfig]
@@ -52,9 +61,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_
     train(whole, None, said_nothing)
     five_steps_done = threading.Event()
 
-    def write_later(origin: Any, model: Any, snapshot: Any) -> None:
+    def write_later(run: Any, snapshot: Any) -> None:
         assert five_steps_done.wait(_PATIENCE_S)
-        write_checkpoint(origin, model, snapshot)
+        write_checkpoint(run, snapshot)
 
     monkeypatch.setattr(saving, "write_checkpoint", write_later)
     before_each_step(monkeypatch, lambda done, _: five_steps_done.set() if done == 5 else None)
@@ -76,10 +85,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_bef
     config = make_config("run")
     upscale(config)
 
-    def write_once(origin: Any, model: Any, snapshot: Any) -> None:
+    def write_once(run: Any, snapshot: Any) -> None:
         if snapshot.state.step > 3:
             raise StorageError("no room")
-        write_checkpoint(origin, model, snapshot)
+        write_checkpoint(run, snapshot)
 
     monkeypatch.setattr(saving, "write_checkpoint", write_once)
     with pytest.raises(StorageError, match="no room"):
@@ -115,9 +124,9 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
     upscale(config)
     saved: list[int] = []
 
-    def write(origin: Any, model: Any, snapshot: Any) -> None:
+    def write(run: Any, snapshot: Any) -> None:
         saved.append(snapshot.state.step)
-        write_checkpoint(origin, model, snapshot)
+        write_checkpoint(run, snapshot)
 
     monkeypatch.setattr(saving, "write_checkpoint", write)
     for _ in range(2):
@@ -128,14 +137,52 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
     assert json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))["saving_s"] >= 0
 
 
-def test_an_error_of_a_job_is_raised_by_whoever_waits() -> None:
-    def fail() -> None:
-        raise StorageError("on the thread")
+class SlowToFree:
+    """What takes a while to be freed, as many tensors do."""
 
-    job = in_background(fail)
-    with pytest.raises(StorageError, match="on the thread"):
-        job.result()
-    assert job.done()
+    def __del__(self) -> None:
+        time.sleep(0.2)
+
+
+def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that frees tensors while the interpreter ends aborts the process, after the error's good line."""
+    config = make_config("run")
+    upscale(config)
+
+    def take(*args: Any) -> Snapshot:
+        snapshot = take_snapshot(*args)
+        object.__setattr__(snapshot, "held", SlowToFree())
+        return snapshot
+
+    def fail(done: int, _: Any) -> None:
+        if done == 4:
+            raise TrainingError("it diverges")
+
+    monkeypatch.setattr(saving, "take_snapshot", take)
+    before_each_step(monkeypatch, fail)
+    with pytest.raises(TrainingError, match="it diverges"):
+        train(config, None, said_nothing)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(("checkpoint", "prefetch"))] == []
+    verify_folder(RunFolder(config.output_dir).checkpoint(3))
+
+
+def test_out_of_memory_is_one_line_that_says_what_to_lower_and_what_was_planned(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("run")
+    upscale(config)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 GiB free.")
+
+    before_each_step(monkeypatch, fail)
+    with pytest.raises(OutOfMemory) as ended:
+        train(config, None, said_nothing)
+    told = str(ended.value)
+    planned = plan(config, 1e12, 1).methods[0].memory.total
+    for part in ("micro_batch_size (now 4)", "activation_checkpointing", "Tried to allocate", quantity(planned, "B")):
+        assert part in told
+    assert told.isprintable()
 
 
 @pytest.mark.parametrize("resume", ["auto", "step"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,26 +26,28 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
+from scale_cli.methods.hooks import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION_OF_AVERAGE
 from scale_cli.storage.records import TrainState
 from scale_cli.storage.shards import load_shards, save_shards
+from scale_cli.training import loop
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.training.sharding import changed_parts, hash_parts, local_part, shard_model, whole_tensor
-from scale_cli.upscale.folder import MethodModel, load_model
+from scale_cli.training.sharding import changed_parts, hash_parts, shard_model, whole_tensor
+from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.vocabulary import proofs
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import configs_in
-from tests.widening import tiny_llama
+from tests.widening import load_model, tiny_llama
 
 pytestmark = pytest.mark.long
 
 SHARDINGS = ("none", "expansion", "all")
-SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion", "elo": "all"}
+SHARDED_BASELINES = {"full": "all", "freeze": "expansion", "lora": "all", "llama-pro": "expansion"}
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
 _OF_LORA = ("method.lora.rank=1", "train.lookahead={every_steps: 3}")
 _OF = {"lora": _OF_LORA, "freeze": ("method.freeze.num_layers=1",)}
@@ -78,6 +83,7 @@ class Runs:
 
 
 def train_each(configs: Iterable[Path]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # four processes are two machines of two
     for config in configs:
         train(load_config(config), "auto", print)
 
@@ -126,6 +132,11 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", evaluated)
     for sharding in IN_FOUR:
         add(f"{sharding}-four", "train.micro_batch_size=1", f"train.sharding={sharding}")
+    add("node-four", "train.micro_batch_size=1", "train.sharding=all", "train.sharded_within=node")
+    # Of batches cut alike: bfloat16 products, and Muon's, show how they are cut.
+    lowered = ("train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2")
+    train(add("lowered-one", *lowered), None, print)
+    add("lowered-two", *lowered, "train.sharding=all")
     for variant, sharding in SHARDED_BASELINES.items():
         settings = [*OF_BASELINES[variant], "train.micro_batch_size=2", f"train.sharding={sharding}"]
         add(f"{variant}-two", *settings, *([evaluated] if variant in EVALUATED_BASELINES else []))
@@ -139,15 +150,17 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     average = ("train.average={kind: ema, steps: 3}", evaluated)
     train(add("average-one", *average), None, print)
     add("average-two", *average, "train.micro_batch_size=2", "train.sharding=all")
-    train(add("muon-one", "train.optimiser=muon"), None, print)
-    add("muon-two", "train.optimiser=muon", "train.micro_batch_size=2")
+    muon = ("train.optimiser=muon", "train.micro_batch_size=2")
+    train(add("muon-one", *muon), None, print)
+    add("muon-two", *muon)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proofs, "_CODE_POINTS", range(0x500))
         patch.setattr(proofs, "_NUM_RANDOM", 200)
         for variant, more in GROWN.items():
             grown = (f"method.variant={variant}", "method.collaboration.layers=null", _OF_GROWN, evaluated, *more)
+            grown = (*grown, "train.micro_batch_size=2")
             train(add(f"grown-{variant}-one", *grown), None, print)
-            add(f"grown-{variant}-two", *grown, "train.micro_batch_size=2", "train.sharding=all")
+            add(f"grown-{variant}-two", *grown, "train.sharding=all")
     configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
     train_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder)
     train(add("branch-one", *branch), None, print)
@@ -168,6 +181,19 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("name", [*(f"{sharding}-two" for sharding in SHARDINGS), *(f"{one}-four" for one in IN_FOUR)])
 def test_several_processes_give_the_losses_of_one(runs: Runs, name: str) -> None:
     assert runs.losses(name) == pytest.approx(runs.losses("one"), rel=1e-5)
+
+
+def test_machines_that_each_hold_all_parts_give_the_losses_of_one_process(runs: Runs) -> None:
+    assert runs.losses("node-four") == pytest.approx(runs.losses("one"), rel=1e-5)
+    parts = sorted((runs.folder("node-four").checkpoint(_LAST_STEP) / "shards").iterdir())
+    held = [name for part in parts for name in load_tensors(part)]
+    trained = load_tensors(runs.folder("node-four").final / "trained.safetensors")
+    assert max(Counter(held).values()) <= 2, "two machines hold the same, one of them writes it"
+    assert trained.keys() <= set(held)
+
+
+def test_matrices_gathered_in_the_precision_of_their_products_give_the_losses_of_one_process(runs: Runs) -> None:
+    assert runs.losses("lowered-two") == pytest.approx(runs.losses("lowered-one"), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["branch", "muon"])
@@ -218,6 +244,10 @@ def test_new_tokens_train_sharded_and_are_heard_beside_the_base_as_in_one_proces
     assert runs.losses(two) == pytest.approx(runs.losses(one), rel=1e-5)
     (expected,), (found,) = runs.evaluations(one), runs.evaluations(two)
     assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
+    whole, sharded = (load_tensors(runs.folder(name).final / "trained.safetensors") for name in (one, two))
+    assert whole.keys() == sharded.keys() and any("new_tokens" in name for name in whole) == (variant == "route")
+    for key, tensor in whole.items():
+        torch.testing.assert_close(sharded[key], tensor, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("first", "processes"), GOES_ON)
@@ -291,6 +321,71 @@ def test_a_sharded_baseline_is_evaluated_beside_its_base(runs: Runs, variant: st
     (expected,), (found,) = runs.evaluations(f"{variant}-one"), runs.evaluations(f"{variant}-two")
     assert found["tiny"]["base"] == expected["tiny"]["base"]
     assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
+
+
+def count_exchanges() -> None:
+    """Have a run print the bytes of its second step: gathered forward and backward, by what trains, and reduced."""
+    counted: Counter[str] = Counter()
+    at: dict[str, Any] = {"step": -1, "place": "forward"}
+    collectives = vars(_fsdp_param_group)
+    gather, reduce, backward, step = (
+        collectives["foreach_all_gather"],
+        collectives["foreach_reduce"],
+        Accelerator.backward,
+        vars(loop)["train_step"],
+    )
+
+    def gathering(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in parameters if at["step"] == 1 else ():
+            kind = "trains" if parameter.sharded_param.requires_grad else "frozen"
+            dtype = parameter.param_dtype or parameter.orig_dtype
+            counted[f"{kind}, {at['place']}"] += parameter._orig_size.numel() * dtype.itemsize
+        return gather(parameters, *args, **kwargs)
+
+    def reducing(parameters: Any, gradients: list[torch.Tensor], *args: Any) -> Any:
+        if at["step"] == 1:
+            counted["reduced"] += sum(gradient.numel() for gradient in gradients)
+        return reduce(parameters, gradients, *args)
+
+    def going_back(*args: Any, **kwargs: Any) -> None:
+        at["place"] = "backward"
+        backward(*args, **kwargs)
+        at["place"] = "forward"
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        at["step"] = args[3].step
+        counted["micro-batches"] = len(args[3].micro_batches)
+        counted["parameters"] = sum(p.numel() for p in trainable_parameters(args[1]).values())
+        taken = step(*args, **kwargs)
+        if at["step"] == 1:
+            print(f"exchanged {json.dumps(counted)}")
+        return taken
+
+    collectives |= {"foreach_all_gather": gathering, "foreach_reduce": reducing}
+    vars(loop)["train_step"] = stepping
+    setattr(Accelerator, "backward", going_back)  # noqa: B010
+
+
+def test_what_is_frozen_is_gathered_forward_alone_and_gradients_are_reduced_once_a_step(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """What trains costs the bytes of two bfloat16 gathers a micro-batch at most."""
+    few = ("train.max_steps=2", "train.micro_batch_size=2", "train.sharding=all", "train.mixed_precision=bf16")
+    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")(
+        "run", "method.collaboration.layers=null", "model.dtype=bfloat16", *few
+    )
+    upscale(config)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    for ended in ended_group(start_group("train", str(path), num_processes=2, hook=count_exchanges)):
+        assert ended.exit_code == 0, ended.printed
+        (line,) = (line for line in ended.printed.splitlines() if line.startswith("exchanged "))
+        counted = Counter(json.loads(line.removeprefix("exchanged ")))
+        assert counted["frozen, backward"] == 0 < counted["frozen, forward"]
+        assert counted["micro-batches"] == 2
+        in_two_gathers = counted["micro-batches"] * counted["parameters"] * 2 * torch.bfloat16.itemsize
+        assert 0 < counted["trains, forward"] + counted["trains, backward"] <= in_two_gathers
+        assert counted["reduced"] == counted["parameters"]
 
 
 @pytest.fixture

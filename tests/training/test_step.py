@@ -13,7 +13,6 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.errors import NonFiniteError, TrainingError
-from scale_cli.training.anchors import start_to_decay_to
 from scale_cli.training.optimiser import (
     build_optimiser,
     load_optimiser_tensors,
@@ -23,6 +22,7 @@ from scale_cli.training.optimiser import (
 from scale_cli.training.step import StepResult, loss_share, train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from tests.hooks import hooks_for
 from tests.widening import as_if_trained, tiny_llama, widen
 
 
@@ -170,9 +170,10 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     model = start_model(tiny_llama(vocab_size=64), method, 0)
     anchors = {"decay_to_base": True, "lookahead": {"every_steps": 4}}
     train = TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "optimiser": optimiser_name, **anchors})
-    wrapped, optimiser = for_training(model, train), build_optimiser(model, train, start_to_decay_to(model, train))
+    wrapped, optimiser = for_training(model, train), build_optimiser(model, train)
+    hooks = hooks_for(model, train)
     trained = trainable_parameters(model)
-    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train).result()
+    train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(0), train, hooks=hooks).result()
 
     def state() -> dict[str, torch.Tensor]:
         return {name: t.detach().clone() for name, t in (trained | optimiser_tensors(optimiser, model)).items()}
@@ -185,10 +186,10 @@ def test_a_step_never_waits_for_its_device_and_a_bad_one_leaves_every_bit_as_it_
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__float__"):
             patch.setattr(torch.Tensor, name, read)
-        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train)
+        bad = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(1), train, hooks=hooks)
         between = state()
         poison.remove()
-        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train)
+        good = train_step(Accelerator(cpu=True), wrapped, optimiser, batches_of(4).of_step(2), train, hooks=hooks)
     assert all(torch.equal(between[name], tensor) for name, tensor in before.items())
     with pytest.raises(NonFiniteError, match="step 2: "):
         bad.result()

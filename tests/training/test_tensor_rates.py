@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +19,21 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.dense import plain_model
+from scale_cli.methods import adept
+from scale_cli.methods.adept import rates_by
+from scale_cli.methods.hooks import Update
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState
 from scale_cli.training.beginning import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
-from scale_cli.training.tensor_rates import TensorRates, rates_by, set_tensor_rates
-from scale_cli.upscale import bypass
-from scale_cli.upscale.folder import load_model, read_method
+from scale_cli.training.step import hooks_of
+from scale_cli.upscale.folder import read_method
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.run import Run
+from tests.methods.test_adept import windows
 from tests.training.conftest import MakeConfig
-from tests.upscale.test_bypass import windows
-from tests.widening import tiny_llama
+from tests.widening import load_model, tiny_llama
 
 ADEPT = (
     "method.variant=adept",
@@ -44,16 +46,17 @@ ADEPT = (
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_every_tensor_has_the_rate_that_the_official_steps_give_it(optimiser: str) -> None:
-    method = MethodConfig.model_validate({"variant": "adept", "adept": {"layers": [0, 2]}})
+    method = MethodConfig.model_validate({"variant": "adept", "adept": {"layers": [0, 2], "every_steps": 4}})
     model, probe = start_model(tiny_llama(), method, 0), windows(3)
     with torch.no_grad():
         for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
     config = TrainConfig.model_validate({"max_steps": 9, "optimiser": optimiser, "lr": 0.5})
     optim = build_optimiser(model, config, by_tensor=True)
-    measuring = TensorRates(for_training(model, config), probe, 4, "no")
-    set_tensor_rates(optim, measuring.measured(Accelerator(cpu=True), optim))
+    accelerator, start = Accelerator(cpu=True), dict[str, torch.Tensor]()
+    (hook,) = hooks_of(method, config, model, for_training(model, config), accelerator, start, lambda _: probe)
     set_learning_rate(optim, 0.5)
+    hook.before(Update(4, optim, torch.tensor(True)))
     assert all(parameter.grad is None for parameter in model.parameters())
     sums: dict[str, Any] = {}
     for window in probe:
@@ -79,7 +82,13 @@ def test_rates_are_from_0_of_the_most_important_to_2_of_the_least(importances: l
     else:
         assert rates[importances.index(max(importances))] == 0.0 and rates[importances.index(min(importances))] == 2.0
         assert sorted(rates, reverse=True) == [rate for _, rate in sorted(zip(importances, rates, strict=True))]
-    assert rates_by([*importances, float("nan")]) == (1.0,) * (len(importances) + 1)
+    assert rates_by([*importances, float("nan")]) == [1.0] * (len(importances) + 1)
+
+
+def measured_rates(checkpoint: Path) -> tuple[float, ...]:
+    """Return what every tensor's rate is multiplied by."""
+    kept = load_tensors(checkpoint / "optimiser.safetensors")
+    return tuple(float(kept[name]) for name in sorted(kept) if name.startswith("tensor_rate."))
 
 
 def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper_model(
@@ -90,10 +99,10 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert "layers copied: " in "\n".join(summary.lines())
     train(config, None, lambda _: None)
     run = RunFolder(config.output_dir)
-    rates = {step: TrainState.load(run.checkpoint(step)).tensor_rates for step in (6, 9)}
+    rates = {step: measured_rates(run.checkpoint(step)) for step in (6, 9)}
     assert len(set(rates.values())) == 2 and all(min(r) == 0.0 and max(r) == 2.0 for r in rates.values())
-    layers = read_method(run.upscaled).adept.layers
-    assert layers is not None and read_method(run.final).adept.layers == layers
+    layers = read_method(run.upscaled).settings.layers
+    assert layers is not None and read_method(run.final).settings.layers == layers
     plain = plain_model(load_model(run.final, config.model), "float32")
     assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.num_hidden_layers == 3 + 2
     tokens = TokenLedger.load(run.final).sources
@@ -106,12 +115,14 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert all(torch.equal(tensor, trained[name]) for name, tensor in again.items()), "with the rates measured at 4"
 
     branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
-    monkeypatch.setattr(bypass, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
+    monkeypatch.setattr(adept, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
     upscale(branch)
-    with pytest.raises(RunFolderError, match=rf"copies the layers {re.escape(str(layers))}, and this run \[") as caught:
+    with pytest.raises(
+        RunFolderError, match=rf"layers copied: {', '.join(map(str, layers))}; in this run, found on other text, "
+    ) as caught:
         train(branch, None, lambda _: None)
     assert "\n" not in str(caught.value)
-    check_init_from(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}"))
+    check_init_from(Run(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}")))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import local
 from typing import Any
 
 import pytest
@@ -13,13 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from scale_cli import processes
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError
+from scale_cli.processes import ALONE, Share
 from scale_cli.storage.records import BaseRecord
+from scale_cli.upscale import base as base_module
 from scale_cli.upscale.base import (
     changed_tensors,
+    check_finite,
     check_same_base,
     load_base,
     load_base_config,
@@ -28,6 +36,7 @@ from scale_cli.upscale.base import (
     tensor_sha256,
 )
 from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.threads_as_processes import in_processes
 from tests.widening import tiny_llama
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -282,3 +291,60 @@ def test_the_revision_that_the_hub_served_is_recorded() -> None:
     assert record_base(base, named("tiny")).revision is None
     base.config._commit_hash = "0123abcd"
     assert record_base(base, named("tiny")).revision == "0123abcd"
+
+
+class LargestResult(TorchDispatchMode):
+    """The most bytes that one operator made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        inputs = {tensor.data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.data_ptr() not in inputs:
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return made
+
+
+def test_a_base_is_found_finite_without_another_tensor_of_the_size_of_its_own() -> None:
+    base = tiny_llama().bfloat16()
+    with LargestResult() as made:
+        check_finite(base, "tiny")
+    assert made.num_bytes <= 8
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_of_number_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
+    base: Any = tiny_llama()
+    base.to(dtype)
+    check_finite(base, "tiny")
+    with torch.no_grad():
+        base.model.layers[1].mlp.up_proj.weight[3, 5] = bad
+    with pytest.raises(BaseModelError, match=r"layers\.1\.mlp\.up_proj.*\(1 of"):
+        check_finite(base, "tiny")
+
+
+def test_processes_of_a_machine_hash_a_base_once_between_them_and_all_are_told_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base, hashed, current = tiny_llama(), list[int](), local()
+    record = record_base(base, named("tiny"))
+    flip_bit(base.model.layers[2].mlp.down_proj.weight.data)
+    hash_of = tensor_sha256
+
+    def counting(tensor: Tensor) -> str:
+        hashed.append(tensor.data_ptr())
+        return hash_of(tensor)
+
+    monkeypatch.setattr(base_module, "tensor_sha256", counting)
+    monkeypatch.setattr(base_module, "gathered", lambda mine, _: processes.gathered(mine, current.place))
+    monkeypatch.setattr(base_module, "share", lambda: ALONE)
+
+    def changed(place: Share) -> list[str]:
+        current.place = place
+        return changed_tensors(base, record, place)
+
+    assert in_processes(monkeypatch, 3, changed) == [["model.layers.2.mlp.down_proj.weight"]] * 3
+    assert sorted(hashed) == sorted(parameter.data_ptr() for parameter in base.parameters())

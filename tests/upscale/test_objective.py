@@ -12,13 +12,15 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.folder import MethodModel
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.objective import ChunkedLossModel, compiled, for_training
+from scale_cli.upscale.objective import attending_by_sdpa, attends_by_mask, compiled, for_training, settings_on
 from scale_cli.upscale.vocabulary import NewPieces
 from scripts.benchmark.counting import peak_bytes
+from tests.config.small_config import SMALLEST, load_text
 from tests.widening import as_if_trained, tiny_llama, widen
 
 pytestmark = pytest.mark.long
@@ -219,10 +221,34 @@ def test_every_attention_isolates_documents_alike(name: str, implementation: str
         assert summed_loss(wrapped, ids, positions).item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "told"), [("flex_attention", "no backward pass on a CPU"), ("flash_attention_2", "installed")]
-)
-def test_an_attention_that_is_not_to_be_had_is_refused_by_name(implementation: str, told: str) -> None:
-    train = TrainConfig.model_validate({"max_steps": 1, "attention": implementation})
-    with pytest.raises(ConfigError, match=rf"train\.attention: {implementation}.*{told}"):
+def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:
+    train = TrainConfig.model_validate({"max_steps": 1, "attention": "flash_attention_2"})
+    with pytest.raises(ConfigError, match=r"train\.attention: flash_attention_2.*installed"):
         for_training(start("route"), train)
+    with pytest.raises(ConfigError, match=r"train\.attention: flex_attention.*no backward pass on a CPU"):
+        settings_on("cpu", load_text(SMALLEST, "train.attention=flex_attention"))
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "expected", "masked"),
+    [
+        ("cuda", (), None, False),
+        ("cuda", ("corpus.isolate_documents=true",), "flex_attention", False),
+        ("cuda", ("corpus.isolate_documents=true", "train.attention=sdpa"), "sdpa", True),
+        ("cpu", ("corpus.isolate_documents=true",), None, True),
+    ],
+)
+def test_isolated_documents_attend_without_a_mask_where_kernels_skip_what_is_masked(
+    device: str, overrides: tuple[str, ...], expected: str | None, masked: bool
+) -> None:
+    config = load_text(SMALLEST, *overrides)
+    assert settings_on(device, config).attention == expected
+    assert attends_by_mask(config, device) == masked
+
+
+def test_an_evaluation_attends_by_sdpa_where_training_compiles_for_one_shape() -> None:
+    model: Any = start("route")
+    model.root.set_attn_implementation("flex_attention")
+    with attending_by_sdpa(model):
+        assert model.root.config._attn_implementation == "sdpa"
+    assert model.root.config._attn_implementation == "flex_attention"

@@ -26,12 +26,12 @@ from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
 from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
-from scale_cli.upscale.folder import load_any_base, load_model
+from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.window_scores import base_losses
 from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained
-from tests.widening import as_if_trained, load_widened, tiny_llama, widen
+from tests.widening import as_if_trained, load_model, load_widened, tiny_llama, widen
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_planning_and_sharding_over_a_widened_base_are_refused(
     shared_data: Path, below: RunConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
-        plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, None, 1)
+        plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")
     with pytest.raises(ConfigError, match=r"^train\.sharding: all: not over a base that is widened already"):
         shard_model(model, Accelerator(cpu=True), TrainConfig(max_steps=1, sharding="all"))

@@ -92,3 +92,25 @@ def mistral() -> Tokenizer:
 
 
 KINDS: list[Callable[[], Tokenizer]] = [llama_3, qwen, llama_2, mistral]
+
+
+def with_another_familys_steps() -> Tokenizer:
+    """As transformers makes of a configuration that names another family: its steps around this one's tokens."""
+    tokenizer = llama_2()
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = qwen().pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    model = json.loads(tokenizer.to_str())
+    model["model"]["unk_token"] = None
+    return Tokenizer.from_str(json.dumps(model))
+
+
+def without_the_bytes_that_it_falls_back_to() -> Tokenizer:
+    """It says byte_fallback, and has neither tokens of bytes nor one for what it does not know."""
+    model = json.loads(llama_2().to_str())
+    vocab = {token: index for token, index in model["model"]["vocab"].items() if not token.startswith("<0x")}
+    model["model"] |= {"vocab": vocab, "unk_token": None}
+    return Tokenizer.from_str(json.dumps(model))
+
+
+BROKEN = [with_another_familys_steps, without_the_bytes_that_it_falls_back_to]  # of which each drops Hangul

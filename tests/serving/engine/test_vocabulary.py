@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.upscale.session import open_final
+from scale_cli.data.tokens import prompt_ids
+from scale_cli.upscale.run import Run
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
 from tests.vocabulary.grown_run import config_of, two_scripts_in_one
@@ -38,7 +39,7 @@ def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
         config = config_of(shared_data, tmp_path, base=base)
         upscale(config)
         train(config, None, print)
-        folder, trained = export(config).folder, open_final(config).load()
+        folder, trained = export(config).folder, Run(config).open_final().load()
     else:
         folder, trained = two_scripts_in_one(shared_data, tmp_path, base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -46,7 +47,7 @@ def test_texts_are_tokenised_continued_and_scored_as_in_transformers(
     job = {"folder": str(folder), "engine": ENGINE, "rounds": rounds}
     continued, scored = ask({"new tokens": job}, tmp_path)["new tokens"]["rounds"]
 
-    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    prompts = [prompt_ids(tokenizer, text) for text in TEXTS]
     assert continued["prompts"] == prompts
     assert [max(ids) >= OLD for ids in prompts] == [True, True, False, True, True]
     for ids, written, told in zip(prompts, continued["tokens"], scored["prompt_log_probs"], strict=True):

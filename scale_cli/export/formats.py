@@ -1,0 +1,144 @@
+"""The formats of exports: what each writes, and every way in which what was written is served."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from scale_cli.config.schema import RunConfig
+from scale_cli.errors import ConfigError
+from scale_cli.export.dense import lower_weights, plain_model
+from scale_cli.export.parity import Logits, served_logits
+from scale_cli.export.plain_folder import copy_tokenizer, write_plain
+from scale_cli.export.router_keys import routed_class, router_keys
+from scale_cli.export.self_contained import write_self_contained
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.base import load_written
+from scale_cli.upscale.folder import MethodModel, describe_method, load_onto_base, write_peft, write_trained
+from scale_cli.upscale.preservation import trained_logits
+from scale_cli.upscale.run import MethodFolder
+from scale_cli.upscale.tokenizer import tokenizer_place
+
+
+class Format:
+    """A kind of folder, of a run's model."""
+
+    name: ClassVar[str]  # as `export.format`
+    description: ClassVar[str]  # for the terminal
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.method = config, config.method.definition
+
+    @property
+    def is_had(self) -> bool:
+        """Whether the method's models can be written so."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse what the format does not have."""
+
+    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+        """Write weights, configuration and tokenizer of the model in `trained`; `prompts` are (1, T) ids."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
+        """Yield what is served from a folder, and what it stands for of the trained model; a router's way second."""
+        raise NotImplementedError
+
+    @property
+    def loaded_as(self) -> str:
+        """The part of the card that says how it is loaded (`card_loading.md.j2`)."""
+        return self.name
+
+    @property
+    def answers_as_served(self) -> bool:
+        """Whether its folders answer as the run is served; if not, the card is of the trained head alone."""
+        return False
+
+
+class Llama(Format):
+    """A plain model of the base's own class; it may carry a router."""
+
+    name = "llama"
+    description = "plain dense model, no custom code: loads wherever the base model does"
+    is_had = True
+
+    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+        grown_in = None if self.config.method.vocabulary is None else trained.path
+        plain = plain_model(model, self.config.export.dtype, prompts)
+        write_plain(plain, trained.tokenizer, self.config.model, folder, router_keys(model), grown_in)
+
+    def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
+        yield load_written(AutoModelForCausalLM, folder), trained_logits
+        if (routed := routed_class(folder)) is not None:
+            yield load_written(routed, folder), served_logits
+
+    @property
+    def loaded_as(self) -> str:
+        return "routed" if self.answers_as_served else self.name
+
+    @property
+    def answers_as_served(self) -> bool:
+        return self.method.routes_plainly(self.config.method.settings)
+
+
+class Transformers(Format):
+    """A widened model with its own code."""
+
+    name = "transformers"
+    description = "self-contained, loads with trust_remote_code=True, router included"
+    answers_as_served = True
+
+    @property
+    def is_had(self) -> bool:
+        return self.method.widens
+
+    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+        lowered = copy.deepcopy(model)
+        lower_weights(lowered, getattr(torch, self.config.export.dtype))
+        assert isinstance(lowered, ScaleForCausalLM), "is_had"
+        write_self_contained(lowered, trained.tokenizer, folder)
+
+    def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
+        yield load_written(ScaleForCausalLM, folder), served_logits
+
+
+class Adapter(Format):
+    """What was trained, to be put onto the base: PEFT's own folder where it is PEFT's."""
+
+    name = "adapter"
+    description = "what was trained, alone; loads onto the base it was trained on, and no other"
+    answers_as_served = True
+
+    @property
+    def is_had(self) -> bool:
+        return self.method.has_adapter
+
+    def check(self) -> None:
+        if (dtype := self.config.export.dtype) != "float32":
+            raise ConfigError(f"export.dtype: {dtype}: an adapter keeps what was trained, in float32")
+
+    def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
+        if not self.method.uses_peft:
+            trained.tokenizer.save_pretrained(folder)
+            write_trained(folder, model, self.config.method, trained.record)
+            return
+        describe_method(folder, model, self.config.method, trained.record)
+        copy_tokenizer(trained.tokenizer, tokenizer_place(self.config.model), folder)
+        write_peft(folder, model, self.config.model)
+
+    def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
+        yield load_onto_base(folder, self.config.model), served_logits
+
+    @property
+    def loaded_as(self) -> str:
+        return "peft" if self.method.uses_peft else self.name
+
+
+FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}

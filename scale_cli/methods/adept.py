@@ -1,0 +1,179 @@
+"""ADEPT: LLaMA-Pro's copies, of the layers without which the base loses least on what it knows (arXiv 2510.10071).
+
+The official code sets all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from scale_cli.errors import ConfigError
+from scale_cli.methods.hooks import Hook, Training, Update
+from scale_cli.methods.llama_pro import Deeper, evenly_spaced
+from scale_cli.values import Section, Steps
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+
+class AdeptConfig(Section):
+    """Depth expansion where it hurts least, at rates by what the copies' tensors matter to what the base knows."""
+
+    num_blocks: int | None = Field(default=None, ge=1, le=10_000, description="copies; null: one for every four layers")
+    layers: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="that are copied, from 0; null: those whose bypass hurts least on known text, found by upscale",
+    )
+    probe_windows: int = Field(
+        default=16, ge=1, le=10_000, description="known text measured on: windows of each source of the role replay"
+    )
+    every_steps: Steps = Field(default=500, description="from one measurement of the rates to the next")
+
+    @model_validator(mode="after")
+    def _layers_are_distinct(self) -> AdeptConfig:
+        if self.layers is not None and (len(set(self.layers)) < len(self.layers) or min(self.layers) < 0):
+            raise ValueError("layers: names a layer twice, or one below 0")
+        if self.layers is not None and self.num_blocks not in (None, len(self.layers)):
+            raise ValueError(f"num_blocks: {self.num_blocks}, but layers names {len(self.layers)}")
+        return self
+
+
+class Adept(Deeper[AdeptConfig]):
+    """The copies train, each tensor at a rate of its own."""
+
+    name, label = "adept", "ADEPT"
+    colour, mark = "#7b58b8", ("h", "⬢")
+    section, settings = "adept", AdeptConfig
+    is_sharded = False
+    reads_known_text = has_tensor_rates = True
+
+    def in_words(self, settings: AdeptConfig) -> str:
+        return ", new blocks only, rates by importance"
+
+    def copied(self, num_layers: int, settings: AdeptConfig) -> list[int]:
+        if settings.layers is None:
+            if num_layers < 2:
+                raise ConfigError("method.adept.layers: the base has a single layer, which is needed; name it")
+            return evenly_spaced(num_layers, settings.num_blocks, "method.adept.num_blocks")
+        if (highest := max(settings.layers)) >= num_layers:
+            raise ConfigError(f"method.adept.layers: {highest}, but the base has {num_layers} layers, from 0")
+        return sorted(settings.layers)
+
+    def probe_windows(self, settings: AdeptConfig) -> int:
+        return settings.probe_windows if settings.layers is None else 0
+
+    def find(self, settings: AdeptConfig, base: PreTrainedModel, probe: Sequence[Any]) -> AdeptConfig:
+        losses, num_layers = bypass_losses(base, probe), base.config.num_hidden_layers
+        num_copies = len(self.copied(num_layers, settings))
+        found = sorted(range(num_layers), key=lambda layer: (losses[layer], layer))[:num_copies]
+        return settings.model_copy(update={"layers": sorted(found)})
+
+    def found(self, settings: AdeptConfig) -> str:
+        return "" if settings.layers is None else f"layers copied: {', '.join(map(str, settings.layers))}"
+
+    def hooks(self, settings: AdeptConfig, training: Training) -> list[Hook]:
+        return [TensorRates(settings, training)]
+
+    def work_beside(
+        self, settings: AdeptConfig, max_steps: int, global_batch_size: int, num_known_sources: int
+    ) -> float:
+        num_times = (max_steps - 1) // settings.every_steps
+        return num_times * settings.probe_windows * num_known_sources / (max_steps * global_batch_size)
+
+    def idle(self, settings: AdeptConfig, max_steps: int) -> list[str]:
+        if settings.every_steps < max_steps:
+            return []
+        return [
+            f"method.adept.every_steps {settings.every_steps:,}: not less than train.max_steps {max_steps:,}, so that "
+            "no rate is measured and every tensor has train.lr; lower it"
+        ]
+
+
+def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
+    """Return of every layer the loss without it, in nats per token of some windows."""
+    import torch
+
+    from scale_cli.model.head_loss import IGNORED
+    from scale_cli.model.plain_loss import ChunkedLossModel
+
+    layers = range(base.config.num_hidden_layers)
+    num_tokens = sum(int((window.targets != IGNORED).sum()) for window in probe)
+    here = [window.to(base.device) for window in probe]
+    losses = []
+    for bypassed in layers:
+        model = ChunkedLossModel(base, layers=[layer for layer in layers if layer != bypassed])
+        with torch.no_grad():
+            each = [model(window.input_ids, window.targets, num_tokens, window.position_ids).loss for window in here]
+        losses.append(sum(map(float, each)))
+    return losses
+
+
+class TensorRates(Hook):
+    """Every few steps gives each tensor a rate by what it matters to what the base knows.
+
+    importance I = mean |theta| |g|, g over some windows of known text, |.| of each window's before they are averaged;
+    the rate is `train.lr` times 2 (max I - I) / (max I - min I), over all tensors that train. This is the official
+    code; the paper has 2 (1 - I), of groups of neurons. Until the first measurement, and where all tensors matter the
+    same, the rate is `train.lr`. Ours: a window counts alone, not two, so that rates do not depend on how a batch is
+    cut up.
+    """
+
+    name = "tensor_rate"
+
+    def __init__(self, settings: AdeptConfig, training: Training) -> None:
+        self._every_steps, self._training = settings.every_steps, training
+        self._probe = training.probe(settings.probe_windows)
+        self._rates: list[float] | None = None  # of every group, which has one tensor; None: not looked for yet
+
+    def keeps(self, train: Any, num_steps: int) -> bool:
+        return num_steps > self._every_steps
+
+    def empty(self, parameter: Tensor) -> Tensor:
+        import torch
+
+        return torch.zeros((), dtype=torch.float64)
+
+    def before(self, update: Update) -> None:
+        import torch
+
+        parameters, state = update.parameters, update.optimiser.state
+        if update.step > 0 and update.step % self._every_steps == 0:
+            self._rates = rates_by(self._importances(parameters))
+            for parameter, rate in zip(parameters, self._rates, strict=True):
+                state[parameter][self.name] = torch.tensor(rate, dtype=torch.float64)
+        elif self._rates is None:  # of a run that goes on they are there
+            self._rates = [float(state[parameter].get(self.name, 1.0)) for parameter in parameters]
+        for group, rate in zip(update.optimiser.param_groups, self._rates, strict=True):
+            group["lr"] *= rate
+
+    def _importances(self, parameters: list[nn.Parameter]) -> list[float]:
+        """Return what each tensor matters; the processes share the windows."""
+        import torch
+
+        accelerator = self._training.accelerator
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for window in self._probe[accelerator.process_index :: accelerator.num_processes]:
+            gradients = torch.autograd.grad(self._training.loss(window), parameters)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += gradient.abs()
+        with torch.no_grad():
+            matters = [
+                (parameter.abs() * accelerator.reduce(total, reduction="sum")).mean()
+                for parameter, total in zip(parameters, sums, strict=True)
+            ]
+        importances: list[float] = (torch.stack(matters).double() / len(self._probe)).tolist()
+        return importances
+
+
+def rates_by(importances: Sequence[float]) -> list[float]:
+    """Return the rates of tensors by what they matter: 2 of the least, 0 of the most."""
+    highest, lowest = max(importances), min(importances)
+    if not (math.isfinite(sum(importances)) and highest > lowest):
+        return [1.0] * len(importances)
+    return [2.0 * (highest - importance) / (highest - lowest) for importance in importances]

@@ -1,0 +1,92 @@
+"""LoRA: low-rank A and B beside frozen projections train, by PEFT; B = 0 at the start (arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from scale_cli.errors import ConfigError
+from scale_cli.extras import require
+from scale_cli.methods.method import PROJECTIONS, Method, Settings, Trains
+from scale_cli.values import Section
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen projections (PEFT)."""
+
+    rank: int = Field(default=16, ge=1, le=2**16, description="of A and B")
+    alpha: int = Field(default=32, ge=1, le=2**20, description="the adapters' output is scaled by alpha / rank")
+    rank_stabilised: bool = Field(default=False, description="the output is scaled by alpha / sqrt(rank) instead")
+    targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections that get adapters")
+    embeddings: bool = Field(
+        default=False, description="token embedding and vocabulary head train too, whole, beside the adapters"
+    )
+
+    @model_validator(mode="after")
+    def _adapted_or_whole(self) -> LoraConfig:
+        if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
+            raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
+        return self
+
+
+class ByPeft(Method[Settings]):
+    """A method whose modules PEFT puts beside the base's, and merges into them to be served."""
+
+    uses_peft = True
+
+    def counted(self, total: int, trainable: int) -> tuple[int, int]:
+        return total - trainable, total - trainable
+
+
+def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
+    """Put PEFT's modules beside a base's; `key` is what names them in the config."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(base, settings)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+class Lora(ByPeft[LoraConfig]):
+    """Adapters train."""
+
+    name, label = "lora", "LoRA"
+    colour, mark = "#d99000", ("s", "■")
+    section, settings = "lora", LoraConfig
+    draws_its_start = has_adapter = True
+
+    def in_words(self, settings: LoraConfig) -> str:
+        stabilised = " stabilised" if settings.rank_stabilised else ""
+        return f", rank {settings.rank}{stabilised}{', embeddings and head whole' if settings.embeddings else ''}"
+
+    def trains_base_weights(self, settings: LoraConfig) -> bool:
+        return settings.embeddings
+
+    def build(self, base: PreTrainedModel, settings: LoraConfig, seed: int, new: Any = None) -> PeftModel:
+        require("peft", "method.variant lora")
+        import torch
+        from peft import LoraConfig as PeftLora
+
+        peft = PeftLora(
+            task_type="CAUSAL_LM",
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            use_rslora=settings.rank_stabilised,
+            target_modules=list(settings.targets),
+            lora_dropout=0.0,
+            modules_to_save=["embed_tokens", "lm_head"] if settings.embeddings else None,
+            ensure_weight_tying=settings.embeddings and base.config.tie_word_embeddings,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return put_beside(base, peft, "method.lora.targets")
+
+    def trains(self, base_config: Any, settings: LoraConfig) -> Trains:
+        frozen, whole = [False] * base_config.num_hidden_layers, settings.embeddings
+        return Trains(frozen, embedding=whole, head=whole, targets=settings.targets, rank=lambda _: settings.rank)

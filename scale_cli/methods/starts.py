@@ -1,0 +1,212 @@
+"""How every added block starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from scale_cli.errors import BaseModelError
+from scale_cli.methods.codes import DrawCodes
+from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+# Tokens that the base reads for the sizes of its stream to be measured.
+_NUM_MEASURED = 256
+# Of the random subspace: directions beyond those asked for, and how often W turns it. On a trained W they leave out
+# 1 to 9 % of the energy that the best directions have, on random numbers, of which no direction leads, as much.
+_OVERSAMPLED = 64
+_PASSES = 2
+
+
+@torch.no_grad()
+def initialise_expansion(
+    model: ScaleForCausalLM,
+    start: str,
+    seed: int,
+    embedding_scale: float | None = None,
+    draw_codes: DrawCodes | None = None,
+) -> None:
+    """Fill every added block; the base is only read.
+
+    | block | reads -> writes       | svd                         | normal    |
+    |-------|-----------------------|-----------------------------|-----------|
+    | W21   | x -> u                | S_k V_k^T of W, k = rows    | N(0, s^2) |
+    | W22   | u -> u                | N(0, s^2)                   | N(0, s^2) |
+    | W12   | u -> x (if it exists) | 0                           | 0         |
+    | E'    | token -> u            | U_k S_k of E, k = columns   | N(0, s^2) |
+    | H'    | u -> logits           | 0                           | 0         |
+    | g'    | gains of the norms    | 1                           | 1         |
+    | b2    | bias, where W has one | 0                           | 0         |
+
+    W and E are those of all streams that are read: on a widened base, x and the streams of its expansions, joined.
+    s is the base's initializer_range. Where W has fewer directions than are asked for, the rest is N(0, s^2).
+    Numbers are drawn on the CPU, in float32: the same whatever the device and dtype.
+
+    With an `embedding_scale`, E' is codes as large as the stream that it has to be seen beside, and the gains
+    bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
+
+    | E'    | token -> u            | N(0, e^2), or `draw_codes`; e = embedding_scale x rms(x) before the last norm |
+    | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
+
+    Args:
+        model: widened; its configuration is told e.
+        start: of W21, and of E' where no scale is given.
+        seed: of what is drawn.
+        embedding_scale: rms(E') relative to rms(x) before the last norm.
+        draw_codes: what E' of that size starts as (`methods/codes.py`); without it, as random numbers.
+
+    Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    std = float(model.root.config.initializer_range)
+    *below, expansion = (branch.expansion for branch in model.branches)
+    codes = expansion.embed_tokens.weight
+    if embedding_scale is None:
+        embedding = dense_embedding(model.root, [*below, expansion])[:, : -codes.shape[1]]
+        codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
+    expansion.lm_head.weight.zero_()
+    for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
+        for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
+            read = frozen.weight  # no copy of it, unless it is widened already
+            if widening:
+                read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
+            _initialise_linear(widened, read, start, std, generator)
+    for module in expansion.modules():
+        if isinstance(module, ExpansionNorm):
+            nn.init.ones_(module.weight)
+    if embedding_scale is not None:
+        _start_codes(model, seed, embedding_scale, draw_codes, generator)
+
+
+def _start_codes(
+    model: ScaleForCausalLM,
+    seed: int,
+    embedding_scale: float,
+    draw_codes: DrawCodes | None,
+    generator: torch.Generator,
+) -> None:
+    """Fill E' with codes of its own size, and the gains that let them through at the size of one."""
+    stream_rms = measured_stream_rms(model.root, seed)
+    embedding_rms = _rounded(embedding_scale * stream_rms["norm"])
+    if not 0.0 < embedding_rms < math.inf:
+        raise BaseModelError(
+            f"model.base: rms(x) before its last norm is {stream_rms['norm']:g} on random tokens, and E' starts in "
+            "proportion to that; method.expansion.embedding_scale=null starts without"
+        )
+    codes = model.expansion.embed_tokens.weight
+    if draw_codes is None:
+        codes.copy_(_normal(codes.shape, embedding_rms, generator))
+    else:
+        codes.copy_(draw_codes(codes.shape[1], generator) * embedding_rms)
+    for name, module in model.expansion.named_modules():
+        if isinstance(module, ExpansionNorm):
+            module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))
+    model.config.expansion_embedding_rms = embedding_rms
+
+
+@torch.no_grad()
+def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
+    """Return rms(x) before every norm of a plain base's stream, by the norm's name in the decoder.
+
+    The median over random tokens: no text is needed, and what a few positions hold to excess does not count.
+    """
+    measured: dict[str, float] = {}
+    decoder = base.get_decoder()
+
+    def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, ...]) -> None:
+        measured[name] = streams[0].float().pow(2).mean(-1).sqrt().median().item()
+
+    hooks = [
+        module.register_forward_pre_hook(partial(measure, name))
+        for name, module in decoder.named_modules()
+        if name.endswith(("layernorm", "norm")) and not name.endswith(("q_norm", "k_norm"))
+    ]
+    decoder(random_ids(base, seed), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return measured
+
+
+def random_ids(base: PreTrainedModel, seed: int) -> Tensor:
+    """Return (1, T) random tokens of a base, on its device: a prompt where no text is at hand."""
+    generator = torch.Generator().manual_seed(seed)
+    length = min(_NUM_MEASURED, base.config.max_position_embeddings)
+    return torch.randint(base.config.vocab_size, (1, length), generator=generator).to(base.device)
+
+
+def _rounded(size: float) -> float:
+    """Return two digits of a measured size: what a device rounds otherwise must not make another start."""
+    return float(f"{size:.2g}")
+
+
+def _initialise_linear(
+    widened: ExpansionLinear, base_weight: Tensor, start: str, std: float, generator: torch.Generator
+) -> None:
+    widened.weight_21.copy_(_start_from(base_weight, widened.weight_21.shape, start, std, generator))
+    widened.weight_22.copy_(_normal(widened.weight_22.shape, std, generator))
+    for zero in (widened.weight_12, widened.bias_2):
+        if zero is not None:
+            zero.zero_()
+
+
+def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator) -> Tensor:
+    started = _normal(shape, std, generator)
+    rows = STARTS[start](base_weight, shape[0])
+    started[: len(rows)] = rows
+    return started
+
+
+def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).mul_(std)  # in place: E' is the largest of what is made
+
+
+def leading_directions(weight: Tensor, count: int) -> Tensor:
+    """Return S_k V_k^T of W (out, in): its k leading right singular directions, scaled by their singular values.
+
+    On the device of W, by passes over a random subspace: no decomposition is larger than k and what is drawn beyond
+    it, and where that is all directions the result is exact. The draw, the signs (the largest entry of each row is
+    positive) and the number of threads are fixed, so W alone decides the bits that come of it on one machine.
+
+    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness".
+    """
+    count, drawn = min(count, *weight.shape), min(count + _OVERSAMPLED, *weight.shape)
+    is_tall = weight.shape[0] > weight.shape[1]
+    short = weight.T if is_tall else weight  # fewer rows than columns
+    with _one_thread():
+        basis = torch.eye(len(short), device=weight.device)
+        if drawn < len(short):
+            basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(weight.device)
+            for _ in range(_PASSES):
+                basis, _ = torch.linalg.qr((short @ (short.T @ basis.to(short.dtype))).float())
+        projected = (basis.T.to(short.dtype) @ short).float()
+        values, vectors = torch.linalg.eigh(projected @ projected.T)
+        leading = vectors[:, -count:].flip(1)
+        scales = values[-count:].flip(0).clamp_min(0.0).sqrt()
+        rows = scales[:, None] * (basis @ leading).T if is_tall else leading.T @ projected
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    return rows * torch.where(largest < 0, -1.0, 1.0)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread of the CPU: on more, sums are cut up by their number, and round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# From W and a number of rows to those rows that have a start of their own; the rest is N(0, s^2).
+STARTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "svd": lambda weight, count: leading_directions(weight.detach(), count),
+    "normal": lambda weight, _: weight[:0],
+}

@@ -1,0 +1,301 @@
+"""SCALE: every linear map of the base is widened, and the base stays inside, bit for bit (arXiv 2511.03270)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from scale_cli.errors import ConfigError
+from scale_cli.methods.method import Method, MethodSection
+from scale_cli.values import Accepted, Section, gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from scale_cli.model.configuration_scale import ScaleConfig
+    from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+Start = Literal["svd", "normal"]  # as `starts.STARTS`
+Codes = Literal["random", "cooccurrence"]  # as `codes.CODES`
+
+
+class ExpansionConfig(Section):
+    """How much is added, and how it starts (`methods/starts.py` has the table)."""
+
+    ratio: float = Field(default=0.25, gt=0.0, le=4.0, description="how much wider; rounded to whole key/value heads")
+    hidden_ratio: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=4.0,
+        description="how much wider the stream; rounded to what the widened heads divide; null: as the heads",
+    )
+    mlp_ratio: float | None = Field(
+        default=None, gt=0.0, le=4.0, description="how much wider the MLP; null: as the heads"
+    )
+    init: Annotated[Start, gone(copy="svd starts from the same matrices")] = Field(
+        default="svd", description="what the added blocks start as: docs/training.md"
+    )
+    embedding_scale: float | None = Field(
+        default=1.4,
+        gt=0.0,
+        le=1e3,
+        description="rms of E' at the start, relative to the base's stream before its last norm; null: as `init` says",
+    )
+    codes: Annotated[Codes, gone(spelled="cooccurrence has the letters too")] = Field(
+        default="random",
+        description="what E' of such a size starts as: each token's own numbers, or in part what follows it in the "
+        "corpus, and its letters",
+    )
+
+    @model_validator(mode="after")
+    def _codes_have_a_size(self) -> ExpansionConfig:
+        if self.codes != "random" and self.embedding_scale is None:
+            raise ValueError(f"codes: {self.codes} has the size that embedding_scale gives it; that is null")
+        return self
+
+
+class CollaborationConfig(Section):
+    """Where W12 exists, that is, where the expansion writes into the base stream (paper: collaborative adaptation)."""
+
+    layers: str | list[int] | None = Field(
+        default=None, description="none | all | top:K | [indices]; null: what the variant stands for"
+    )
+    modules: list[Literal["attention", "mlp"]] = Field(
+        default=["attention", "mlp"], min_length=1, description="where in those layers"
+    )
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _known_form(cls, layers: object) -> object:
+        known = layers is None or layers in ("none", "all")
+        if isinstance(layers, str):
+            known = known or re.fullmatch(r"top:[1-9][0-9]{0,3}", layers) is not None
+        elif isinstance(layers, list):
+            known = all(type(layer) is int and layer >= 0 for layer in layers)
+        if not known:
+            raise ValueError(f"{layers!r} is none of: none, all, top:K (K >= 1), a list of layer indices")
+        return layers
+
+    @field_validator("modules")
+    @classmethod
+    def _distinct_modules(cls, modules: list[str]) -> list[str]:
+        if len(set(modules)) != len(modules):
+            raise ValueError("names a module twice")
+        return modules
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether some layer is named."""
+        return self.layers not in (None, "none", [])
+
+
+class RouterConfig(Section):
+    """How SCALE-Route chooses between the base head and the trained head."""
+
+    rule: Literal["posterior", "cosine"] = Field(
+        default="posterior", description="by how well each head has predicted so far, or the paper's, by layers' cosine"
+    )
+    prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
+    switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")
+    threshold: float = Field(default=0.5, ge=-1.0, le=1.0, description="tau of the cosine rule")
+
+
+class DistillationConfig(Section):
+    """Learning from the base's own predictions, where the text is of what it knows: on sources with the role replay."""
+
+    weight: Accepted[float] = Field(
+        default=0.0,
+        ge=0.0,
+        le=1e6,
+        description="of KL(base || trained head) beside the cross-entropy, on windows of replay alone; 0: off",
+    )
+
+
+class WideningConfig(MethodSection):
+    """The sections of all that widen."""
+
+    expansion: ExpansionConfig = ExpansionConfig()
+    collaboration: CollaborationConfig = CollaborationConfig()
+    router: RouterConfig = RouterConfig()
+    distillation: DistillationConfig = DistillationConfig()
+
+    @property
+    def distils(self) -> bool:
+        """Whether replay is learned from the base's predictions too."""
+        return self.distillation.weight > 0
+
+
+class _Widened(Method[WideningConfig]):
+    settings = WideningConfig
+    left_out: ClassVar[dict[str, float]] = {}
+    widens = takes_new_tokens = draws_its_start = has_adapter = True
+    default_layers: ClassVar[str] = "none"  # that collaborate, where a config does not say
+
+    def check(self, settings: WideningConfig) -> None:
+        if settings.distils and (self.default_layers != "none" or settings.collaboration.is_asked_for):
+            raise ValueError(
+                "distillation.weight: where layers collaborate the base's predictions are not at hand; take preserve, "
+                "or route with collaboration.layers none"
+            )
+
+    def in_words(self, settings: WideningConfig) -> str:
+        expansion = settings.expansion
+        words = f", ratio {expansion.ratio:g}"
+        for part, ratio in (("stream", expansion.hidden_ratio), ("MLP", expansion.mlp_ratio)):
+            words += "" if ratio is None else f", of the {part} {ratio:g}"
+        words += f", {expansion.init} start"
+        words += "" if expansion.codes == "random" else f", codes by {expansion.codes}"
+        return words + (f", distilled on replay (weight {settings.distillation.weight:g})" if settings.distils else "")
+
+    def trains_base_weights(self, settings: WideningConfig) -> bool:
+        return False
+
+    def counts_text(self, settings: WideningConfig) -> bool:
+        return settings.expansion.codes == "cooccurrence"
+
+    def build(self, base: Any, settings: WideningConfig, seed: int, new: Any = None) -> ScaleForCausalLM:
+        from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+        return ScaleForCausalLM(plan_expansion(base.config, settings, new), base)
+
+    def restore(self, folder: Path, base: Any, settings: WideningConfig, seed: int) -> ScaleForCausalLM:
+        from scale_cli.model.configuration_scale import ScaleConfig
+        from scale_cli.model.modeling_scale import ScaleForCausalLM
+
+        return ScaleForCausalLM(ScaleConfig.from_pretrained(folder), base)
+
+    def start(self, model: Any, settings: WideningConfig, seed: int, tokenizer: Any, ids_N: Any) -> None:
+        import torch
+
+        from scale_cli.methods.codes import CODES, texts_of_tokens
+        from scale_cli.methods.starts import initialise_expansion
+
+        start, drawn = settings.expansion, None
+        if (draw := CODES[start.codes]) is not None:
+            drawn = partial(draw, texts_of_tokens(tokenizer, model.config.vocab_size), torch.from_numpy(ids_N))
+        initialise_expansion(model, start.init, seed, start.embedding_scale, drawn)
+
+    def new_rows(self, model: Any, num_old: int) -> Tensor:
+        rows: Tensor = model.expansion.new_tokens.lm_head.weight
+        return rows
+
+
+class Preserve(_Widened):
+    """The expansion never writes into the base stream."""
+
+    name, label = "preserve", "SCALE-Preserve"
+    colour, mark = "#3a9bd9", ("v", "▼")
+
+    def check(self, settings: WideningConfig) -> None:
+        if settings.collaboration.is_asked_for:
+            raise ValueError(
+                "collaboration.layers: the variant 'preserve' has no collaborating layer; use 'adapt' or 'route'"
+            )
+        super().check(settings)
+
+
+class Adapt(_Widened):
+    """The expansion writes into the base stream where layers collaborate."""
+
+    name, label = "adapt", "SCALE-Adapt"
+    colour, mark = "#00866a", ("P", "✚")
+    default_layers = "all"
+
+
+class Route(_Widened):
+    """Either of them, served as a mixture with the untouched base."""
+
+    name, label = "route", "SCALE-Route"
+    colour, mark = "#0063a8", ("*", "★")
+    routes = True
+
+    def served(self, settings: WideningConfig) -> str:
+        return settings.router.rule
+
+    def routes_plainly(self, settings: WideningConfig) -> bool:
+        return settings.router.rule == "posterior" and not settings.collaboration.is_asked_for
+
+    def served_in_words(self, settings: WideningConfig) -> str:
+        router = settings.router
+        by = f"threshold {router.threshold:g}"
+        if router.rule == "posterior":
+            by = f"prior of the base {router.prior:g}, switch rate {router.switch_rate:g}"
+        return f", {router.rule} rule ({by})"
+
+
+_DEFAULT_LAYERS = {method.name: method.default_layers for method in (Preserve, Adapt, Route)}
+
+
+def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) -> ScaleConfig:
+    """Return the configuration of the widened model; `new` are tokens that it adds (`NewPieces`).
+
+    A widened base is widened by a share of the plain model at its bottom, whatever was added before.
+
+    Whole key/value heads are added, at the base's head_dim and query to key/value ratio, so a ratio is rounded to a
+    multiple of 1 / num_key_value_heads (at least one head); stream and MLP grow in the same proportion as the heads,
+    or as they are told to.
+    """
+    from scale_cli.model.configuration_scale import ScaleConfig
+
+    root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
+    expansion = settings.expansion
+    num_key_value_heads = max(1, round(expansion.ratio * root.num_key_value_heads))
+    num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
+    ratio_of_heads = num_key_value_heads / root.num_key_value_heads
+    layers = collaborating_layers(settings.collaboration, settings.variant, root.num_hidden_layers)
+    if layers and root is not base_config:
+        raise ConfigError(
+            f"method.collaboration.layers: {settings.variant} writes into layers {', '.join(map(str, layers))}, but "
+            "the base is widened already, and what stands upon it may only read: none (the variants preserve and route)"
+        )
+    modules = settings.collaboration.modules
+    return ScaleConfig(
+        base_config=base_config.to_diff_dict(),
+        variant=settings.variant,
+        expansion_hidden_size=_added_channels(base_config, num_heads, expansion.hidden_ratio or ratio_of_heads),
+        expansion_intermediate_size=max(1, round(root.intermediate_size * (expansion.mlp_ratio or ratio_of_heads))),
+        expansion_num_attention_heads=num_heads,
+        expansion_num_key_value_heads=num_key_value_heads,
+        attention_collaboration_layers=layers if "attention" in modules else [],
+        mlp_collaboration_layers=layers if "mlp" in modules else [],
+        router_rule=settings.router.rule,
+        router_prior=settings.router.prior,
+        router_switch_rate=settings.router.switch_rate,
+        router_threshold=settings.router.threshold,
+        **({} if new is None else asdict(new)),
+    )
+
+
+def _added_channels(base_config: Any, num_added_heads: int, ratio: float) -> int:
+    """Return the share of the plain model's channels with which all heads divide all channels, as Llama requires."""
+    root, stages = base_config, []
+    if hasattr(base_config, "stages"):
+        root, stages = base_config.root(), base_config.stages()
+    below = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
+    num_heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
+    num_heads += num_added_heads
+    channels_per_head = max(round((below + ratio * root.hidden_size) / num_heads), below // num_heads + 1)
+    return int(channels_per_head * num_heads - below)
+
+
+def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
+    """Return the indices of the layers in which W12 exists, in order."""
+    layers = _DEFAULT_LAYERS[variant] if collaboration.layers is None else collaboration.layers
+    if layers == "none":
+        return []
+    if layers == "all":
+        return list(range(num_layers))
+    if isinstance(layers, str):
+        count = int(layers.removeprefix("top:"))
+        chosen = list(range(num_layers - count, num_layers))
+    else:
+        chosen = sorted(set(layers))
+    if chosen and (chosen[0] < 0 or chosen[-1] >= num_layers):
+        raise ConfigError(f"method.collaboration.layers: {layers!r}, but the base has {num_layers} layers")
+    return chosen

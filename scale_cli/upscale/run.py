@@ -1,0 +1,248 @@
+"""A run, and the folders of it: what every verb begins with, so that all check the same, and read each thing once.
+
+| opened by        | what                                    | is held to its              |
+|------------------|-----------------------------------------|-----------------------------|
+| `Run.open_start` | `upscaled/`, to be trained              | files, tokenizer and config |
+| `Run.open_final` | `final/`, to be measured or exported    | the same                    |
+| `open_folder`    | any method folder, wherever it lies     | files and tokenizer         |
+
+The base is held to its hashes, tensor by tensor, when the model is loaded. What can be known before a verb writes
+anything is found by `Run.check`: no weight is loaded and little text is read, so it takes a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from scale_cli.config.load import load_config
+from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import TextSource
+from scale_cli.data.corpora import cache_dir
+from scale_cli.data.documents import check_source
+from scale_cli.data.tokens import DocumentMarkers, check_sample, content_name
+from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.processes import Share, placed, share_of_machine
+from scale_cli.storage.atomic import is_whole, read_json, verify_folder
+from scale_cli.storage.layout import RunFolder, check_folder
+from scale_cli.storage.records import CORPORA, BaseRecord, TrainState, read_corpora
+from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
+from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load_onto_base, read_method
+from scale_cli.upscale.method import build_model, set_router
+from scale_cli.upscale.sizes import check_context, check_processes
+from scale_cli.upscale.tokenizer import (
+    check_tokenizer,
+    check_tokenizer_fits,
+    learned_on,
+    load_tokenizer,
+)
+from scale_cli.vocabulary.tokenizer import Extension, load_grown
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its config, and what that names, each read when it is first asked for."""
+
+    config: RunConfig
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """Where the run lands."""
+        return RunFolder(self.config.output_dir)
+
+    @cached_property
+    def base_config(self) -> Any:
+        """The configuration of the plain model at the bottom."""
+        return load_base_config(self.config.model)
+
+    @cached_property
+    def base_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base's, without what the run adds to it."""
+        return load_tokenizer(self.config.model)
+
+    @cached_property
+    def extension(self) -> Extension | None:
+        """The tokens that the run adds to the base's; None where it adds none."""
+        config, vocabulary = self.config, self.config.method.vocabulary
+        if vocabulary is None:
+            return None
+        if stage_folder(config.model) is not None:
+            widened = f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
+            raise BaseModelError(widened)
+        of_text = learned_on(config), config.corpus, cache_dir(config)
+        return Extension(self.base_tokenizer, self.base_config.vocab_size, vocabulary, *of_text)
+
+    def make_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a run that is about to be upscaled, whatever was before."""
+        return self.base_tokenizer if self.extension is None else self.extension.tokenizer()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The run's own; new tokens are learned first where nobody has yet."""
+        return load_grown(self.folder.upscaled) if self._has_grown else self.make_tokenizer()
+
+    def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the run's own tokenizer; None where it would have to be learned first."""
+        extension = self.extension
+        if extension is None or extension.vocabulary.folder is not None or self._has_grown:
+            return self.tokenizer
+        if not any(extension.cache_dir.glob("vocabulary.*")):
+            return None  # and no text has to be looked at
+        return load_grown(extension.folder) if is_whole(extension.folder) else None
+
+    @property
+    def _has_grown(self) -> bool:
+        start, vocabulary = MethodFolder(self.folder.upscaled, self), self.config.method.vocabulary
+        written = vocabulary is not None and (start.path / "scale.yaml").is_file()
+        return written and start.config.method.vocabulary == vocabulary
+
+    def open_start(self) -> MethodFolder:
+        """Open what the run begins with, made with this config."""
+        start = open_folder(self.folder.upscaled, self)
+        start.check_same_run(UPSCALE_SECTIONS, BASE_KEYS)
+        return start
+
+    def open_final(self) -> MethodFolder:
+        """Open what the run has trained, with this config."""
+        final = MethodFolder(self.folder.final, self)
+        if not final.path.is_dir():
+            raise RunFolderError(f"{final.path}: not there; run `scale train` first")
+        final.check_same_run(TRAIN_SECTIONS, BASE_KEYS)
+        self.check(self.config.evaluation.perplexity)
+        return open_folder(final.path, self)
+
+    def check(self, sources: Sequence[TextSource], num_processes: int = 1) -> None:
+        """Refuse what is certain to fail later on: a place, a base, sizes, or one of the `sources` that are read."""
+        config = self.config
+        self.folder.check()
+        if config.corpus.cache_dir is not None and not config.corpus.cache_dir.is_dir():
+            check_folder("corpus.cache_dir", config.corpus.cache_dir)
+        base = any_base_without_weights(config.model)
+        check_weights(config.model)
+        vocab_size = base.config.vocab_size
+        check_context(config, base.config)
+        check_processes(config.train, num_processes)
+        with torch.device("meta"):
+            build_model(base, config.method, config.seed)
+        tokenizer = self.base_tokenizer
+        check_tokenizer_fits(tokenizer, config.model, vocab_size)
+        if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
+            raise BaseModelError(
+                f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a "
+                "document's first token would be predicted from the document before"
+            )
+        for source in sources:
+            if source.messages_field is not None and not tokenizer.chat_template:
+                raise ConfigError(
+                    f"{source.name}: messages_field: the tokenizer of {config.model.base} has no chat template"
+                )
+            check_source(source)
+            check_sample(source, tokenizer, config.corpus)
+
+    def text_to_find_in(self) -> list[str]:
+        """Return what names every source in which layers, tokens or codes are found, by its content; often none."""
+        config, method = self.config, self.config.method
+        read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
+        if method.definition.counts_text(method.settings):
+            read += [source for source in config.corpus.new if source not in read]
+        if method.definition.probe_windows(method.settings):
+            read += [source for source in config.corpus.replay if source not in read]
+        return [content_name(source, self.base_tokenizer, cache_dir(config), config.corpus) for source in read]
+
+    def other_text_warnings(self) -> list[str]:
+        """Return a line where what the run begins with was found in other text than its config names now."""
+        upscaled = self.folder.upscaled
+        if not (upscaled / CORPORA).is_file():  # nothing was looked for
+            return []
+        before, now = read_corpora(upscaled), self.text_to_find_in()
+        gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
+        if not gone and not come:
+            return []
+        return [
+            f"{upscaled}: its layers, tokens or codes were found in other text: {', '.join(gone) or 'none'} -> "
+            f"{', '.join(come) or 'none'} (a source and its hash); they stay, and `scale upscale` finds them anew"
+        ]
+
+
+@dataclass(frozen=True)
+class MethodFolder:
+    """A method folder of a run: `upscaled/`, a checkpoint, `final/` or an adapter; it is read as it is asked."""
+
+    path: Path
+    run: Run  # whose base it stands on, and whose router a widened model gets
+
+    @classmethod
+    def at(cls, path: Path) -> MethodFolder:
+        """Return the folder of a run that has the config in it."""
+        return cls(path, Run(load_config(path / "scale.yaml")))
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The config that it was made with; the run's own may have changed since."""
+        return load_config(self.path / "scale.yaml")
+
+    @cached_property
+    def method(self) -> MethodConfig:
+        """The method that it was made with, and what was found to upscale."""
+        return read_method(self.path)
+
+    @cached_property
+    def record(self) -> BaseRecord:
+        """The base that it stands on."""
+        return BaseRecord.load(self.path)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """How far it was trained."""
+        return TrainState.load(self.path)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its own where it has new tokens, else its base's."""
+        grown = read_json(self.path / "config.json").get("new_tokens")
+        return load_grown(self.path) if grown else self.run.base_tokenizer
+
+    def check_same_run(
+        self, sections: tuple[str, ...], ignored_keys: str, accepted: Collection[str] | None = None
+    ) -> list[str]:
+        """Hold the run to the config that the folder was made with, as `config.same_run.check_same_run`."""
+        return check_same_run(self.path, self.config, self.run.config, sections, ignored_keys, accepted)
+
+    def check_base(self) -> None:
+        """Hold the base to what was recorded of it, as far as that is known without its weights.
+
+        BaseModelError says that the base or its tokenizer is not at hand; ChangedBaseError, that it is another.
+        """
+        _ = self.run.base_config
+        check_tokenizer(self.tokenizer, self.record)
+
+    def load(self, of_machine: Share | None = None) -> MethodModel:
+        """Return the model in evaluation mode, on this process's device; a share as of `load_onto_base`."""
+        model = placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
+        set_router(model, self.run.config.method.router)
+        return model
+
+    def load_to_train(self) -> MethodModel:
+        """Return the model where it was read to, to be placed or sharded; a baseline's start is drawn by the seed.
+
+        All processes have to call this.
+        """
+        config = self.run.config
+        return load_onto_base(self.path, config.model, config.seed, share_of_machine())
+
+
+def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
+    """Open a method folder that is whole and whose base is at hand; by the config in it, where no run is given."""
+    if not path.is_dir():
+        raise RunFolderError(f"{path}: no such folder; run the verb that makes it first")
+    verify_folder(path)
+    folder = MethodFolder.at(path) if run is None else MethodFolder(path, run)
+    folder.check_base()
+    return folder

@@ -1,0 +1,148 @@
+"""What a section and single values of a config may be: names, shares, counts with an end, paths."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+
+class Section(BaseModel):
+    """What every section shares: unknown keys are errors, values are not changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class Change(Enum):
+    """What marks a key that may change between two verbs of one run; one that is not marked never may.
+
+    In a section that stands in a list, as a source does, or that may be null, a mark does nothing (`same_run._marked`).
+    """
+
+    FREE = "a cadence, a place, or how work is cut up: what is written, when and by whom, not what is computed"
+    ACCEPTED = "how it is trained from here on, where a run that goes on is told so"
+
+
+Value = TypeVar("Value")
+Free = Annotated[Value, Change.FREE]
+Accepted = Annotated[Value, Change.ACCEPTED]
+
+_LANGUAGE = r"^[a-z]{2,3}$"
+# Codes of countries, given for their languages; what is a language's too (kr, Kanuri) has a code of three letters.
+_COUNTRIES = {
+    "kr": "ko",
+    "jp": "ja",
+    "cn": "zh",
+    "tw": "zh",
+    "us": "en",
+    "vn": "vi",
+    "ua": "uk",
+    "cz": "cs",
+    "gr": "el",
+}
+
+
+def check_language(code: object) -> object:
+    """Raise a ValueError, which says what to give, for a text that is no language's code."""
+    if isinstance(code, str):
+        if not re.fullmatch(_LANGUAGE, code):
+            raise ValueError(f"{code}: give its ISO 639 code, such as ko")
+        if code in _COUNTRIES:
+            raise ValueError(f"{code} is a country; its language is {_COUNTRIES[code]} (ISO 639)")
+    return code
+
+
+Language = Annotated[
+    str, Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."), BeforeValidator(check_language)
+]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# YAML 1.1 reads a bare `no` as false.
+MixedPrecision = Annotated[Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)]
+# Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
+Steps = Annotated[int, Field(ge=1, le=10_000_000)]
+Length = Annotated[int, Field(ge=2, le=2**24)]
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+Documents = Annotated[int, Field(ge=1, le=10**12)]
+LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
+
+STORES = ("hf", "s3", "gs", "az", "https")
+_LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
+
+
+class OneOf:
+    """Of a value that is a name in a table."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = [*names]
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of a literal."""
+        return core_schema.literal_schema(self._names)
+
+
+def gone(**became: str) -> BeforeValidator:
+    """Say of a value that is no more what became of it."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value in became:
+            raise ValueError(f"{value} is no more: {became[value]}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def local_path(written: str) -> str:
+    """Return a path with `~` expanded, as a shell would: a config has none.
+
+    ValueError where it is a URL (which may hold a password, so it is not quoted), or no file system could hold it.
+    """
+    if "://" in written:
+        raise ValueError("is a URL; local files and hub ids are read, nothing else")
+    path = os.path.expanduser(written)  # noqa: PTH111 (a pattern is no Path, and an unknown user no exception)
+    if path.startswith("~"):
+        raise ValueError(f"{path.partition('/')[0]} is nobody's home folder")
+    parts = [os.fsencode(part) for part in path.split("/")]
+    if sum(map(len, parts)) + len(parts) > _LONGEST_PATH_BYTES or max(map(len, parts)) > _LONGEST_NAME_BYTES:
+        raise ValueError(f"is longer than a path can be ({len(path):,} characters)")
+    return path
+
+
+def source_pattern(written: str) -> str:
+    """Return where text lies: a path as `local_path` does, or the URL of a store."""
+    if not written:
+        raise ValueError("is empty")
+    scheme, parted, place = written.partition("://")
+    if not parted:
+        return local_path(written)
+    if scheme not in STORES:
+        raise ValueError(f"is a URL of no store that is read ({', '.join(STORES)})")
+    if "@" in place.partition("/")[0] or "::" in written:
+        raise ValueError("is a URL with a user's name or a chain in it; a store's own settings hold the credentials")
+    return written
+
+
+def _source_patterns(written: str | list[str]) -> str | list[str]:
+    if isinstance(written, str):
+        return source_pattern(written)
+    if not written:
+        raise ValueError("is an empty list")
+    return [source_pattern(one) for one in written]
+
+
+def _folder(written: object) -> object:
+    if isinstance(written, str | Path) and not str(written):
+        raise ValueError("is empty")
+    return local_path(str(written)) if isinstance(written, str | Path) else written
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
+# Of either form first and of what it says then: an error is one line, and not one for each form.
+SourcePatterns = Annotated[str | list[str], AfterValidator(_source_patterns)]
+Folder = Annotated[Path, Field(strict=False), BeforeValidator(_folder)]

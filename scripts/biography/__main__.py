@@ -1,0 +1,33 @@
+"""The paper's controlled benchmark: teach synthetic people to every method, task after task; draw what each forgets.
+
+python -m scripts.biography scripts/biography/configs/small.yaml [KEY.SUB=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from scale_cli.config.load import load_checked
+from scale_cli.console import check_output, ended_in_one_message, log, quieten_libraries, show
+from scale_cli.processes import refuse_several
+from scripts.biography.config import BiographyConfig
+from scripts.biography.run import run_biography
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser("python -m scripts.biography", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
+    given = parser.parse_args()
+    with ended_in_one_message():
+        refuse_several(parser.prog)
+        config = load_checked(BiographyConfig, given.config, given.overrides)
+        check_output(config.output_dir)
+        quieten_libraries()
+        show(run_biography(config, log))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Hard first-token accuracy: is the likeliest token after a question the first one of its answer?
+
+Shapes: K heads (base, trained), B questions, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scale_cli.evaluation.results import HEADS
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.model.heads import HeadedModel, log_probs_of
+from scale_cli.model.routing import head_log_probs, mix_log_probs
+from scripts.biography.tasks import Question
+
+_QUESTIONS_AT_ONCE = 256
+
+
+def first_token_accuracy(
+    model: HeadedModel, questions: Sequence[Question], router: RouterConfig, mixed_precision: str
+) -> dict[str, float]:
+    """Return the share of questions answered, for each of HEADS, by a model in evaluation mode.
+
+    The router has seen the question before it comes to the answer, as it has when the model is served.
+
+    Source: SCALE, arXiv 2511.03270 (its biography benchmark).
+    """
+    by_length = defaultdict(list)
+    for asked in questions:
+        by_length[len(asked.prompt)].append(asked)  # questions of one length need no padding
+    answered = dict.fromkeys(HEADS, 0)
+    for group in by_length.values():
+        for first in range(0, len(group), _QUESTIONS_AT_ONCE):
+            batch = group[first : first + _QUESTIONS_AT_ONCE]
+            for name, right_B in _answered(model, batch, router, mixed_precision).items():
+                answered[name] += int(right_B.sum())
+    return {name: count / len(questions) for name, count in answered.items()}
+
+
+def _answered(
+    model: HeadedModel, batch: Sequence[Question], router: RouterConfig, mixed_precision: str
+) -> dict[str, Tensor]:
+    device = next(model.parameters()).device
+    prompt_BT = torch.tensor([asked.prompt for asked in batch], device=device)
+    answer_B = torch.tensor([asked.answer[0] for asked in batch], device=device)
+    next_BT = torch.cat([prompt_BT[:, 1:], answer_B[:, None]], dim=1)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        logits_at = model.head_logits(prompt_BT)
+        logits_KBV = torch.stack([logits[:, 0].float() for logits in logits_at(slice(-1, None))])
+        tokens = log_probs_of(logits_at, next_BT, model.config.vocab_size)
+    likeliest = dict(zip(HEADS[:2], logits_KBV.argmax(dim=-1), strict=True))
+    log_probs_KBV = head_log_probs(logits_KBV)
+    for rule in HEADS[2:]:
+        weights_KB1 = tokens.log_weights(rule, router)[..., -1:]
+        likeliest[rule] = mix_log_probs(weights_KB1.to(log_probs_KBV.dtype), log_probs_KBV).argmax(dim=-1)
+    return {name: ids_B == answer_B for name, ids_B in likeliest.items()}

@@ -1,0 +1,223 @@
+"""The benchmark: pre-train, learn Task 0, then learn Task 1 by every method, measuring both on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scale_cli.config.load import dump_config
+from scale_cli.config.schema import ModelConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.data.batches import Batches, known_windows
+from scale_cli.errors import ConfigError, RunFolderError, StorageError
+from scale_cli.evaluation.results import HEADS
+from scale_cli.extras import require
+from scale_cli.model.heads import HeadedModel
+from scale_cli.processes import placed
+from scale_cli.report.numbers import percent
+from scale_cli.report.tables import Table
+from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
+from scale_cli.upscale.base import base_without_weights, load_base
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import build_model, start_model, two_headed
+from scripts.biography.accuracy import first_token_accuracy
+from scripts.biography.config import BiographyConfig, ComparedMethod
+from scripts.biography.people import ATTRIBUTES
+from scripts.biography.report import MethodResult, served_lines, verdicts, write_report
+from scripts.biography.tasks import Curriculum, SequenceWindows, write_curriculum
+from scripts.from_scratch import training_steps, write_base
+
+
+@dataclass(frozen=True)
+class BiographySummary:
+    """What came out, for the terminal."""
+
+    folder: Path
+    results: list[MethodResult]
+
+    def lines(self) -> list[str]:
+        """Return an aligned table, the verdicts, and where the report is."""
+        lines = served_lines(self.results)
+        rows = [
+            [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))]
+            for line in lines
+        ]
+        titles = ["after Task 1", "Task 0: start", "end", "Task 1: start", "end"]
+        return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines), f"report: {self.folder / 'report.md'}"]
+
+
+def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> BiographySummary:
+    """Run the benchmark; what is there already, made with the same settings, is not made again."""
+    require("matplotlib", "the biography benchmark")
+    if any(compared.method.definition.uses_peft for compared in config.methods):
+        require("peft", "methods: variant lora, osf")
+    _check_methods(config)
+    folder = config.output_dir
+    _claim(folder, config)
+    curriculum = write_curriculum(config)
+    log(
+        f"people         {config.people.pretraining:,} told of, Task 0 asks about {config.people.task_0:,} of them, "
+        f"Task 1 about {config.people.task_1:,} others"
+    )
+    base = _learn_base(config, curriculum, log)
+    results = []
+    for compared in config.methods:
+        file = folder / "methods" / f"{compared.name}.json"
+        settings = compared.model_dump(mode="json")
+        result = _finished(file, settings)
+        if result is None:
+            result = _learn_task_1(config, curriculum, base, compared)
+            write_json(file, asdict(result))
+        for line in served_lines([result]):
+            log(
+                f"{line.label:<21}Task 0 {percent(line.task_0[0]):>7} -> {percent(line.task_0[-1]):>7}   "
+                f"Task 1 {percent(line.task_1[-1]):>7}   {result.training_s:,.0f} s"
+            )
+        results.append(result)
+    with new_folder(folder / "report") as partial:
+        write_report(partial, config, results)
+    return BiographySummary(folder / "report", results)
+
+
+def _check_methods(config: BiographyConfig) -> None:
+    """Refuse a method that cannot be made of the base, before that is learned."""
+    sizes = LlamaConfig(**config.model.model_dump(), tie_word_embeddings=True)
+    for compared in config.methods:
+        base = base_without_weights(sizes, "float32")
+        try:
+            with torch.device("meta"):
+                build_model(base, compared.method, config.seed)
+        except ConfigError as error:
+            raise ConfigError(f"methods: {compared.name}: {error}") from None
+
+
+def _claim(folder: Path, config: BiographyConfig) -> None:
+    """Write down what decides every result, or refuse a folder in which it is something else; methods may be added."""
+    deciding = config.model_dump(mode="json", exclude={"output_dir", "methods"})
+    file = folder / "settings.json"
+    if file.is_file():
+        before = read_json(file)
+        changed = sorted(key for key in deciding.keys() | before.keys() if deciding.get(key) != before.get(key))
+        if changed:
+            raise RunFolderError(f"{folder}: was made with other settings ({', '.join(changed)}); choose another")
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise RunFolderError(f"{folder}: holds something else; choose another output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, deciding)
+    write_text(folder / "biography.yaml", dump_config(config))
+
+
+def _finished(file: Path, settings: dict[str, Any]) -> MethodResult | None:
+    if not file.is_file():
+        return None
+    try:
+        result = MethodResult(**read_json(file))
+    except TypeError:
+        raise StorageError(f"{file}: damaged, not a method's result; remove it") from None
+    return result if result.settings == settings else None
+
+
+def _learn_base(config: BiographyConfig, curriculum: Curriculum, log: Callable[[str], None]) -> ModelConfig:
+    """Return the base that Task 1 starts from: pre-trained on biographies, then taught Task 0."""
+    base = ModelConfig(base=str(config.output_dir / "base"))
+    if Path(base.base).is_dir():
+        log(f"base           {base.base}, done already")
+        return base
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(_architecture(config, curriculum))
+    stages = (
+        ("pre-training on biographies", config.pretraining, curriculum.biographies),
+        ("learning Task 0", config.task_0, curriculum.sequences(curriculum.task_0)),
+    )
+    for description, stage, sequences in stages:
+        train = stage.train_config(config.mixed_precision)
+        for _ in training_steps(model, _batches([sequences], [1.0], config.seed, train), train, description):
+            pass
+    write_base(Path(base.base), model, curriculum.tokenizer)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    log(f"base           {num_parameters:,} parameters, written to {base.base}")
+    return base
+
+
+def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfig:
+    sizes, tokenizer = config.model.model_dump(exclude={"vocab_size"}), curriculum.tokenizer
+    longest = max(map(len, [*curriculum.biographies, *(a.prompt + a.answer for a in curriculum.task_1)]))
+    return LlamaConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2 * longest,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _batches(tasks: list[list[list[int]]], weights: list[float], seed: int, train: TrainConfig) -> Batches:
+    return Batches(
+        SequenceWindows.alike(tasks),
+        weights,
+        seed=seed,
+        num_steps=train.max_steps,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.global_batch_size,
+    )
+
+
+def _learn_task_1(
+    config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
+) -> MethodResult:
+    num_measured = None if config.people.measured is None else config.people.measured * len(ATTRIBUTES)
+    observed: HeadedModel | None = None
+    steps: list[int] = []
+    accuracy: dict[str, dict[str, list[float]]] = {task: {name: [] for name in HEADS} for task in ("task_0", "task_1")}
+    training_s, resumed_s, num_trainable = 0.0, time.monotonic(), 0
+    for model, step in _learning(config, curriculum, base, compared):
+        if step % config.measure_every_steps and step != config.task_1.max_steps:
+            continue
+        training_s += time.monotonic() - resumed_s
+        model.eval()
+        if observed is None:
+            observed = two_headed(model, base)
+            num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        steps.append(step)
+        for task, measured in accuracy.items():
+            asked = getattr(curriculum, task)[:num_measured]
+            shares = first_token_accuracy(observed, asked, compared.method.router, config.mixed_precision)
+            for name, share in shares.items():
+                measured[name].append(share)
+        resumed_s = time.monotonic()
+    return MethodResult(
+        name=compared.name,
+        variant=compared.method.variant,
+        settings=compared.model_dump(mode="json"),
+        trainable_parameters=num_trainable,
+        training_s=round(training_s, 1),
+        steps=steps,
+        **accuracy,
+    )
+
+
+def _learning(
+    config: BiographyConfig, curriculum: Curriculum, base: ModelConfig, compared: ComparedMethod
+) -> Iterator[tuple[MethodModel, int]]:
+    """Yield what learns Task 1 and the number of steps that it has done, 0 and then after each."""
+    known, asked = (curriculum.sequences(questions) for questions in (curriculum.task_0, curriculum.task_1))
+    tasks, weights = ([asked, known], [1.0 - compared.replay, compared.replay]) if compared.replay else ([asked], [1.0])
+    train, method = compared.training(config.task_1, config.mixed_precision), compared.method
+    plain, definition = placed(load_base(base)), method.definition
+    probe = partial(known_windows, [SequenceWindows(known)], config.seed)
+    if num_windows := definition.probe_windows(method.settings):
+        method = method.with_settings(definition.find(method.settings, plain, probe(num_windows)))
+    model = start_model(plain, method, config.seed, tokenizer=curriculum.tokenizer)
+    batches = _batches(tasks, weights, config.seed, train)
+    for step in training_steps(model, batches, train, f"learning Task 1: {compared.name}", method, probe):
+        yield model, step

@@ -1,0 +1,104 @@
+"""A small base model of one's own: a tokenizer and a Llama trained from random weights, for demos and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import trange
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.data.batches import Batches, MicroBatch
+from scale_cli.methods.recipes import copy_start
+from scale_cli.storage.atomic import new_folder
+from scale_cli.training.optimiser import build_optimiser
+from scale_cli.training.step import hooks_of, train_step
+from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.objective import for_training
+
+END_OF_TEXT = "<|end_of_text|>"
+_FULL = MethodConfig(variant="full")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Return a byte-level BPE tokenizer learned on some texts; END_OF_TEXT closes every document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def train_base(
+    architecture: LlamaConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    train: TrainConfig,
+    seed: int,
+    folder: Path,
+) -> LlamaForCausalLM:
+    """Train every weight of a Llama from a random start, and write it with its tokenizer."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(architecture)
+    for _ in training_steps(model, batches, train, "training a base"):
+        pass
+    write_base(folder, model, tokenizer)
+    return model.eval()
+
+
+def training_steps(
+    model: MethodModel,
+    batches: Batches,
+    train: TrainConfig,
+    description: str,
+    method: MethodConfig = _FULL,
+    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],
+) -> Iterator[int]:
+    """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
+
+    Between two steps the model may be used in evaluation mode.
+
+    Args:
+        model: what is trained.
+        batches: what it is trained on.
+        train: its settings.
+        description: of the bar.
+        method: of the model.
+        probe: returns so many windows of what the base knows.
+    """
+    accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
+    start = copy_start(model, train)
+    wrapped = accelerator.prepare(for_training(model.to(accelerator.device), train))
+    optimiser = build_optimiser(model, train, by_tensor=method.definition.has_tensor_rates)
+    hooks = hooks_of(method, train, model, wrapped, accelerator, start, probe)
+    yield 0
+    with trange(train.max_steps, desc=description, unit="step", leave=False) as steps:
+        for step, batch in zip(steps, batches.from_step(0), strict=True):
+            wrapped.train()
+            result = train_step(accelerator, wrapped, optimiser, batch, train, hooks=hooks).result()
+            steps.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
+            yield step + 1
+
+
+def write_base(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a model and its tokenizer as a local base model."""
+    with new_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scale_cli.config.load import checked
+from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.evaluation.results import HEADS
+from scripts.biography.config import BiographyConfig, ComparedMethod
+from scripts.biography.run import run_biography
+
+
+def quietly(line: str) -> None:
+    del line
+
+
+def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(small: BiographyConfig) -> None:
+    summary = run_biography(small, quietly)
+    full, route = summary.results
+    assert full.steps == route.steps == [0, 2, 4, 5]
+    for result in summary.results:
+        for accuracy in (result.task_0, result.task_1):
+            assert accuracy.keys() == set(HEADS)
+            assert all(len(shares) == 4 for shares in accuracy.values())
+            # Nothing is trained at step 0: both heads and both rules are the base.
+            assert len({shares[0] for shares in accuracy.values()}) == 1
+            assert len(set(accuracy["base"])) == 1  # and the base never changes
+    report = (summary.folder / "report.md").read_text(encoding="utf-8")
+    assert "| route (posterior) |" in report
+    assert (summary.folder / "accuracy.svg").read_text(encoding="utf-8").count("route (cosine)") == 1
+    assert [m["name"] for m in json.loads((summary.folder / "report.json").read_text())["methods"]] == ["full", "route"]
+
+    before = {file: file.stat().st_mtime_ns for file in Path(small.output_dir).glob("methods/*.json")}
+    again = run_biography(small, quietly)
+    assert again.results == summary.results
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+
+    with pytest.raises(RunFolderError, match=r"other settings \(people\)"):
+        run_biography(small.model_copy(update={"people": small.people.model_copy(update={"task_1": 2})}), quietly)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(small: BiographyConfig) -> None:
+    small.output_dir.mkdir()
+    (small.output_dir / "thesis.tex").write_text("mine")
+    with pytest.raises(RunFolderError, match="holds something else"):
+        run_biography(small, quietly)
+    assert [file.name for file in small.output_dir.iterdir()] == ["thesis.tex"]
+
+
+RIVALS: list[dict[str, Any]] = [
+    {"name": "osf", "method": {"variant": "osf"}, "weight_decay": 0.0},
+    {"name": "adept", "method": {"variant": "adept", "adept": {"every_steps": 2, "num_blocks": 1}}},
+    {"name": "mer", "method": {"variant": "full"}, "replay": 0.5, "lookahead": {"every_steps": 2, "share": 0.5}},
+    {"name": "held", "method": {"variant": "full"}, "decay_to_base": True},
+]
+
+
+def test_every_rival_starts_as_the_base_and_is_measured_at_the_same_steps(small: BiographyConfig) -> None:
+    rivals = [ComparedMethod.model_validate({"lr": 1.0e-2, **rival}) for rival in RIVALS]
+    model = small.model.model_copy(update={"num_hidden_layers": 3})
+    summary = run_biography(small.model_copy(update={"methods": rivals, "model": model}), quietly)
+    for result in summary.results:
+        assert result.steps == [0, 2, 4, 5]
+        for accuracy in (result.task_0, result.task_1):
+            assert accuracy["adapted"][0] == accuracy["base"][0]
+
+
+def test_nothing_is_drawn_to_a_base_that_it_trains_none_of() -> None:
+    with pytest.raises(ValueError, match="decay_to_base: preserve trains none of the base's weights"):
+        ComparedMethod.model_validate(
+            {"name": "p", "lr": 1.0e-3, "method": {"variant": "preserve"}, "decay_to_base": True}
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"variant": "freeze", "freeze": {"num_layers": 9}}, "method.freeze.num_layers: 9, but the base has 2"),
+        ({"variant": "adept", "adept": {"layers": [5]}}, "method.adept.layers: 5, but the base has 2"),
+        ({"variant": "route", "collaboration": {"layers": [7]}}, "method.collaboration.layers"),
+        ({"variant": "osf", "osf": {"targets": ["none"]}}, "method.osf"),
+    ],
+)
+def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learned(
+    small: BiographyConfig, method: dict[str, Any], told: str
+) -> None:
+    rival = ComparedMethod.model_validate({"name": "rival", "lr": 1.0e-2, "method": method})
+    with pytest.raises(ConfigError, match=f"^methods: rival: {told}") as caught:
+        run_biography(small.model_copy(update={"methods": [*small.methods, rival]}), quietly)
+    assert "\n" not in str(caught.value)
+    assert not small.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lookahead": {"every_steps": 6}}, r"methods: mer: lookahead.every_steps 6 is beyond"),
+        ({"method": {"variant": "full", "vocabulary": {}}}, r"methods.0.method: vocabulary: the benchmark's tokenizer"),
+        ({"method": {"variant": "preserve", "distillation": {"weight": 1.0}}}, "distillation.weight: the benchmark"),
+    ],
+)
+def test_what_no_method_can_do_in_these_steps_is_one_line(
+    small: BiographyConfig, changes: dict[str, Any], told: str
+) -> None:
+    method = {"name": "mer", "lr": 1.0e-2, "method": {"variant": "full"}} | changes
+    with pytest.raises(ConfigError, match=told) as caught:
+        checked(BiographyConfig, {**small.model_dump(exclude={"methods"}), "methods": [method]}, "b.yaml")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,324 @@
+"""What `scale serve` answers with transformers: what `scale generate` says, asked as its users ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from transformers import AutoTokenizer
+
+from scale_cli.commands.export import export
+from scale_cli.config.load import load_config
+from scale_cli.config.schema import ModelConfig
+from scale_cli.export.dense import dense_model
+from scale_cli.export.plain_folder import write_plain
+from scale_cli.export.router_keys import routed_class, router_keys
+from scale_cli.generation.generator import Generator, Sampling
+from scale_cli.generation.server import create_app
+from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.vocabulary.grown_run import two_scripts_in_one
+from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
+from tests.widening import as_if_trained, lower_stories, widen
+
+PROMPTS = [
+    *("Once upon a time", "Lily saw a big", "It was the best of times,", "The committee shall report", "def main()"),
+    *(
+        "학교에서",
+        "안녕하세요.",
+        "모든 국민은 법 앞에",
+        "오늘은 날씨가 참",
+        "В начале",
+        "3.14159 is",
+        "“Where,” she asked,",
+    ),
+    *("A", " A", "", "Once upon a time\n", "Tom and 학교", "The dog </s> said", KOREAN[:30], RUSSIAN[:30]),
+]
+NUM_NEW = 8
+NAME = "korean"
+KINDS = ["with BOS", "without BOS", "new tokens", "new tokens, joined"]
+
+
+@pytest.fixture(scope="module")
+def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make each kind of plain export once."""
+    made: dict[str, Path] = {}
+
+    def widened(kind: str, checkpoint: str) -> None:
+        base, folder = ModelConfig(base=str(shared_data / checkpoint / "hf")), tmp_path_factory.mktemp("export")
+        model = as_if_trained(widen(load_base(base), "route"))
+        write_plain(dense_model(model, "float32"), load_tokenizer(base), base, folder, router_keys(model))
+        made[kind] = folder
+
+    def folder_of(kind: str) -> Path:
+        if kind in made:
+            return made[kind]
+        if kind.startswith("with"):
+            widened(kind, "ckpt-novels-en" if kind == "without BOS" else "ckpt-stories260K")
+        else:
+            of_both = tmp_path_factory.mktemp("joined")
+            made["new tokens, joined"], _ = two_scripts_in_one(shared_data, of_both, lower_stories(shared_data))
+            made["new tokens"] = export(load_config(RunFolder(of_both / "hangul" / "run").config)).folder
+        return made[kind]
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def served(folders: Callable[[str], Path]) -> Iterator[Callable[[Path], str]]:
+    """Serve folders, each once, and say where."""
+    servers: list[tuple[uvicorn.Server, threading.Thread]] = []
+    urls: dict[Path, str] = {}
+
+    def url_of(folder: Path) -> str:
+        if folder not in urls:
+            app = create_app(Generator(folder), NAME)
+            server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+            thread = threading.Thread(target=server.run)
+            servers.append((server, thread))
+            thread.start()
+            while not server.started:
+                time.sleep(0.01)
+            urls[folder] = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+        return urls[folder]
+
+    yield url_of
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(folders: Callable[[str], Path], served: Callable[[Path], str]) -> openai.OpenAI:
+    """A client of the base that has no BOS."""
+    return openai.OpenAI(base_url=served(folders("without BOS")), api_key="none", max_retries=0)
+
+
+def text_of(client: openai.OpenAI, prompt: str, **options: Any) -> str:
+    asked = {"model": NAME, "max_tokens": NUM_NEW, "temperature": 0.0, **options}
+    answer = client.completions.create(prompt=prompt, **asked)
+    if not options.get("stream"):
+        return str(answer.choices[0].text)
+    pieces = [part.choices[0].text for part in answer]
+    assert not any("\ufffd" in piece for piece in pieces)
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders_tokenizer(
+    folders: Callable[[str], Path], served: Callable[[Path], str], kind: str
+) -> None:
+    folder = folders(kind)
+    client = openai.OpenAI(base_url=served(folder), api_key="none")
+    generator, tokenizer = Generator(folder), AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS:
+        (wanted,) = generator.continue_all([prompt], Sampling(max_new_tokens=NUM_NEW))
+        assert text_of(client, prompt) == wanted.completion
+        assert tokenizer(prompt).input_ids == generator.prompt_ids(prompt).tolist()
+    for prompt in PROMPTS[:4]:
+        assert text_of(client, prompt, stream=True) == text_of(client, prompt)
+
+
+def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(client: openai.OpenAI) -> None:
+    greedy = text_of(client, PROMPTS[0])
+    drawn = [text_of(client, PROMPTS[0], temperature=1.0, seed=seed) for seed in (3, 3, 4, 5, -1, 2**40)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) >= 4 and greedy not in drawn
+    assert len({text_of(client, PROMPTS[0], temperature=openai.omit) for _ in range(3)}) == 3, "1.0 where none is given"
+    assert {text_of(client, PROMPTS[0], seed=seed, top_p=0.5) for seed in range(3)} == {greedy}
+    assert text_of(client, PROMPTS[0], temperature=1.0, top_p=1e-6, seed=7) == greedy
+
+
+def test_sixteen_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        return text_of(client, PROMPTS[number], temperature=1.0, seed=number % 3, stream=number % 2 == 1)
+
+    alone = [ask(number) for number in range(16)]
+    with ThreadPoolExecutor(16) as users:
+        assert list(users.map(ask, range(16))) == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": NUM_NEW, "n": 3, "seed": 1, "temperature": 1.0}
+    whole = client.completions.create(**asked)
+    texts = [choice.text for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert whole.usage is not None and whole.usage.completion_tokens <= 3 * NUM_NEW
+    pieces = [""] * 3
+    for part in client.completions.create(**asked, stream=True):
+        pieces[part.choices[0].index] += part.choices[0].text
+    assert pieces == texts
+
+
+def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: openai.OpenAI) -> None:
+    whole = text_of(client, PROMPTS[0])
+    for stop in (whole[5:7], whole[3:9], [whole[8:10], whole[2:4], "never said"], "never said"):
+        stops = [stop] if isinstance(stop, str) else stop
+        expected = min((whole.split(one)[0] for one in stops), key=len)
+        for stream in (False, True):
+            assert text_of(client, PROMPTS[0], stop=stop, stream=stream) == expected
+    answer = client.completions.create(
+        model=NAME, prompt=PROMPTS[0], temperature=0.0, max_tokens=NUM_NEW, stop=whole[3]
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    answer = client.completions.create(model=NAME, prompt=PROMPTS[0], temperature=0.0, max_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 2}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"logprobs": 2}, "^logprobs: .*vLLM"),
+        ({"logprobs": 0}, "^logprobs: .*vLLM"),
+        ({"echo": True}, "^echo: "),
+        ({"best_of": 2}, "^best_of: "),
+        ({"frequency_penalty": 0.5}, "^frequency_penalty: "),
+        ({"n": 0}, "^n: "),
+        ({"temperature": -1.0}, "^temperature: "),
+        ({"top_p": 0.0}, "^top_p: "),
+        ({"max_tokens": 0}, "^max_tokens: "),
+        ({"prompt": ["one", "two"]}, "^prompt: "),
+        ({"prompt": "word " * 3000}, r"^prompt: [\d,]+ tokens long; the model's context is 1,024"),
+    ]
+    for change, told in refused:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(**asked | change, stream=stream)
+            body: Any = error.value.body
+            assert re.search(told, body["message"]) and "\n" not in body["message"]
+    with pytest.raises(openai.NotFoundError, match=f"this server has {NAME}"):
+        client.completions.create(**asked | {"model": "gpt"})
+    for body in ("{", "[]", "7", '{"prompt": "x", "temprature": 1}', r'{"prompt": "\ud800"}'):
+        request = urllib.request.Request(
+            f"{client.base_url}completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            urllib.request.urlopen(request)
+        assert answer.value.code == 400 and "\n" not in json.loads(answer.value.read())["error"]["message"]
+    good = b'{"prompt": "Once"}'
+    for path, sent, headers, told in (
+        ("completions", good, {}, "body: the header Content-Type: application/json is missing"),
+        ("completions", b'{"prompt": "\xff"}', {"Content-Type": "application/json"}, "body: is not JSON in UTF-8"),
+        ("completions", None, {}, "GET /v1/completions: Method Not Allowed"),
+        ("nowhere", None, {}, "GET /v1/nowhere: Not Found"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            urllib.request.urlopen(urllib.request.Request(f"{client.base_url}{path}", sent, headers))
+        assert json.loads(answer.value.read())["error"]["message"] == told
+    # What many clients send with every request asks for nothing.
+    nothing: Any = {"logprobs": None, "echo": False, "presence_penalty": 0.0, "best_of": 1, "user": "me", "stop": None}
+    assert client.completions.create(**asked, **nothing).choices[0].text
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+
+
+def test_a_base_without_a_chat_template_is_no_model_to_talk_to(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize("kind", ["with BOS", "without BOS"])
+def test_a_chat_is_framed_by_its_template_alone(
+    folders: Callable[[str], Path], served: Callable[[Path], str], tmp_path: Path, kind: str
+) -> None:
+    folder = shutil.copytree(folders(kind), tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", encoding="utf-8"
+    )
+    client, generator = openai.OpenAI(base_url=served(folder), api_key="none"), Generator(folder)
+    turns: Any = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": "a time"}]
+    (wanted,) = generator.continue_all([turns], Sampling(max_new_tokens=NUM_NEW))
+    parts: Any = [{"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in turns]
+    for messages in (turns, parts):
+        asked: Any = {"model": NAME, "messages": messages, "temperature": 0.0, "max_completion_tokens": NUM_NEW}
+        answer = client.chat.completions.create(**asked)
+        assert answer.choices[0].message.content == wanted.completion
+        rendered = ("<s>" if kind == "with BOS" else "") + "[user]Once upon[assistant]a time"
+        num_tokens = len(generator.tokenizer(rendered, add_special_tokens=False).input_ids)
+        assert answer.usage is not None and answer.usage.prompt_tokens == num_tokens
+        told = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        assert "".join(part.choices[0].delta.content or "" for part in told[:-1]) == wanted.completion
+        assert told[-1].usage == answer.usage
+
+
+def test_a_client_that_goes_ends_its_answer(
+    client: openai.OpenAI, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    forward = routed_class(folders("without BOS")).forward
+
+    @wraps(forward)
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        steps.append(1)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(routed_class(folders("without BOS")), "forward", counted)
+    asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 100, "temperature": 1.0, "seed": 0}
+    assert list(client.completions.create(**asked, stream=True))
+    whole = len(steps)
+    with client.completions.create(**asked, stream=True) as stream:
+        next(iter(stream))
+    text_of(client, "Once", max_tokens=1)  # waits its turn
+    assert len(steps) - whole < whole // 2
+
+
+def test_the_verb_serves_what_it_says_without_a_hub_cache_and_runs_no_code_of_the_folder(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders("without BOS"), tmp_path / "it's 한글")
+    ran = tmp_path / "ran"
+    for file in folder.glob("*.py"):
+        file.write_text(f"open({str(ran)!r}, 'w')\n", encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "scale_cli", "serve", str(folder), "--engine", "transformers"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "none")}
+    log = tmp_path / "log"
+    with log.open("w", encoding="utf-8") as written:
+        options = ["--", "--port", str(port), "--host", "127.0.0.1"]
+        started = subprocess.Popen([*command, *options], env=environment, stdout=written, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and started.poll() is None:
+            with socket.socket() as asked:
+                if asked.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        told = log.read_text(encoding="utf-8")
+        assert started.poll() is None, told
+        (ask,) = re.findall("^ask +(curl .*)$", told, flags=re.MULTILINE)
+        answer = json.loads(subprocess.run(["bash", "-c", f"{ask} --silent"], capture_output=True, check=True).stdout)
+        assert answer["choices"][0]["text"] and answer["usage"]["completion_tokens"] == 16
+        assert re.search(f"^model +{re.escape(str(folder))}$", told, flags=re.MULTILINE)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as models:
+            listed = json.loads(models.read())
+        assert [model["id"] for model in listed["data"]] == [str(folder)]
+    finally:
+        started.send_signal(signal.SIGINT)
+        started.wait(timeout=30)
+    assert not ran.exists()
+    assert started.returncode == 130 and "stopped by" not in log.read_text(encoding="utf-8")

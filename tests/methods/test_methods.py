@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.errors import ConfigError
+from scale_cli.export.dense import plain_model
+from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
+from scale_cli.methods.osf import OsfConfig, Projection
+from scale_cli.model.heads import BaseAndTrained, token_log_probs
+from scale_cli.storage.atomic import write_json
+from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.training.step import train_step
+from scale_cli.upscale.base import load_base
+from scale_cli.upscale.folder import MethodModel, read_method
+from scale_cli.upscale.method import build_model
+from tests.hooks import hooks_for
+from tests.training.test_step import batches_of
+from tests.widening import tiny_llama
+
+EXACT = ("full", "freeze", "lora", "llama-pro", "adept")
+VARIANTS = (*EXACT, "osf")
+CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
+# The embedding that is the head too, as PEFT names what it trains whole.
+_PEFTS_TIED = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
+
+
+def base_of(shared_data: Path, checkpoint: str = "ckpt-stories260K", dtype: Any = "float32") -> PreTrainedModel:
+    return load_base(ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype))
+
+
+def prepared(base: PreTrainedModel, variant: str, **settings: Any) -> MethodModel:
+    return build_model(base, MethodConfig.model_validate({"variant": variant, **settings}), seed=0).eval()
+
+
+def logits_of(model: MethodModel, vocab_size: int = 512) -> torch.Tensor:
+    ids = torch.randint(0, vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def disturb(model: MethodModel) -> None:
+    """Move everything that trains, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("variant", EXACT)
+def test_every_baseline_starts_with_the_base_models_logits_bit_for_bit(
+    shared_data: Path, checkpoint: str, variant: str
+) -> None:
+    assert torch.equal(
+        logits_of(prepared(base_of(shared_data, checkpoint), variant)), logits_of(base_of(shared_data, checkpoint))
+    )
+
+
+def test_osf_starts_with_the_base_models_logits_to_rounding_and_merged_bit_for_bit(shared_data: Path) -> None:
+    model, expected = prepared(base_of(shared_data), "osf"), logits_of(base_of(shared_data))
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=0.0)
+    assert torch.equal(logits_of(plain_model(model, "float32")), expected)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_osf_leaves_what_each_matrix_does_in_its_kept_directions_as_the_base_has_it(optimiser: str) -> None:
+    base = tiny_llama(vocab_size=64)
+    before = {name: tensor.double() for name, tensor in base.state_dict().items()}
+    model = prepared(copy.deepcopy(base), "osf", osf={"kept": 0.4})
+    train = TrainConfig.model_validate({"max_steps": 20, "lr": 3e-2, "weight_decay": 0.0, "optimiser": optimiser})
+    steps, hooks = build_optimiser(model, train), hooks_for(model, train, MethodConfig(variant="osf"))
+    for step in range(3):
+        train_step(Accelerator(cpu=True), model, steps, batches_of(4).of_step(step), train, hooks=hooks).result()
+    moved = set()
+    for name, tensor in plain_model(model, "float32").state_dict().items():
+        if change := float((difference := tensor.double() - before[name]).norm()):
+            moved.add(name.split(".")[-2])
+            left, _, right = torch.linalg.svd(before[name], full_matrices=False)
+            kept = int(0.4 * min(tensor.shape))
+            assert (left[:, :kept].T @ difference).norm() < 1e-5 * change, name
+            assert (difference @ right[:kept].T).norm() < 1e-5 * change, name
+    assert moved == set(OsfConfig().targets)
+
+
+def test_a_plain_step_of_osf_is_pefts_own() -> None:
+    """Without momentum or a size of its own a projected gradient's update is projected already."""
+    ours, theirs = (prepared(tiny_llama(vocab_size=64), "osf") for _ in range(2))
+    train = TrainConfig(max_steps=20, lr=0.1, schedule="constant", max_grad_norm=1e9)
+    groups = [{**group, "weight_decay": 0.0} for group in build_optimiser(ours, train).param_groups]
+    (projection,) = hooks = hooks_for(ours, train, MethodConfig(variant="osf"))
+    assert isinstance(projection, Projection) and len(projection.factors) == 3 * 7 * 2, "layers, matrices, factors"
+    by_hand = torch.optim.SGD(trainable_parameters(theirs).values(), lr=0.1)
+    optimiser = torch.optim.SGD(groups, lr=0.1, fused=True)
+    for step in range(2):
+        train_step(Accelerator(cpu=True), ours, optimiser, batches_of(8).of_step(step), train, hooks=hooks)
+        (batch,) = batches_of(8).micro_batches(step)
+        num_tokens = sum(batches_of(8).num_targets(step))
+        labels = {"labels": batch.targets, "shift_labels": batch.targets}
+        theirs(batch.input_ids, **labels, num_items_in_batch=num_tokens, use_cache=False).loss.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for name, parameter in trainable_parameters(ours).items():
+        torch.testing.assert_close(parameter, trainable_parameters(theirs)[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_rank_stabilised_adapter_is_scaled_by_the_root_of_its_rank(shared_data: Path) -> None:
+    exported = []
+    for lora in ({"rank": 16, "alpha": 8, "rank_stabilised": True}, {"rank": 16, "alpha": 32}):
+        model = prepared(base_of(shared_data), "lora", lora=lora)
+        disturb(model)
+        exported.append(logits_of(plain_model(model, "float32")))
+        torch.testing.assert_close(exported[-1], logits_of(model), atol=1e-4, rtol=0.0)
+    assert torch.equal(*exported), "8 / sqrt(16) is 32 / 16"
+
+
+def test_what_trains_is_held_in_float32_even_where_the_base_is_not(shared_data: Path) -> None:
+    for variant in VARIANTS:
+        lora = {"embeddings": variant == "lora"}
+        trainable = trainable_parameters(prepared(base_of(shared_data, dtype="bfloat16"), variant, lora=lora))
+        assert {parameter.dtype for parameter in trainable.values()} == {torch.float32}, variant
+
+
+def test_each_baseline_trains_what_its_table_says(shared_data: Path) -> None:
+    names = {name for name, _ in base_of(shared_data).named_parameters()}
+    assert trainable_parameters(prepared(base_of(shared_data), "full")).keys() == names
+    frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.", "model.layers.2.")
+    kept = {name for name in names if not name.startswith(frozen)}
+    assert trainable_parameters(prepared(base_of(shared_data), "freeze")).keys() == kept
+    adapters = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"targets": ["q_proj"]}))
+    assert len(adapters) == 2 * 5 and all("q_proj.lora_" in name for name in adapters)
+    whole = trainable_parameters(prepared(base_of(shared_data), "lora", lora={"embeddings": True, "rank": 2}))
+    assert [name for name in whole if "lora_" not in name] == [_PEFTS_TIED]
+    deeper = trainable_parameters(prepared(base_of(shared_data), "llama-pro", llama_pro={"num_blocks": 2}))
+    assert {name.split(".")[2] for name in deeper} == {"2", "6"}, "above layers 1 and 4 of 5"
+    chosen = trainable_parameters(prepared(base_of(shared_data), "adept", adept={"layers": [3, 0]}))
+    assert {name.split(".")[2] for name in chosen} == {"1", "5"}, "above layers 0 and 3"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_trained_baseline_is_exported_as_a_plain_model_of_the_bases_class(
+    shared_data: Path, tmp_path: Path, variant: str
+) -> None:
+    model = prepared(base_of(shared_data), variant)
+    disturb(model)
+    trained = logits_of(model)
+    assert not torch.equal(trained, logits_of(base_of(shared_data)))
+    plain_model(model, "float32").save_pretrained(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    assert (logits_of(exported) - trained).abs().max() <= 1e-4
+    assert torch.equal(logits_of(model), trained), "exporting changes nothing in the trained model"
+
+
+@given(num_layers=st.integers(1, 64), data=st.data())
+def test_copies_stand_at_even_spacing_and_the_base_keeps_its_order(num_layers: int, data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, num_layers))
+    order = order_of(num_layers, LlamaPro().copied(num_layers, LlamaProConfig(num_blocks=num_blocks)))
+    assert [layer for layer, new in order if not new] == list(range(num_layers))
+    copies = [layer for layer, new in order if new]
+    assert len(copies) == num_blocks and copies[-1] == num_layers - 1
+    gaps = {after - before for before, after in zip([-1, *copies], copies, strict=False)}
+    assert max(gaps) - min(gaps) <= 1
+    assert all(order[place - 1] == (layer, False) for place, (layer, new) in enumerate(order) if new)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "field"),
+    [
+        ("llama-pro", {"llama_pro": {"num_blocks": 6}}, "method.llama_pro.num_blocks"),
+        ("adept", {"adept": {"num_blocks": 6}}, "method.adept.num_blocks"),
+        ("adept", {"adept": {"layers": [0, 5]}}, "method.adept.layers"),
+        ("freeze", {"freeze": {"num_layers": 6}}, "method.freeze.num_layers"),
+        ("lora", {"lora": {"targets": ["no_such_proj"]}}, "method.lora.targets"),
+        ("osf", {"osf": {"targets": ["no_such_proj"]}}, "method.osf"),
+        ("osf", {"osf": {"kept": 1e-3}}, "method.osf"),
+    ],
+)
+def test_what_the_base_does_not_have_is_refused_by_field(
+    shared_data: Path, variant: str, settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=field):
+        prepared(base_of(shared_data), variant, **settings)
+
+
+def test_a_model_beside_its_base_is_observed_as_both_models_own_losses() -> None:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    base = LlamaForCausalLM(sizes).eval()
+    trained = copy.deepcopy(base)
+    disturb(trained)
+    ids = torch.randint(0, 64, (2, 17))
+    with torch.no_grad():
+        observed = token_log_probs(BaseAndTrained(base, trained), ids[:, :-1], ids[:, 1:])
+        for said, model in zip(observed.log_probs_KBT, (base, trained), strict=True):
+            torch.testing.assert_close(-said.mean(), model(ids, labels=ids).loss)
+
+
+def test_a_folder_made_before_a_section_was_removed_is_read(tmp_path: Path) -> None:
+    method = MethodConfig(variant="lora")
+    write_json(tmp_path / "method.json", {**method.model_dump(mode="json"), "elo": {"phase": "layers"}})
+    assert read_method(tmp_path) == method

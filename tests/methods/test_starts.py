@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scale_cli.config.training import LrMultipliers, TrainConfig
+from scale_cli.errors import BaseModelError
+from scale_cli.methods.starts import leading_directions, measured_stream_rms, random_ids
+from scale_cli.methods.widened import Start
+from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.training.optimiser import build_optimiser, rates_of
+from tests.widening import tiny_llama, widen
+
+STARTS = get_args(Start)
+STD = 0.2  # the tiny Llamas' initializer_range
+
+
+def linears(model: ScaleForCausalLM) -> Iterator[tuple[nn.Linear, ExpansionLinear]]:
+    """Every frozen linear map of the decoder, and the blocks that widen it."""
+    for base_layer, added in zip(model.base.model.layers, model.expansion.layers, strict=True):
+        frozen = dict(base_layer.named_modules())
+        for name, module in added.named_modules():
+            if isinstance(module, ExpansionLinear):
+                owner = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+                yield frozen[f"{owner}.{name}"], module
+
+
+def truncated_svd(weight: Tensor, count: int) -> Tensor:
+    """S_k V_k^T by LAPACK's own decomposition."""
+    _, scales, directions = torch.linalg.svd(weight.double(), full_matrices=False)
+    return (scales[:, None] * directions)[:count].float()
+
+
+def assert_equal_up_to_sign(rows: Tensor, expected: Tensor) -> None:
+    assert rows.shape == expected.shape
+    signs = torch.sign((rows * expected).sum(dim=1, keepdim=True))
+    torch.testing.assert_close(rows, signs * expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**32 - 1))
+def test_leading_directions_are_those_of_the_svd_in_both_orientations(
+    num_rows: int, num_columns: int, count: int, seed: int
+) -> None:
+    weight = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
+    rows = leading_directions(weight, count)
+    assert rows.shape == (min(count, num_rows, num_columns), num_columns)
+    # Where two singular values all but coincide their directions may mix; what they span with their scales may not.
+    expected = truncated_svd(weight, count)
+    torch.testing.assert_close(rows @ rows.T, torch.diag(expected.norm(dim=1) ** 2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(rows.T @ rows, expected.T @ expected, rtol=1e-3, atol=1e-3)
+    assert (rows.gather(1, rows.abs().argmax(dim=1, keepdim=True)) >= 0.0).all(), "signs are fixed"
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (16, 16)])
+def test_leading_directions_are_torchs_up_to_sign(shape: tuple[int, int]) -> None:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    for count in (1, 3, 10, 99):
+        assert_equal_up_to_sign(leading_directions(weight, count), truncated_svd(weight, count))
+
+
+def test_a_matrix_of_low_rank_has_no_further_direction() -> None:
+    weight = torch.outer(torch.arange(1.0, 7.0), torch.arange(1.0, 5.0))
+    rows = leading_directions(weight, 3)
+    torch.testing.assert_close(rows[0], weight.norm() * torch.arange(1.0, 5.0) / torch.arange(1.0, 5.0).norm())
+    assert rows[1:].abs().max() < 1e-3 * rows[0].norm()  # the square root of float32's rounding
+
+
+@pytest.mark.parametrize("shape", [(320, 200), (200, 320)])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_of_a_large_matrix_directions_are_orthogonal_and_hold_nearly_the_energy_of_the_best(
+    shape: tuple[int, int], decay: float
+) -> None:
+    left, _, right = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), False)
+    weight = left * torch.arange(1.0, 201.0) ** -decay @ right
+    rows, best = leading_directions(weight, 40), truncated_svd(weight, 40)
+    gram = rows @ rows.T
+    torch.testing.assert_close(gram, gram.diag().diag(), rtol=0.0, atol=1e-3)
+    assert (gram.diag().diff() <= 1e-5).all(), "the leading ones first"
+    assert 0.9 <= gram.trace() / best.square().sum() <= 1.0 + 1e-5
+
+
+def test_the_start_decomposes_nothing_larger_than_what_it_looks_for_and_nothing_in_float64() -> None:
+    sizes = list[tuple[int, ...]]()
+
+    class Decompositions(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op._schema.name.startswith("aten::linalg"):
+                sizes.append(tuple(args[0].shape))
+            made = op(*args, **(kwargs or {}))
+            assert all(tensor.dtype != torch.float64 for tensor in tree_leaves(made) if isinstance(tensor, Tensor))
+            return made
+
+    with Decompositions():
+        leading_directions(torch.randn(400, 300), 20)
+    assert sizes and max(min(size) for size in sizes) <= 20 + 64
+
+
+def test_the_start_has_the_same_bits_on_any_number_of_threads() -> None:
+    weight, before = (
+        torch.randn(900, 700, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.get_num_threads(),
+    )
+    found = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        found.append(leading_directions(weight, 100))
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_whatever_writes_into_the_base_or_its_logits_starts_at_zero(start: str) -> None:
+    model = widen(tiny_llama(attention_bias=True, mlp_bias=True), "adapt", embedding_scale=None, start=start)
+    assert not model.expansion.lm_head.weight.any()
+    for _, added in linears(model):
+        assert added.weight_12 is not None and not added.weight_12.any()
+        assert added.bias_2 is not None and not added.bias_2.any()
+    norms = [module for module in model.expansion.modules() if isinstance(module, ExpansionNorm)]
+    assert len(norms) == 2 * 3 + 1
+    assert all(bool((norm.weight == 1.0).all()) for norm in norms)
+
+
+def test_svd_starts_with_the_leading_directions_of_what_is_widened() -> None:
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="svd", ratio=0.5)
+    for frozen, added in linears(model):
+        assert_equal_up_to_sign(added.weight_21, truncated_svd(frozen.weight, len(added.weight_21)))
+    embeddings = model.base.model.embed_tokens.weight
+    left, scales, _ = torch.linalg.svd(embeddings.double(), full_matrices=False)
+    expected = (left * scales)[:, : model.config.expansion_hidden_size].float()
+    assert_equal_up_to_sign(model.expansion.embed_tokens.weight.T, expected.T)
+
+
+def looks_normal(values: Tensor) -> bool:
+    spread = values.std().item() / STD
+    return abs(spread - 1.0) < 4.0 / (2 * values.numel()) ** 0.5 and bool(values.abs().max() < 6 * STD)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_what_reads_the_expansion_starts_normal_at_the_bases_own_spread(start: str) -> None:
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start=start, ratio=1.0)
+    assert all(looks_normal(added.weight_22) for _, added in linears(model))
+    everything = torch.cat([added.weight_22.flatten() for _, added in linears(model)])
+    assert abs(everything.std().item() / STD - 1.0) < 0.02
+    assert abs(everything.mean().item()) < 0.02 * STD
+
+
+def test_normal_starts_everything_else_normal_too() -> None:
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="normal", ratio=1.0)
+    assert looks_normal(model.expansion.embed_tokens.weight)
+    assert all(looks_normal(added.weight_21) for _, added in linears(model))
+
+
+def test_where_the_base_has_too_few_directions_the_rest_is_normal() -> None:
+    model = widen(tiny_llama(), "preserve", embedding_scale=None, start="svd", ratio=3.0)
+    for frozen, added in linears(model):
+        available = min(frozen.weight.shape)
+        assert looks_normal(added.weight_21[available:])
+        assert_equal_up_to_sign(added.weight_21[:available], truncated_svd(frozen.weight, available))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(start: str) -> None:
+    once, again, other = (
+        widen(tiny_llama(), "adapt", embedding_scale=None, start=start, seed=seed).expansion.state_dict()
+        for seed in (3, 3, 4)
+    )
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert all(not torch.equal(once[name], other[name]) for name in once if name.endswith("weight_22"))
+
+
+def test_random_numbers_do_not_depend_on_torchs_own_seed_or_the_bases_dtype() -> None:
+    def started(dtype: Any, global_seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(global_seed)
+        return widen(tiny_llama().to(dtype), "adapt", start="normal").expansion.state_dict()
+
+    once, again = started(torch.float32, 0), started(torch.bfloat16, 1)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert {tensor.dtype for tensor in again.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_base_is_only_read(start: str) -> None:
+    base = tiny_llama()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    widen(base, "adapt", start=start)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+@torch.no_grad()
+def test_the_embedding_begins_as_large_as_the_last_stream_and_every_norm_lets_it_through_at_the_size_of_one() -> None:
+    base = tiny_llama()
+    model = widen(base, "preserve", embedding_scale=1.4)
+    stream_rms, embedding_rms = measured_stream_rms(base, seed=0), model.config.expansion_embedding_rms
+    assert embedding_rms == pytest.approx(1.4 * stream_rms["norm"], rel=0.05)
+    assert model.expansion.embed_tokens.weight.pow(2).mean().sqrt().item() == pytest.approx(embedding_rms, rel=0.05)
+    norms = {name: norm for name, norm in model.expansion.named_modules() if isinstance(norm, ExpansionNorm)}
+    assert norms.keys() == stream_rms.keys()
+    for name, norm in norms.items():
+        sizes = norm.weight * embedding_rms / stream_rms[name]
+        assert (norm.weight <= 1.0).all()
+        assert ((sizes - 1.0).abs() < 0.05).all() or bool((norm.weight == 1.0).all())
+
+
+def test_the_size_of_the_base_does_not_change_what_the_norms_let_through() -> None:
+    """What is measured is relative: a base with a larger stream throughout is given a larger E', and the same gains."""
+    small, large = tiny_llama(), tiny_llama()
+    large.model.embed_tokens.weight.data.mul_(8.0)
+    for layer in large.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(8.0)
+        layer.mlp.down_proj.weight.data.mul_(8.0)
+    one, other = (widen(base, "preserve") for base in (small, large))
+    assert other.config.expansion_embedding_rms == pytest.approx(8.0 * one.config.expansion_embedding_rms, rel=0.06)
+    for mine, theirs in zip(one.expansion.modules(), other.expansion.modules(), strict=True):
+        if isinstance(mine, ExpansionNorm):
+            torch.testing.assert_close(mine.weight, theirs.weight, rtol=0.1, atol=0.0)
+
+
+def test_a_base_in_bfloat16_starts_as_one_in_float32_does() -> None:
+    one, other = widen(tiny_llama(), "preserve"), widen(tiny_llama().bfloat16(), "preserve")
+    assert one.config.expansion_embedding_rms == pytest.approx(other.config.expansion_embedding_rms, rel=0.02)
+
+
+def test_rates_follow_the_start_and_what_the_config_says_goes_before() -> None:
+    train = TrainConfig(max_steps=1, lr=1e-3)
+    model = widen(tiny_llama(), "preserve")
+    assert rates_of(model, train) == {
+        "embedding": 40.0 * model.config.expansion_embedding_rms,
+        "head": 2.0,
+        "gains": 0.1,
+        "matrix": 1.0,
+    }
+    earlier = widen(tiny_llama(), "preserve", embedding_scale=None)  # as before there was such a start
+    assert set(rates_of(earlier, train).values()) == {1.0}
+    chosen = TrainConfig(max_steps=1, lr=1e-3, lr_multipliers=LrMultipliers(embedding=7.0))
+    groups = {group["lr_multiplier"] for group in build_optimiser(model, chosen).param_groups}
+    assert groups == {7.0, 2.0, 0.1, 1.0}
+
+
+def test_random_ids_are_of_the_vocabulary_and_no_longer_than_the_context() -> None:
+    base = tiny_llama(max_position_embeddings=16)
+    ids = random_ids(base, seed=0)
+    assert ids.shape == (1, 16)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < base.config.vocab_size
+
+
+def test_a_base_whose_stream_has_no_size_is_refused_in_one_line_that_says_what_goes_without() -> None:
+    base = tiny_llama()
+    for parameter in base.parameters():
+        parameter.zero_()
+    with pytest.raises(BaseModelError, match=r"method\.expansion\.embedding_scale=null") as refused:
+        widen(base, "preserve")
+    assert "\n" not in str(refused.value)
+    widen(base, "preserve", embedding_scale=None)

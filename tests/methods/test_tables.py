@@ -1,0 +1,45 @@
+"""Every choice that a config has is in its table, and the other way round."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from scale_cli.config.schema import ExportFormat, MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.export.formats import FORMATS
+from scale_cli.methods import METHODS
+from scale_cli.methods.codes import CODES
+from scale_cli.methods.starts import STARTS
+from scale_cli.methods.widened import Codes, Start
+from scale_cli.training.schedule import SCHEDULES
+
+
+def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
+    assert {*get_args(Start)} == STARTS.keys()
+    assert {*get_args(Codes)} == CODES.keys()
+    assert {*get_args(TrainConfig.model_fields["schedule"].annotation)} == SCHEDULES.keys()
+    assert {*get_args(ExportFormat)} == FORMATS.keys()
+
+
+def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_own_section() -> None:
+    assert len({method.label for method in METHODS.values()}) == len(METHODS)
+    assert len({(method.colour, method.mark) for method in METHODS.values()}) == len(METHODS)
+    sections = {method.section: method.settings for method in METHODS.values() if method.section is not None}
+    assert sections.keys() < MethodConfig.model_fields.keys()
+    for name, method in METHODS.items():
+        config = MethodConfig(variant=name)
+        assert config.definition is method and isinstance(config.settings, method.settings)
+
+
+def test_the_docs_name_every_method() -> None:
+    concepts = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert not [name for name in METHODS if f"`{name}`" not in concepts]
+
+
+def test_no_module_but_the_methods_asks_which_method_one_is() -> None:
+    root, asks = Path(__file__).parents[2], re.compile(r"variant\s*(==|!=|in\b|not in\b)")
+    files = [*root.glob("scale_cli/**/*.py"), *root.glob("scale_cli/**/*.j2"), *root.glob("scripts/**/*.py")]
+    asking = [file for file in files if file.parent.name != "methods" and asks.search(file.read_text(encoding="utf-8"))]
+    assert not asking

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.errors import ConfigError
+from scale_cli.methods.widened import CollaborationConfig, ExpansionConfig, collaborating_layers, plan_expansion
+from scale_cli.model.configuration_scale import ScaleConfig
+
+unhurried = settings(deadline=None, max_examples=60)
+
+
+@st.composite
+def llama_configs(draw: st.DrawFn) -> LlamaConfig:
+    num_key_value_heads = draw(st.integers(1, 9))
+    num_heads = num_key_value_heads * draw(st.integers(1, 8))
+    return LlamaConfig(
+        hidden_size=num_heads * 2 * draw(st.integers(1, 8)),
+        intermediate_size=draw(st.integers(8, 500)),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        num_hidden_layers=draw(st.integers(1, 6)),
+        head_dim=draw(st.none() | st.sampled_from([8, 16])),
+    )
+
+
+@unhurried
+@given(llama_configs(), st.floats(0.01, 4.0))
+def test_whole_heads_are_added_at_the_bases_own_ratio(base: LlamaConfig, ratio: float) -> None:
+    planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
+    num_added, num_base = planned.expansion_num_key_value_heads, base.num_key_value_heads
+    assert num_base is not None and num_added >= 1
+    assert planned.expansion_num_attention_heads * num_base == base.num_attention_heads * num_added
+    assert abs(num_added - ratio * num_base) <= 0.5 or num_added == 1, "the nearest number of heads"
+
+
+@unhurried
+@given(llama_configs(), st.floats(0.01, 4.0))
+def test_stream_and_mlp_grow_in_proportion_to_the_heads(base: LlamaConfig, ratio: float) -> None:
+    planned = plan_expansion(base, MethodConfig(expansion=ExpansionConfig(ratio=ratio)))
+    grown = planned.expansion_num_key_value_heads / (base.num_key_value_heads or 1)
+    assert planned.expansion_hidden_size == pytest.approx(grown * base.hidden_size)
+    assert planned.expansion_intermediate_size == pytest.approx(grown * base.intermediate_size, abs=0.5001)
+
+
+ratios = st.floats(0.01, 4.0)
+own_sizes = st.builds(ExpansionConfig, ratio=ratios, hidden_ratio=st.none() | ratios, mlp_ratio=st.none() | ratios)
+
+
+@unhurried
+@given(llama_configs(), own_sizes)
+def test_stream_and_mlp_grow_as_near_to_ratios_of_their_own_as_the_heads_allow(
+    base: LlamaConfig, expansion: ExpansionConfig
+) -> None:
+    planned = plan_expansion(base, MethodConfig(expansion=expansion))
+    num_heads = base.num_attention_heads + planned.expansion_num_attention_heads
+    if expansion.hidden_ratio is not None:
+        missed = abs(planned.expansion_hidden_size - expansion.hidden_ratio * base.hidden_size)
+        assert 2 * missed <= num_heads or 0 < planned.expansion_hidden_size <= num_heads
+    if expansion.mlp_ratio is not None:
+        missed = abs(planned.expansion_intermediate_size - expansion.mlp_ratio * base.intermediate_size)
+        assert missed <= 0.5 or planned.expansion_intermediate_size == 1
+
+
+@unhurried
+@given(llama_configs(), st.lists(own_sizes, min_size=1, max_size=3))
+def test_the_widened_sizes_are_those_of_a_valid_llama(base: LlamaConfig, expansions: list[ExpansionConfig]) -> None:
+    planned: Any = base
+    for expansion in expansions:
+        planned = plan_expansion(planned, MethodConfig(expansion=expansion))
+    added = {
+        size: getattr(base, size) + sum(getattr(stage, f"expansion_{size}") for stage in planned.stages())
+        for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    widened = LlamaConfig(**added, head_dim=base.head_dim)
+    widened.validate()
+    assert widened.hidden_size % widened.num_attention_heads == 0
+    assert widened.num_attention_heads % (widened.num_key_value_heads or 1) == 0
+
+
+@pytest.mark.parametrize(("variant", "expected"), [("preserve", []), ("adapt", [0, 1, 2, 3]), ("route", [])])
+def test_layers_left_out_are_what_the_variant_stands_for(variant: str, expected: list[int]) -> None:
+    assert collaborating_layers(CollaborationConfig(), variant, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("none", []),
+        ("all", [0, 1, 2, 3]),
+        ("top:1", [3]),
+        ("top:4", [0, 1, 2, 3]),
+        ([], []),
+        ([2, 0, 2], [0, 2]),
+    ],
+)
+@pytest.mark.parametrize("variant", ["adapt", "route"])
+def test_layers_named_are_the_layers_that_collaborate(variant: str, layers: Any, expected: list[int]) -> None:
+    assert collaborating_layers(CollaborationConfig(layers=layers), variant, 4) == expected
+
+
+@pytest.mark.parametrize("layers", ["top:5", [4], [0, 99]])
+def test_a_layer_that_the_base_does_not_have_is_refused_by_name(layers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"method\.collaboration\.layers.*the base has 4 layers"):
+        collaborating_layers(CollaborationConfig(layers=layers), "adapt", 4)
+
+
+@pytest.mark.parametrize(
+    ("modules", "attention", "mlp"),
+    [(["attention", "mlp"], [3], [3]), (["attention"], [3], []), (["mlp"], [], [3])],
+)
+def test_only_the_named_modules_collaborate(modules: Any, attention: list[int], mlp: list[int]) -> None:
+    collaboration = CollaborationConfig(layers="top:1", modules=modules)
+    planned = plan_expansion(LlamaConfig(num_hidden_layers=4), MethodConfig(collaboration=collaboration))
+    assert planned.attention_collaboration_layers == attention
+    assert planned.mlp_collaboration_layers == mlp
+    assert planned.first_collaborating_layer == (3 if modules else 4)
+
+
+@unhurried
+@given(llama_configs(), st.sampled_from(["adapt", "route"]), st.sampled_from(["none", "all", "top:1"]))
+def test_a_plan_survives_json(base: LlamaConfig, variant: Any, layers: str) -> None:
+    method = MethodConfig(variant=variant, collaboration=CollaborationConfig(layers=layers))
+    planned = plan_expansion(base, method)
+    read = ScaleConfig.from_dict(planned.to_dict())
+    assert isinstance(read, ScaleConfig)
+    assert read.to_dict() == planned.to_dict()
+    assert read.base().to_dict() == base.to_dict()
+    assert (read.vocab_size, read.num_hidden_layers) == (base.vocab_size, base.num_hidden_layers)

@@ -1,0 +1,175 @@
+"""The chain rule: of every document there is, the routed tokens multiply to the mixture of what the heads say of it.
+
+Small vocabularies, so that all documents of a few tokens are there; the heads by `tests/plain_torch.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.export.dense import dense_model
+from scale_cli.export.router_keys import router_keys
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.model import routed_scale
+from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.vocabulary import NewPieces
+from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
+from tests.widening import as_if_trained, ensemble, joined, tiny_llama
+
+OLD, LENGTH = 5, 3
+ONE, OTHER = NewPieces(["1 2", "3"], own_pieces=[1]), NewPieces(["4 4", "3 4"], own_pieces=[4])
+
+
+def run(base: Any, new: NewPieces | None = None, *, seed: int, writes: bool = False, prior: float = 0.5) -> Any:
+    layers = "top:1" if writes else None
+    method = {"variant": "route", "router": RouterConfig(prior=prior), "collaboration": {"layers": layers}}
+    model = start_model(copy.deepcopy(base), MethodConfig.model_validate(method), 0, new)
+    assert isinstance(model, ScaleForCausalLM)
+    rows = None if new is None else model.expansion.new_tokens.embed_tokens.weight.clone()  # type: ignore[union-attr]
+    as_if_trained(model, std=0.1, seed=seed)
+    if rows is not None:
+        model.expansion.new_tokens.embed_tokens.weight.data = rows  # type: ignore[union-attr]
+    return model.eval()
+
+
+@dataclass
+class Case:
+    """A model that routes, and what it was put together of."""
+
+    model: Any
+    runs: list[tuple[int, Any, NewPieces | None]]  # parent, the run that this is the top of, and the tokens it knows
+    plain: bool = True  # whether one plain model says all of it
+    mean: bool = False
+    routed: Sequence[int] | None = None  # the heads that are routed among; None for all
+
+
+@functools.cache
+def case(name: str) -> Case:
+    base = tiny_llama(vocab_size=OLD, num_hidden_layers=2)
+    if name == "one":
+        model = run(base, seed=1, prior=0.7)
+        return Case(model, [(0, model, None)])
+    if name == "one that writes":
+        model = run(base, seed=1, writes=True)
+        return Case(model, [(0, model, None)], plain=False)
+    one = run(base, ONE, seed=1, prior=0.4)
+    if name == "new tokens":
+        return Case(one, [(0, one, ONE)])
+    upon = run(one, seed=2, prior=0.3)
+    if name == "a stack on new tokens":
+        return Case(upon, [(0, one, ONE), (1, upon, ONE)], routed=(1, 2))
+    other, none = run(base, OTHER, seed=3), run(base, seed=4)
+    if name == "two vocabularies joined":
+        members = {"one": (0, one), "other": (0, other), "upon": (1, upon), "none": (0, none)}
+        return Case(joined(base, **members), [(0, one, ONE), (0, other, OTHER), (1, upon, ONE), (0, none, None)])
+    if name == "a writer joined, and its child":
+        writer = run(base, OTHER, seed=3, writes=True)
+        upon_writer = run(writer, seed=6)
+        model = joined(base, one=(0, one), writer=(0, writer), upon=(2, upon_writer))
+        return Case(model, [(0, one, ONE), (0, writer, OTHER), (2, upon_writer, OTHER)], plain=False)
+    if name == "a mean":
+        same = run(base, ONE, seed=5)
+        model = ensemble(base, one=(0, one), same=(0, same), upon=(1, upon))
+        return Case(model, [(0, one, ONE), (0, same, ONE), (1, upon, ONE)], mean=True)
+    assert name == "a mean over two vocabularies"
+    model = ensemble(base, one=(0, one), other=(0, other))
+    return Case(model, [(0, one, ONE), (0, other, OTHER)], plain=False, mean=True)
+
+
+CASES = [
+    "one",
+    "one that writes",
+    "new tokens",
+    "a stack on new tokens",
+    "two vocabularies joined",
+    "a writer joined, and its child",
+    "a mean",
+    "a mean over two vocabularies",
+]
+
+
+def all_documents(num_new: int) -> Tensor:
+    """Every document of some tokens, after the same first one."""
+    return torch.tensor([(0, *rest) for rest in itertools.product(range(OLD + num_new), repeat=LENGTH)])
+
+
+def heads_said(these: Case, ids_BT: Tensor) -> list[Tensor]:
+    """Return (B, T, V) probabilities of every head over all tokens, by plain torch."""
+    model = these.model
+    base = {name: tensor.detach() for name, tensor in model.root.named_parameters()}
+    vocabularies = list({id(new): new for *_, new in these.runs if new is not None}.values())
+    whole = [(new, at) for new in vocabularies for at in range(len(new.new_tokens))]
+    of_heads = [None, *(new for *_, new in these.runs)]
+    said = []
+    for head, known in enumerate(of_heads):
+        # In a head's own order: old tokens, those that it knows, the others.
+        order = sorted(range(len(whole)), key=[new is not known for new, _ in whole].__getitem__)
+        unknown = [whole[place] for place in order if whole[place][0] is not known]
+        pieces = [[int(piece) for piece in new.new_tokens[at].split()] for new, at in unknown]
+        x_rows = [
+            composed_rows(base["model.embed_tokens.weight"], [[*map(int, one.split())] for one in new.new_tokens])[at]
+            for new, at in unknown
+        ]
+        added = []
+        for parent, of_run, _ in these.runs:
+            tensors = {name: tensor.detach().double() for name, tensor in of_run.expansion.named_parameters()}
+            if pieces:
+                codes = tensors["embed_tokens.weight"]
+                tensors["embed_tokens.weight"] = torch.cat([codes, composed_rows(codes, pieces)])
+            added.append(Added(parent, tensors))
+        own_id = torch.tensor([*range(OLD), *(OLD + order.index(place) for place in range(len(whole)))])
+        logits = logits_of(model.root.config, base, path_of(added, head), own_id[ids_BT], more_rows=x_rows)
+        own_pieces = {piece for new, _ in unknown for piece in new.own_pieces}
+        probabilities = shared_with_new_tokens(logits, [one[0] for one in pieces], own_pieces)
+        said.append(probabilities[..., own_id])
+    return said
+
+
+def served(these: Case) -> dict[str, Any]:
+    """Return the model, and its plain export with its router."""
+    models = {"two streams": these.model}
+    if these.plain:
+        plain = dense_model(these.model, "float32")
+        plain.config.scale_router = router_keys(these.model)
+        one_row: Any = routed_scale.ScaleRoutedLlamaForCausalLM(plain.config)
+        one_row.load_state_dict(plain.state_dict())
+        models["one row"] = one_row.eval()
+    return models
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_of_the_whole(name: str) -> None:
+    these = case(name)
+    num_new = these.model.config.vocab_size - OLD
+    ids, targets = all_documents(num_new), all_documents(num_new)[:, 1:, None]
+    heads = [said[:, :-1] for said in heads_said(these, ids)]
+    if these.mean:
+        heads = [heads[0], torch.stack(heads[1:]).log().mean(0).softmax(-1)]
+    if these.routed is not None:
+        heads = [heads[head] for head in these.routed]
+    documents_KB = torch.stack([said.gather(-1, targets).squeeze(-1).prod(-1) for said in heads])
+    prior = these.model.config.router_prior
+    mixture_B = prior * documents_KB[0] + (1 - prior) * documents_KB[1:].mean(0)
+    assert mixture_B.sum().item() == pytest.approx(1.0)
+    padded, mask = (torch.cat([torch.full_like(ids[:, :2], 0), rest], 1) for rest in (ids, torch.ones_like(ids)))
+    for model in served(these).values():
+        whole = model(ids, use_cache=False).logits[:, :-1]
+        begun = model(ids[:, :2], use_cache=True)
+        then = model(ids[:, 2:], past_key_values=begun.past_key_values, use_cache=True).logits
+        ways = [whole, torch.cat([begun.logits, then], 1)[:, :-1]]
+        ways += [model(padded, attention_mask=mask, use_cache=False).logits[:, 2:-1]]
+        for scores in ways:
+            routed_B = scores.double().softmax(-1).gather(-1, targets).squeeze(-1).prod(-1)
+            torch.testing.assert_close(routed_B, mixture_B, rtol=2e-4, atol=1e-9)

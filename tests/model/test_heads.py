@@ -1,0 +1,87 @@
+"""However the heads are read, the vocabulary head is one matrix product, of all sequences' rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.model import routing
+from scale_cli.model.heads import token_log_probs
+from tests.evaluation.test_selectable_heads import MODELS
+from tests.model.test_routed_scale import IDS, PADDED, routed
+from tests.widening import as_if_trained, tiny_llama, widen
+
+VOCABULARY = 61
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+class HeadProducts(TorchDispatchMode):
+    """Notes the shapes of every product that has the vocabulary for one of its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[str, list[list[tuple[int, ...]]]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op._schema.name.removeprefix("aten::")
+        shapes = [tuple(value.shape) for value in args if isinstance(value, Tensor)]
+        if name in ("mm", "addmm", "bmm", "baddbmm") and any(VOCABULARY in shape for shape in shapes):
+            self.shapes.setdefault(name, []).append(shapes)
+        return op(*args, **(kwargs or {}))
+
+
+def a_head(model: Any, head: str) -> Callable[[], object]:
+    """Return what makes one head of a model answer padded prompts, at their ends alone."""
+    names = ["base", "adapted"] if len(model.head_logits(IDS)(slice(0, 1))) == 2 else ["base", "one", "other"]
+    selectable = SelectableHeads(model, RouterConfig(), names)
+    selectable.head = head
+    return lambda: selectable.answers(IDS, PADDED, **OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every path take its positions in parts."""
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 2 * 3 * VOCABULARY)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
+
+
+def is_one_product(work: Callable[[], object]) -> bool:
+    with torch.no_grad(), HeadProducts() as products:
+        work()
+    assert products.shapes, "the heads were read"
+    return not {"bmm", "baddbmm"} & products.shapes.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scoring_a_text_makes_no_product_for_each_sequence(name: str) -> None:
+    model = MODELS[name]()
+    assert is_one_product(lambda: token_log_probs(model, IDS, IDS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("head", ["base", "posterior"])
+def test_neither_does_a_head_that_answers(name: str, head: str) -> None:
+    assert is_one_product(a_head(MODELS[name](), head))
+
+
+@pytest.mark.parametrize("rule", ["posterior", "cosine"])
+@pytest.mark.parametrize("kept", [0, 5])
+def test_neither_does_a_widened_model_that_serves(rule: str, kept: int) -> None:
+    model: Any = as_if_trained(widen(tiny_llama(), "route"))
+    model.config.router_rule = rule
+    assert is_one_product(lambda: model(input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
+    assert is_one_product(lambda: model.generate(IDS, attention_mask=PADDED, **OPTIONS))
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_neither_does_a_plain_export_with_its_router(kept: int) -> None:
+    one_row = routed(as_if_trained(widen(tiny_llama(), "route"))).requires_grad_(False)
+    assert is_one_product(lambda: one_row(input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
+    assert is_one_product(lambda: one_row.generate(IDS, attention_mask=PADDED, **OPTIONS))

@@ -1,0 +1,70 @@
+"""Every head and every gradient, held to another implementation: `tests/plain_torch.py`, which shares no code."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.model.test_families import FAMILIES, IDS, tiny
+from tests.plain_torch import Added, logits_of, path_of
+from tests.widening import as_if_trained, joined, widen
+
+LENGTHS = ((25, 15), (9, 20, 11))
+DOCUMENTS = torch.tensor([[at for at, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
+POSITIONS = torch.tensor([[place for length in row for place in range(length)] for row in LENGTHS])
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def tensors_of(module: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+@families
+@pytest.mark.parametrize("isolated", [False, True])
+@torch.no_grad()
+def test_of_siblings_and_children_every_head_says_what_plain_torch_says(
+    tmp_path: Path, family: str, isolated: bool
+) -> None:
+    base: Any = tiny(family, tmp_path)
+    reads = as_if_trained(widen(copy.deepcopy(base), "preserve", ratio=0.5), seed=1)
+    writes = as_if_trained(widen(copy.deepcopy(base), "adapt", "top:2", ratio=0.5), seed=2)
+    upon_reads = as_if_trained(widen(copy.deepcopy(reads), "route", ratio=1.0), seed=3)
+    upon_writes = as_if_trained(widen(copy.deepcopy(writes), "preserve", ratio=0.5), seed=4)
+    parents = {"reads": (0, reads), "writes": (0, writes), "upon_reads": (1, upon_reads), "upon": (2, upon_writes)}
+    model = joined(base, **parents)
+    positions, documents = (POSITIONS, DOCUMENTS) if isolated else (None, None)
+    said = model.all_heads(model.final_states(IDS, position_ids=positions, preserved=True))
+    added = [Added(parent, tensors_of(run.expansion)) for parent, run in parents.values()]
+    for head, logits in enumerate(said):
+        expected = logits_of(base.config, tensors_of(base), path_of(added, head), IDS, documents)
+        torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=1e-4)
+
+
+@families
+@pytest.mark.parametrize("upon_another", [False, True])
+def test_a_gradient_is_plain_autograds_through_all_of_it(tmp_path: Path, family: str, upon_another: bool) -> None:
+    base: Any = tiny(family, tmp_path)
+    model: Any = as_if_trained(widen(base, "adapt", ratio=0.5), seed=2)
+    below = []
+    if upon_another:
+        below = [Added(0, tensors_of(model.expansion))]
+        model = as_if_trained(widen(model.requires_grad_(False), "preserve", ratio=0.5), seed=3)
+    model.train()
+    targets = IDS.roll(-1, dims=1).masked_fill(POSITIONS > 17, -100)
+    loss = model(input_ids=IDS, labels=targets, shift_labels=targets, position_ids=POSITIONS).loss
+    loss.backward()
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in tensors_of(model.expansion).items()}
+    logits = logits_of(base.config, tensors_of(base), [*below, Added(len(below), leaves)], IDS, DOCUMENTS)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=0.0, atol=1e-5)
+    for name, parameter in model.expansion.named_parameters():
+        wanted = leaves[name].grad
+        assert wanted is not None and parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-3, atol=1e-5, msg=name)

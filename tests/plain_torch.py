@@ -1,0 +1,169 @@
+"""The widened decoder once more, from tensors alone: one dense matrix for every linear map, in float64, plain torch.
+
+Nothing of the package is imported: its models, losses and exports are held to this.
+
+Shapes: B batch, T positions, C channels of all streams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ACTIVATIONS = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_pytorch_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+}
+
+
+class Added(NamedTuple):
+    """What one run added: the head it stands upon, 0 for the base's, and its tensors by name."""
+
+    parent: int
+    tensors: Mapping[str, Tensor]
+
+
+def path_of(added: Sequence[Added], head: int) -> list[Added]:
+    """Return what adds to a head's logits, bottom up."""
+    path: list[Added] = []
+    while head:
+        path.insert(0, added[head - 1])
+        head = path[0].parent
+    return path
+
+
+def logits_of(
+    config: Any,
+    base: Mapping[str, Tensor],
+    path: Sequence[Added],
+    ids_BT: Tensor,
+    documents_BT: Tensor | None = None,
+    more_rows: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return (B, T, V) float64 of the head at the end of a path, gradients and all.
+
+    Args:
+        config: of the plain base.
+        base: its tensors, by transformers' names.
+        path: what is added to it, bottom up.
+        ids_BT: the tokens; of new ones, those after the base's.
+        documents_BT: the document of every position, which sees no other and counts its positions by itself.
+        more_rows: of x, for tokens after those that the head has; in every E' there are such rows too.
+    """
+    base = {name: tensor.double() for name, tensor in base.items()}
+    runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
+    new = [run for run in runs if "new_tokens.lm_head.weight" in run]
+    embedding, head = base["model.embed_tokens.weight"], base.get("lm_head.weight", base["model.embed_tokens.weight"])
+    for run in new:
+        embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
+        head = torch.cat([head, run["new_tokens.lm_head.weight"]])
+    embedding = torch.stack([*embedding, *more_rows])
+    stream_BTC = torch.cat([table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1)
+    num_base = config.hidden_size
+
+    def normed(name: str) -> Tensor:
+        """Divide all streams by the rms of the base's, and multiply by the gains of each."""
+        size = (stream_BTC[..., :num_base].pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        gains = [base[f"model.{name}.weight"], *(run[f"{name}.weight"] for run in runs)]
+        return stream_BTC / size * torch.cat(gains)
+
+    def product(layer: int, owner: str, name: str, rows: Tensor) -> Tensor:
+        weight = base[f"model.layers.{layer}.{owner}.{name}.weight"]
+        biases = [base.get(f"model.layers.{layer}.{owner}.{name}.bias")]
+        for run in runs:
+            across, own, back = (run.get(f"layers.{layer}.{name}.weight_{of}") for of in ("21", "22", "12"))
+            assert across is not None and own is not None
+            back = (
+                own.new_zeros(len(weight), own.shape[1])
+                if back is None
+                else F.pad(back, (0, 0, 0, len(weight) - len(back)))
+            )
+            weight = torch.cat([torch.cat([weight, back], 1), torch.cat([across, own], 1)])
+            biases.append(run.get(f"layers.{layer}.{name}.bias_2"))
+        bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
+        return F.linear(rows, weight, bias)
+
+    cos, sin, masks = _turns_and_masks(config, ids_BT, documents_BT)
+    channels = _channels_of_a_head(config)
+    for layer in range(config.num_hidden_layers):
+        rows = normed(f"layers.{layer}.input_layernorm")
+        q, k, v = (
+            product(layer, "self_attn", f"{name}_proj", rows).unflatten(-1, (-1, channels)).transpose(1, 2)
+            for name in "qkv"
+        )
+        if config.model_type == "qwen3":
+            q, k = (
+                states * (states.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+                * base[f"model.layers.{layer}.self_attn.{name}_norm.weight"]
+                for states, name in ((q, "q"), (k, "k"))
+            )  # fmt: skip
+        q, k = (states * cos + _quarter_turned(states) * sin for states in (q, k))
+        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(channels)).masked_fill(~masks[layer], -torch.inf)
+        heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        stream_BTC = stream_BTC + product(layer, "self_attn", "o_proj", heads)
+        rows = normed(f"layers.{layer}.post_attention_layernorm")
+        gate, up = (product(layer, "mlp", f"{name}_proj", rows) for name in ("gate", "up"))
+        stream_BTC = stream_BTC + product(layer, "mlp", "down_proj", ACTIVATIONS[config.hidden_act](gate) * up)
+    return F.linear(normed("norm"), torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1))
+
+
+def _turns_and_masks(config: Any, ids_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return cosines and sines of every position's angles, and of every layer which positions each one sees."""
+    documents_BT = torch.zeros_like(ids_BT) if documents_BT is None else documents_BT
+    places = torch.arange(ids_BT.shape[1])
+    back = places[:, None] - places
+    seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & (back >= 0)
+    since_BT = seen_BTT.sum(-1) - 1
+    rope, channels, factor = config.rope_parameters, _channels_of_a_head(config), 1.0
+    rates = rope["rope_theta"] ** -(torch.arange(0, channels, 2).double() / channels)
+    if rope["rope_type"] == "linear":
+        rates = rates / rope["factor"]
+    elif rope["rope_type"] != "default":
+        rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
+    angles = (since_BT[:, None, :, None] * rates).repeat(1, 1, 1, 2)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or len(places)
+    masks = [(seen_BTT & (back < (window if kind == "sliding_attention" else len(places))))[:, None] for kind in kinds]
+    return angles.cos() * factor, angles.sin() * factor, masks
+
+
+def _channels_of_a_head(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _quarter_turned(states: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def composed_rows(rows_VC: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of tokens that are made of others: their pieces' mean, as long as a piece's row is in the median."""
+    rows_VC = rows_VC.double()
+    lengths = torch.stack([rows_VC[piece].norm() for piece in sorted({one for of_token in pieces for one in of_token})])
+    means = torch.stack([rows_VC[list(of_token)].mean(0) for of_token in pieces])
+    return means / means.norm(dim=1, keepdim=True) * lengths.median()
+
+
+def shared_with_new_tokens(logits: Tensor, first: Sequence[int], own: Collection[int]) -> Tensor:
+    """Return the probabilities of all tokens by a head that lacks the last ones, piece by piece.
+
+    A piece shares evenly with the new tokens that begin with it where it is one of `own`; any other keeps its
+    probability, and the new tokens that begin with it have 2^-20 of it together.
+    """
+    said = logits.softmax(-1)
+    whole = torch.cat([said, said.new_zeros(*said.shape[:-1], len(first))], -1)
+    for piece in set(first):
+        sharing = [said.shape[-1] + at for at, one in enumerate(first) if one == piece]
+        kept = 1 / (1 + len(sharing)) if piece in own else 1.0
+        of_each = kept if piece in own else 2.0**-20 / len(sharing)
+        whole[..., sharing] = said[..., piece, None] * of_each
+        whole[..., piece] = said[..., piece] * kept
+    return whole / whole.sum(-1, keepdim=True)

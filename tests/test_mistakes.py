@@ -1,0 +1,97 @@
+"""Mistakes that come naturally on a first day, twenty and more: each is one line that says what to do.
+
+Nothing is written then, but tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.command_line import Scale
+
+
+@pytest.fixture
+def config(tmp_path: Path, shared_data: Path) -> Path:
+    """A config that runs, beside its text."""
+    (tmp_path / "text.txt").write_text("One document.\n\nAnother one.\n", encoding="utf-8")
+    text = {"path": str(tmp_path / "text.txt"), "language": "en"}
+    tree = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
+        "corpus": {"sequence_length": 16, "sources": [{"name": "mine", **text}]},
+        "train": {"max_steps": 1, "global_batch_size": 1},
+        "evaluation": {"perplexity": [{"name": "held-out", "role": "acquisition", **text}]},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.learning_rate=1e-3", "train.learning_rate: unknown key (did you mean lr?)"),
+        ("train.epochs=3", "train.epochs: unknown key (did you mean max_steps?)"),
+        ("train.batch_size=8", "train.batch_size: unknown key (did you mean global_batch_size?)"),
+        ("train.fp16=true", "train.fp16: unknown key (did you mean mixed_precision?)"),
+        ("train.seed=1", "train.seed: unknown key (did you mean seed, at the top?)"),
+        ("train.max_length=512", "train.max_length: unknown key (did you mean corpus.sequence_length?)"),
+        ("model_name=gpt2", "model_name: unknown key (did you mean model.base?)"),
+        ("lr=1e-3", "lr: unknown key (did you mean train.lr?)"),
+        ("train.device=cuda:1", "train.device: unknown key (no key: a GPU is taken where there is one; CUDA_VISIBLE"),
+        ("train.resume=true", "train.resume: unknown key (no key: `scale run` again goes on"),
+        ("model=gpt2", "model: a section with keys of its own, not a plain value (did you mean model.base?)"),
+        ("method=lora", "method: a section with keys of its own, not a plain value (did you mean method.variant?)"),
+        ("train.mixed_precision=fp16", "train.mixed_precision: input should be 'no' or 'bf16'"),
+        ("output_dir=/proc/mine", "output_dir /proc/mine: /proc cannot be written to"),
+        ("corpus.sources.0.path=nowhere/*.txt", "mine: no file matches nowhere/*.txt"),
+        ("corpus.sequence_length=100000", "corpus.sequence_length: 100000, but the base has 512 positions"),
+    ],
+)
+def test_a_natural_mistake_is_one_line_that_says_what_to_do(
+    config: Path, scale: Scale, override: str, told: str
+) -> None:
+    done = scale("run", config, override)
+    assert told in done.error()
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert not (config.parent / "run/upscaled").exists()
+
+
+KOREAN = "안녕하세요 여러분.\n\n다시 만나요 우리.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "key", "told"),
+    [
+        ("a.txt", KOREAN.encode("cp949"), "path", "a.txt looks like CP949: cat "),
+        ("a.txt", KOREAN.encode("utf-16"), "path", "a.txt looks like UTF-16: cat "),
+        ("a.jsonl", b'{"title": "x", "body": "y"}\n', "path", "(it has title, body; text_field or messages_field says"),
+        ("folder/a.txt", KOREAN.encode(), "path", "folder is a folder, not a file; give "),
+        ("a.txt", b"", "path", "a.txt): no document with text"),
+        ("a.txt", b"word " * 2_100_000, "path", "too large: {place}:1 (corpus.max_document_bytes says what is)"),
+        ("a.txt", KOREAN.encode(), "language", "corpus.sources.0.language: kr is a country; its language is ko"),
+        ("a.txt", KOREAN.encode(), "skip_documents", "skip_documents passes over all 2"),
+        ("a.txt", KOREAN.encode(), "vocabulary", "method.vocabulary.new_tokens: 2,048, but the text gives "),
+    ],
+)
+def test_a_natural_mistake_about_text_is_one_line_that_says_what_to_do(
+    config: Path, scale: Scale, name: str, content: bytes, key: str, told: str
+) -> None:
+    place = config.parent / name
+    place.parent.mkdir(exist_ok=True)
+    place.write_bytes(content)
+    of_folder = place.parent if place.parent != config.parent else place
+    source: dict[str, object] = {
+        "name": "mine",
+        "path": str(of_folder),
+        "language": "kr" if key == "language" else "ko",
+    }
+    source |= {"skip_documents": 9} if key == "skip_documents" else {}
+    vocabulary = ["method.vocabulary.new_tokens=2048"] if key == "vocabulary" else []
+    done = scale("run", config, f"corpus.sources.0={yaml.safe_dump(source, default_flow_style=True)}", *vocabulary)
+    assert told.format(place=place) in done.error()
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert not (config.parent / "run/upscaled").exists()

@@ -1,0 +1,75 @@
+"""Every tracked text: no conflict marker, and no link that leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+_MARKER = re.compile(r"^(?:<{7} .*|={7}|>{7} .*)$", re.MULTILINE)
+_CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*?)[ #]*$", re.MULTILINE)
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def find_markers(text: str) -> list[str]:
+    return [match.group() for match in _MARKER.finditer(text)]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings: lower case, hyphens for spaces, numbered where they repeat."""
+    found: set[str] = set()
+    for heading in _HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        repeats = 0
+        while (name := f"{slug}-{repeats}" if repeats else slug) in found:
+            repeats += 1
+        found.add(name)
+    return found
+
+
+def find_broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in _LINK.findall(_CODE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    return broken
+
+
+def test_no_tracked_text_has_a_conflict_marker() -> None:
+    texts = {path: path.read_bytes().decode(errors="ignore") for path in tracked_files()}
+    assert {str(path): found for path, text in texts.items() if (found := find_markers(text))} == {}
+
+
+def test_every_relative_link_and_anchor_leads_somewhere() -> None:
+    pages = [path for path in tracked_files() if path.suffix == ".md"]
+    assert pages
+    assert {str(page): broken for page in pages if (broken := find_broken_links(page))} == {}
+
+
+@pytest.mark.parametrize("marker", ["<" * 7 + " HEAD", "=" * 7, ">" * 7 + " d2afcd6 (a commit)"])
+def test_a_conflict_marker_is_found(marker: str) -> None:
+    assert find_markers(f"text\n{marker}\ntext\n") == [marker]
+
+
+def test_a_broken_link_or_anchor_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A `title`, twice\n\n# A title, twice\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n\n    code\n\n[a](other.md#a-title-twice-1) [b](#here) [c](https://example.org/x#y)\n"
+        "[d](gone.md) [e](other.md#gone) `[f](in-code.md)`\n"
+    )
+    assert find_broken_links(page) == ["gone.md", "other.md#gone"]

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from scale_cli.values import Folder, PathText
+
+TEXT, FOLDER = TypeAdapter(PathText), TypeAdapter(Folder)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/mine")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("~/x", "/home/of/mine/x"),
+        ("~", "/home/of/mine"),
+        ("a/~/b", "a/~/b"),
+        ("a~", "a~"),
+        ("x/*.txt", "x/*.txt"),
+        ("org/model", "org/model"),
+        ("../x", "../x"),
+        ("한국어", "한국어"),
+    ],
+)
+def test_a_path_is_what_a_shell_would_make_of_it(written: str, meant: str) -> None:
+    assert TEXT.validate_python(written) == meant
+    assert FOLDER.validate_python(written) == Path(meant)
+    assert FOLDER.validate_python(Path(written)) == Path(meant)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("", "is empty|at least 1 character"),
+        ("~nobody-of-this-name/x", "~nobody-of-this-name is nobody's home folder"),
+        ("https://user:hunter2@host/x", "is a URL"),
+        ("file:///etc/passwd", "is a URL"),
+        ("a" * 256, "is longer than a path can be"),
+        ("한" * 86, "is longer than a path can be"),
+        ("a/" * 2001, "is longer than a path can be"),
+    ],
+)
+def test_what_can_be_no_path_is_refused_without_being_repeated(written: str, told: str) -> None:
+    for kind in (TEXT, FOLDER):
+        with pytest.raises(ValidationError, match=told) as caught:
+            kind.validate_python(written)
+        messages = [detail["msg"] for detail in caught.value.errors()]
+        assert not any("hunter2" in message for message in messages)

@@ -1,0 +1,201 @@
+"""Steps with every recipe at once, against AdamW on one big batch and autograd through `tests/plain_torch.py`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.training import TrainConfig
+from scale_cli.data.batches import Batches, IsolatedWindows, MicroBatch
+from scale_cli.training.optimiser import build_optimiser, trainable_parameters
+from scale_cli.training.step import train_step
+from scale_cli.upscale.method import start_model
+from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.vocabulary import NewPieces
+from tests.hooks import hooks_for
+from tests.plain_torch import Added, logits_of, shared_with_new_tokens
+from tests.widening import as_if_trained, tiny_llama
+
+OLD, NEW = 57, NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
+FIRST = [7, 3, 10, 3]
+NUM_STEPS, GLOBAL_BATCH, REPLAY = 6, 6, 1
+DISTILLED = 1.5
+# Large enough that rounding of a small gradient is no step of its own.
+EPSILON = 1e-3
+WIDENED: dict[str, Any] = {
+    "embedding_norm": "bounded",
+    "lr_multipliers": {"embedding": 3.0, "gains": 0.3},
+    "average": {"kind": "ema", "steps": 3},
+    "activation_checkpointing": True,
+}
+FULL: dict[str, Any] = {"decay_to_base": True, "lr_multipliers": {"head": 0.5}, "average": {"kind": "tail", "steps": 2}}
+
+
+def settings(**more: Any) -> TrainConfig:
+    train = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.2, "max_grad_norm": 0.5, "adam_epsilon": EPSILON}
+    return TrainConfig.model_validate({"max_steps": NUM_STEPS, "lookahead": {"every_steps": 2}, **train, **more})
+
+
+def batches_of(micro_batch_size: int, distilled: float) -> Batches:
+    """Windows of isolated documents of two sources, the second of which is replay."""
+    numbers = np.random.default_rng(0)
+    sources = []
+    for length in (300, 150):
+        offsets = np.concatenate([[0], np.cumsum(numbers.integers(3, 20, size=length)), [10**6]])
+        offsets = np.append(offsets[offsets < length], length)
+        ids = numbers.integers(0, OLD + len(FIRST), size=length)
+        sources.append(IsolatedWindows(ids, 16, offsets, marked_by_last=False))
+    return Batches(
+        sources,
+        [0.6, 0.4],
+        seed=1,
+        num_steps=NUM_STEPS,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch_size,
+        distillation=[0.0, distilled],
+    )
+
+
+@dataclass
+class Taken:
+    """What steps came to."""
+
+    losses: list[float]
+    norms: list[float]
+    by_source: list[list[float]]
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor]
+
+
+def steps_of(model: Any, train: TrainConfig, distilled: float) -> Taken:
+    """Take the steps as a run does, a sequence at a time."""
+    optimiser, hooks = build_optimiser(model, train), hooks_for(model, train)
+    wrapped, batches = for_training(model, train), batches_of(1, distilled)
+    taken = [
+        train_step(Accelerator(cpu=True), wrapped, optimiser, batches.of_step(step), train, hooks=hooks).result()
+        for step in range(NUM_STEPS)
+    ]
+    weights = trainable_parameters(model)
+    return Taken(
+        [step.loss for step in taken],
+        [step.grad_norm for step in taken],
+        [[loss for loss, _ in step.by_source] for step in taken],
+        {name: parameter.detach().double() for name, parameter in weights.items()},
+        {name: optimiser.state[parameter]["average"].double() for name, parameter in weights.items()},
+    )
+
+
+class InPlainTorch:
+    """The same in float64, all of a global batch at once, every recipe as its paper writes it."""
+
+    def __init__(self, model: Any, train: TrainConfig, *, widened: bool) -> None:
+        self.config = copy.deepcopy(tiny_llama(vocab_size=OLD).config)
+        self.frozen = {name: tensor.detach().double().clone() for name, tensor in model.named_parameters()}
+        trained = trainable_parameters(model)
+        self.leaves = {name: self.frozen[name].clone().requires_grad_() for name in trained}
+        self.widened, self.train = widened, train
+        self.bound = model.config.expansion_embedding_rms if widened else math.inf
+        groups = []
+        for name, leaf in self.leaves.items():
+            kind = "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
+            kind = "gains" if leaf.ndim == 1 else kind
+            # Of codes that have a size: E' learns in proportion to it and H' twice as fast, unless the config says.
+            rate = {"head": 2.0} if widened else {}
+            rate |= train.lr_multipliers.model_dump(exclude_none=True)
+            decay = 0.0 if train.decay_to_base or kind in ("embedding", "gains") else train.weight_decay
+            groups.append({"params": [leaf], "weight_decay": decay, "rate": rate.get(kind, 1.0)})
+        betas = (train.adam_beta1, train.adam_beta2)
+        self.optimiser = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPSILON, foreach=False)
+        self.history: list[dict[str, Tensor]] = []
+
+    def said(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of what trains, and the probabilities of the base where it is beside it."""
+        if not self.widened:
+            return logits_of(self.config, self.leaves, [], ids, documents), None
+        base = {name.removeprefix("base."): t for name, t in self.frozen.items() if name.startswith("base.")}
+        tensors = {name: t for name, t in (self.frozen | self.leaves).items() if name.startswith("expansion.")}
+        added = Added(0, {name.removeprefix("expansion."): tensor for name, tensor in tensors.items()})
+        rows = tuple(added.tensors["new_tokens.embed_tokens.weight"])
+        of_base = logits_of(self.config, base, [], ids, documents, rows)
+        return logits_of(self.config, base, [added], ids, documents), shared_with_new_tokens(of_base, FIRST, [7, 10])
+
+    def step(self, index: int, batch: MicroBatch, distilled: float) -> tuple[float, float, list[float]]:
+        train = self.train
+        assert batch.position_ids is not None
+        logits, base = self.said(batch.input_ids, (batch.position_ids == 0).cumsum(1))
+        losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+        if base is not None:
+            divergence = (base * (base.log() - logits.log_softmax(-1))).sum(-1)
+            of_replay = (batch.sources == REPLAY)[:, None] & (batch.targets != -100)
+            losses = losses + distilled * divergence * of_replay
+        loss = losses.sum() / (batch.targets != -100).sum()
+        self.optimiser.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.max_grad_norm)
+        warm, last = train.warmup_steps, NUM_STEPS - 1
+        cosine = 0.5 * (1 + math.cos(math.pi * (index - warm) / (last - warm)))
+        lr = train.lr * ((index + 1) / warm if index < warm else 0.1 + 0.9 * cosine)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr * group["rate"]
+        with torch.no_grad():
+            if index % 2 == 0:
+                self.slow = {name: leaf.clone() for name, leaf in self.leaves.items()}
+            if train.decay_to_base:
+                for group, (name, leaf) in zip(self.optimiser.param_groups, self.leaves.items(), strict=True):
+                    leaf -= group["lr"] * train.weight_decay * (leaf - self.frozen[name])
+            self.optimiser.step()
+            if self.widened:
+                codes = self.leaves["expansion.embed_tokens.weight"]
+                codes /= (codes.square().mean(1, keepdim=True).sqrt() / self.bound).clamp(min=1.0)
+            if index % 2 == 1:
+                for name, leaf in self.leaves.items():
+                    leaf.copy_(self.slow[name] + 0.5 * (leaf - self.slow[name]))
+        self.history.append({name: leaf.detach().clone() for name, leaf in self.leaves.items()})
+        of_sources = [losses[batch.sources == source].sum().item() for source in (0, REPLAY)]
+        return loss.item(), norm.item(), of_sources
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the mean of the last two steps, or the moving average over about three."""
+        if self.train.average is not None and self.train.average.kind == "tail":
+            return {name: (self.history[-1][name] + self.history[-2][name]) / 2 for name in self.leaves}
+        mean = {name: torch.stack([taken[name] for taken in self.history[:3]]).mean(0) for name in self.leaves}
+        for taken in self.history[3:]:
+            mean = {name: 2 / 3 * tensor + taken[name] / 3 for name, tensor in mean.items()}
+        return mean
+
+
+@pytest.mark.parametrize("widened", [True, False])
+def test_steps_with_every_recipe_are_adamws_on_one_big_batch(widened: bool) -> None:
+    distilled, train = (DISTILLED, settings(**WIDENED)) if widened else (0.0, settings(**FULL))
+    method = {"variant": "route", "distillation": {"weight": distilled}} if widened else {"variant": "full"}
+    model: Any = start_model(tiny_llama(vocab_size=OLD), MethodConfig.model_validate(method), 0, NEW)
+    if widened:
+        rows, codes = (
+            model.expansion.new_tokens.embed_tokens.weight.clone(),
+            model.expansion.embed_tokens.weight.clone(),
+        )
+        as_if_trained(model)
+        model.expansion.new_tokens.embed_tokens.weight.data, model.expansion.embed_tokens.weight.data = rows, codes
+    reference = InPlainTorch(model, train, widened=widened)
+    ours = steps_of(model.train(), train, distilled)
+    batches = batches_of(GLOBAL_BATCH, distilled)
+    for index in range(NUM_STEPS):
+        (batch,) = batches.of_step(index).micro_batches
+        loss, norm, by_source = reference.step(index, batch, distilled)
+        assert ours.losses[index] == pytest.approx(loss, rel=1e-5)
+        assert ours.norms[index] == pytest.approx(norm, rel=1e-4) and norm > train.max_grad_norm
+        assert ours.by_source[index] == pytest.approx(by_source, rel=1e-5)
+    for found, expected in ((ours.weights, reference.history[-1]), (ours.average, reference.average())):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
