@@ -34,7 +34,7 @@ from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import check_parity, measure_parity, served_logits
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.generation.generator import Continuation, Generator, Sampling
-from scale_cli.join.scoring import HeldOut, score
+from scale_cli.join.report import score_corpora
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -211,9 +211,10 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
 
 
 def test_a_joined_models_heads_and_scores(device: torch.device, config: RunConfig) -> None:
-    (source, *_), tokenizer = config.evaluation.perplexity, load_tokenizer(config.model)
-    held_out = HeldOut(source, open_sources(config, config.evaluation.perplexity, tokenizer)[0], config)
-    here, there = (score(nn.Module.to(two_members(), where), "held", held_out) for where in (CPU, device))
+    tokenizer = load_tokenizer(config.model)
+    (here, *_), (there, *_) = (
+        score_corpora(nn.Module.to(two_members(), where), [config], tokenizer) for where in (CPU, device)
+    )
     for name, figures in here.heads.items():
         assert there.heads[name].nats_per_token == pytest.approx(figures.nats_per_token, rel=1e-5)
     assert there.routed.nats_per_token == pytest.approx(here.routed.nats_per_token, rel=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scale_cli.config.vocabulary import TAKEN_FOR_OTHERS
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.guarantee import bound_nats
 from scale_cli.export.dense import dense_model
@@ -22,66 +20,18 @@ from scale_cli.export.parity import check_parity, measure_parity, served_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
-from scale_cli.join.card import bound_in_words, figures_table, joined_card
 from scale_cli.join.members import JoinedRuns, join_runs
-from scale_cli.join.scoring import JoinedCorpus, open_corpora, score
+from scale_cli.join.report import KIND, JoinReport, joined_card, score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import check_replaceable
-from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.preservation import SAMPLE_TEXTS, sample_ids
+from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.tokenizer import write_grown_tokenizer
+from scale_cli.vocabulary.tokenizer import check_size
 
-KIND = "scale join"
 _NUM_NEW_READ = 64
-
-
-@dataclass(frozen=True)
-class JoinReport(RunRecord):
-    """What was joined, and what it costs."""
-
-    FILE = "report.json"
-    base: str  # name of the plain base
-    base_sha256: str  # of its tensors
-    members: list[dict[str, Any]]  # of every expansion name, parent (0 for the base), where it was read, and SHA-256
-    router_prior: float  # weight of the base head at the first token
-    router_switch_rate: float  # of the posterior rule
-    # the most that routing may cost over the best head on a document; None where it may switch
-    max_cost_nats: float | None
-    corpora: list[JoinedCorpus]  # what was measured
-    format: str = "transformers"  # of the folder
-    rule: str = "posterior"  # among all heads, or among the base's and the mean of the others
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what report.json holds."""
-        return {"kind": KIND, **asdict(self)}
-
-
-@dataclass(frozen=True)
-class JoinSummary:
-    """What was joined, for the terminal."""
-
-    folder: Path
-    report: JoinReport
-
-    def lines(self) -> list[str]:
-        """Return aligned lines."""
-        names = ["base", *(member["name"] for member in self.report.members)]
-        members = [
-            f"member         {member['name']}, upon {names[member['parent']]} (sha256 {member['sha256'][:12]})"
-            for member in self.report.members
-        ]
-        return [
-            f"base           {self.report.base} (sha256 {self.report.base_sha256[:12]})",
-            *members,
-            f"proved         base logits, and every head's against its run alone, bitwise equal on "
-            f"{len(SAMPLE_TEXTS)} prompts",
-            *figures_table(self.report.corpora).lines(),
-            bound_in_words(self.report.max_cost_nats),
-            f"written        {self.folder}, its model card is README.md",
-        ]
 
 
 def join(
@@ -91,16 +41,15 @@ def join(
     switch_rate: float,
     folder_format: str = "transformers",  # computes every head bit for bit; or `llama`, one plain model
     rule: str = "posterior",
-) -> JoinSummary:
+) -> JoinReport:
     """Put the expansions of finished runs on one base, measure them, and write the joined model."""
     check_replaceable(output, KIND)
-    joined = join_runs(runs, prior, switch_rate, rule)
-    if folder_format == "llama":
+    joined, is_plain = join_runs(runs, prior, switch_rate, rule), folder_format == "llama"
+    if is_plain:
         _check_one_head_holds_all(joined)
     if not any(config.evaluation.perplexity for config in joined.configs):
         raise ConfigError("evaluation.perplexity: none of the runs names a corpus to measure on")
     prove(joined)
-    corpora = open_corpora(joined.configs, joined.tokenizer)
     report = JoinReport(
         base=joined.record.name,
         base_sha256=joined.record.content_sha256,
@@ -111,33 +60,28 @@ def join(
         router_switch_rate=switch_rate,
         # ln(K + 1) where the prior is even
         max_cost_nats=bound_nats(float(joined.model.log_prior().exp().min()), switch_rate),
-        corpora=[score(joined.model, name, held_out) for name, held_out in corpora.items()],
+        corpora=score_corpora(joined.model, joined.configs, joined.tokenizer),
         format=folder_format,
         rule=rule,
     )
     with new_folder(output) as partial:
-        if folder_format == "llama":
+        if is_plain:
             _write_plain(joined, partial)
         else:
             write_self_contained(joined.model, joined.tokenizer, partial)
         report.save(partial)
         licence = base_licence(joined.configs[0].model)
         licence.copy_files(partial)
-        card = joined_card(joined, report.corpora, report.max_cost_nats, licence, switch_rate, folder_format)
-        write_text(partial / "README.md", card)
-        check = _check_plain if folder_format == "llama" else _check_written
-        check(partial, joined)
-    return JoinSummary(output, report)
+        write_text(partial / "README.md", joined_card(joined, report, licence))
+        (_check_plain if is_plain else _check_written)(partial, joined)
+    return report
 
 
 def _check_one_head_holds_all(joined: JoinedRuns) -> None:
     """Refuse what one plain vocabulary head cannot say, and what llama.cpp would take for another model."""
     config, brought = joined.model.config, list[range]()
-    if config.new_tokens and config.vocab_size in TAKEN_FOR_OTHERS:  # each run alone was held to that
-        raise ConfigError(
-            f"--format llama: {config.vocab_size:,} tokens in all are what llama.cpp knows another model by; "
-            "take --format transformers"
-        )
+    if config.new_tokens:
+        check_size(config.vocab_size)  # each run alone was held to that
     root, stages = config.base(), config.stages()
     channels = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
     heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)

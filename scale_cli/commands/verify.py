@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from scale_cli.commands.export import check_written_export
-from scale_cli.commands.join import JoinReport, check_plain_join
+from scale_cli.commands.join import check_plain_join
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ExportFormat, ModelConfig, RunConfig
 from scale_cli.data.ledger import Ledger, TokenLedger
@@ -32,6 +32,7 @@ from scale_cli.errors import (
     ScaleError,
     VerificationError,
 )
+from scale_cli.join.report import JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder

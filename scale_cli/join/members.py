@@ -1,11 +1,15 @@
-"""What is joined: the expansions of finished runs on one plain base, each once, every one after its parent."""
+"""What is joined: the expansions of finished runs on one plain base, each once, every one after its parent.
+
+The joined tokenizer is the base's with the new tokens of every run, each for a script of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.join.tokens import joined_tokenizer, tokens_of
+from scale_cli.config.vocabulary import Script
+from scale_cli.errors import RunFolderError
 from scale_cli.model.configuration_scale import JoinedConfig
 from scale_cli.model.expansion_scale import Expansion
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -26,7 +30,10 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_same_base, record_base, root_model, stages_below, tensor_sha256
 from scale_cli.upscale.preservation import own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, open_folder
-from scale_cli.upscale.tokenizer import check_tokenizer
+from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
+from scale_cli.vocabulary.extension import extended, new_tokens
+from scale_cli.vocabulary.proofs import check_union
+from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown
 
 # What a member's expansion takes of its run's configuration; the router is the joined model's own.
 _SIZES = (
@@ -37,9 +44,8 @@ _SIZES = (
     "attention_collaboration_layers",
     "mlp_collaboration_layers",
 )
-
-# And where it brings new tokens.
-_TOKENS = ("new_tokens", "own_pieces")
+_TOKENS = ("new_tokens", "own_pieces")  # and these, where it brings any
+_BYTES_COMPARED = 1 << 20  # of every held-out corpus: text whose ids have to be those of each run alone
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Member:
 
     name: str  # of its head
     parent: int  # the head whose streams it reads: 0 for the base, k for the k-th member
-    expansion: Expansion  # its blocks
-    config: PreTrainedConfig  # of the run's model; its sizes are read
+    expansion: Expansion
+    config: PreTrainedConfig  # of the run's model
     folder: Path  # where it was read
     sha256: str  # of its tensors, and of those of its parents
     logits: list[Tensor]  # its head's on the sample texts, from the run alone
@@ -57,11 +63,22 @@ class Member:
 
 
 @dataclass(frozen=True)
+class RunTokens:
+    """The tokens of one run."""
+
+    run: Path  # as it was given
+    config: RunConfig
+    base_tokenizer: PreTrainedTokenizerBase  # of its plain base
+    tokenizer: PreTrainedTokenizerBase  # the run's: the same where it has no new tokens
+    script: Script  # of the new ones, without a letter where there are none
+
+
+@dataclass(frozen=True)
 class JoinedRuns:
     """Several runs put together."""
 
     model: JoinedForCausalLM  # in evaluation mode
-    members: list[Member]  # its expansions
+    members: list[Member]
     configs: list[RunConfig]  # of the runs, as they were given
     record: BaseRecord  # of the plain base
     tokenizer: PreTrainedTokenizerBase  # the base's, with the new tokens of all runs
@@ -72,54 +89,41 @@ class JoinedRuns:
 def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rule: str = "posterior") -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
-    Runs are named by their folder, their `final/`, or an adapter export; one upon another run brings that one along.
-    The router is set as by `stack_reads`.
+    A run is named by its folder, its `final/`, or an adapter export; one upon another run brings that one along.
     """
-    widened, final = _open_run(runs[0])
-    base, of_runs = widened.root, [tokens_of(runs[0], final)]
-    record = record_base(base, root_model(final.run.config.model), of_runs[0].base_tokenizer)
-    members: list[Member] = []
-    configs = []
+    base: Any = None
+    members, configs, of_runs = list[Member](), list[RunConfig](), list[RunTokens]()
     for run in runs:
-        if run is not runs[0]:
-            widened, final = _open_run(run)
-            of_runs.append(tokens_of(run, final))
+        final = open_folder(_finished_folder(run))
+        widened, config = final.load(), final.run.config
+        if not isinstance(widened, ScaleForCausalLM):
+            raise RunFolderError(f"{run}: holds no expansion (method.variant: {final.method.variant})")
+        tokens = _tokens_of(run, final)
+        if base is None:
+            base, record = widened.root, record_base(widened.root, root_model(config.model), tokens.base_tokenizer)
+        else:
             check_same_base(widened.root, record, where=f"{run}: stands on another base than {runs[0]}")
-            check_tokenizer(of_runs[-1].base_tokenizer, record)
-        _add_stages(members, widened, final.path, final.run.config, sample_ids(final.tokenizer))
-        configs.append(_where_it_lies(final))
-    if rule == "mean" and len(members) == 1:
-        raise ConfigError(f"--rule mean: {members[0].name} is the only expansion; give several runs")
-    tokenizer = joined_tokenizer(of_runs, base.config.vocab_size)
+            check_tokenizer(tokens.base_tokenizer, record)
+        of_runs.append(tokens)
+        _add_stages(members, widened, final.path, config, sample_ids(final.tokenizer))
+        here = final.path.parent if final.path.name == "final" else config.output_dir
+        configs.append(config.model_copy(update={"output_dir": here}))
+    tokenizer = _joined_tokenizer(of_runs, base.config.vocab_size)
     prompts = sample_ids(of_runs[0].base_tokenizer)
     base_logits = own_logits(base, prompts)
     model = stack_reads(base, members, prior, switch_rate, rule)
     return JoinedRuns(model, members, configs, record, tokenizer, prompts, base_logits)
 
 
-def _open_run(run: Path) -> tuple[ScaleForCausalLM, MethodFolder]:
-    final = open_folder(_finished_folder(run))
-    widened = final.load()
-    if not isinstance(widened, ScaleForCausalLM):
-        raise RunFolderError(f"{run}: holds no expansion (method.variant: {final.method.variant})")
-    return widened, final
-
-
 def _finished_folder(run: Path) -> Path:
     layout = RunFolder(run)
-    folder = layout.final if layout.final.is_dir() else run
-    if layout.upscaled.is_dir() and folder is run:
+    if layout.final.is_dir():
+        return layout.final
+    if layout.upscaled.is_dir():
         raise RunFolderError(f"{run}: is not finished: it has no final/; run `scale train` first")
-    if not BaseRecord.is_in(folder):
+    if not BaseRecord.is_in(run):
         raise RunFolderError(f"{run}: neither a finished run, nor its final/, nor an adapter export")
-    return folder
-
-
-def _where_it_lies(final: MethodFolder) -> RunConfig:
-    """Return a run's config with the folder that the run lies in now."""
-    config = final.run.config
-    root = final.path.parent if final.path.name == "final" else config.output_dir
-    return config.model_copy(update={"output_dir": root})
+    return run
 
 
 def _add_stages(
@@ -129,25 +133,62 @@ def _add_stages(
     parent, below = 0, next(stages_below(config.model), None)
     if isinstance(widened.base, ScaleForCausalLM) and below is not None:
         parent = _add_stages(members, widened.base, *below, prompts)
-    sha256 = _expansion_sha256(widened, members[parent - 1].sha256 if parent else "")
+    lines = [f"{name} {tensor_sha256(tensor)}\n" for name, tensor in sorted(widened.expansion.named_parameters())]
+    of_parent = members[parent - 1].sha256 if parent else ""
+    sha256 = hashlib.sha256("".join([of_parent, "\n", *lines]).encode()).hexdigest()
     known = [member.sha256 for member in members]
     if sha256 in known:
         return known.index(sha256) + 1
-    name = _free_name(config.output_dir.name, [member.name for member in members])
+    name, taken = config.output_dir.name, ["base", *(member.name for member in members)]
+    if name in taken:
+        name = next(free for number in count(2) if (free := f"{name}-{number}") not in taken)
     logits = own_logits(widened, prompts)
     members.append(Member(name, parent, widened.expansion, widened.config, folder, sha256, logits, prompts))
     return len(members)
 
 
-def _expansion_sha256(widened: ScaleForCausalLM, parent_sha256: str) -> str:
-    lines = [f"{name} {tensor_sha256(tensor)}\n" for name, tensor in sorted(widened.expansion.named_parameters())]
-    return hashlib.sha256("".join([parent_sha256, "\n", *lines]).encode()).hexdigest()
+def _tokens_of(run: Path, final: MethodFolder) -> RunTokens:
+    """Return the tokens of a run; of runs upon one another only the lowest can have brought any."""
+    config = final.run.config
+    *_, bottom = config, *(below for _, below in stages_below(config.model))
+    if bottom.method.vocabulary is None:
+        return RunTokens(run, config, final.tokenizer, final.tokenizer, Script(()))
+    script = Script.named(bottom.method.vocabulary.script)
+    return RunTokens(run, config, load_tokenizer(bottom.model), final.tokenizer, script)
 
 
-def _free_name(name: str, taken: list[str]) -> str:
-    """Return a name that no head has yet."""
-    numbered = (f"{name}-{number}" for number in count(2))
-    return next(free for free in chain([name], numbered) if free not in ["base", *taken])
+def _joined_tokenizer(runs: Sequence[RunTokens], first_id: int) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the tokens of all runs, the first run's first; new ones have ids from `first_id` on.
+
+    Every text must be cut as by the run that has its script, so no two may have other tokens of one.
+    """
+    distinct: dict[str, RunTokens] = {}  # by what a tokenizer is
+    for tokens in runs:
+        described = tokens.tokenizer.backend_tokenizer.to_str()
+        if not tokens.script.ranges or described in distinct:
+            continue
+        for other in distinct.values():
+            if tokens.script.meets(other.script):
+                raise RunFolderError(
+                    f"{tokens.run} and {other.run} add different tokens for one script, and cut its text differently; "
+                    "train one of them with method.vocabulary.folder: the final/ of the other"
+                )
+        distinct[described] = tokens
+    if len(distinct) <= 1:
+        return next(iter(distinct.values()), runs[0]).tokenizer
+    parts = [(tokens.tokenizer.backend_tokenizer, tokens.script) for tokens in distinct.values()]
+    united = parts[0][0]
+    for backend, _ in parts[1:]:
+        united = extended(united, new_tokens(backend, first_id), united.get_vocab_size())
+    texts = [
+        text
+        for tokens in runs
+        for text in read_texts(tokens.config.evaluation.perplexity, tokens.config.corpus, _BYTES_COMPARED)
+    ]
+    check_union(parts, united, first_id, texts, seed=0)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        write_grown(Path(folder), next(iter(distinct.values())).tokenizer, united)
+        return load_grown(Path(folder))
 
 
 def stack_reads(

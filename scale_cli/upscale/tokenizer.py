@@ -19,9 +19,8 @@ from scale_cli.errors import BaseModelError, ChangedBaseError, one_line
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import REMEDY, load_base_config, stages_below
-from scale_cli.vocabulary.extension import SENTENCEPIECE, with_new_pieces
+from scale_cli.vocabulary.extension import SENTENCEPIECE, Spelling, with_new_pieces
 from scale_cli.vocabulary.proofs import check_extension
-from scale_cli.vocabulary.spelling import Spelling
 from scale_cli.vocabulary.tokenizer import (
     TOKENIZER_FILES,
     load_grown,

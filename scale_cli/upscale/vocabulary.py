@@ -14,8 +14,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
 from scale_cli.upscale.base import load_base_config
-from scale_cli.vocabulary.extension import pieces
-from scale_cli.vocabulary.spelling import Spelling
+from scale_cli.vocabulary.extension import Spelling, pieces
 
 # What a new token's logit begins with beside its first piece's: else so many would take mass from everything.
 _BIAS = -8.0

@@ -1,4 +1,10 @@
-"""A tokenizer with more tokens: its files with them, and the old pieces of every new token.
+"""A tokenizer with more tokens: how it spells bytes, its files with new tokens, and the old pieces of each.
+
+Two kinds of BPE can grow:
+
+- byte-level (Llama 3, Qwen): a character stands for every byte, and all else is merges
+- with byte fallback (Llama 2, Mistral): a character is a token of the vocabulary or falls back to its bytes (`<0xEC>`)
+  before any merge
 
 tokenizer.json is rewritten. SentencePiece's own file (tokenizer.model), which is all that llama.cpp's converter reads,
 is a protobuf message, and what is put after such a message adds to its lists: the old pieces stay byte for byte.
@@ -8,15 +14,19 @@ SentencePiece merges the neighbours whose product has the highest score, tokeniz
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from scale_cli.errors import BaseModelError
-from scale_cli.vocabulary.learning import NewToken
-from scale_cli.vocabulary.spelling import Spelling
 
+_SPACE = "▁"  # for a space, beside byte fallback
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # as GPT-2 spells bytes
 # Of ids that the base has a row for and its tokenizer no token; no text has this, and no bytes are spelt with it.
 _UNUSED = "\ue000unused {}\ue000"
 
@@ -24,6 +34,56 @@ SENTENCEPIECE = "tokenizer.model"  # the file's name
 _BELOW_ALL = -1e6  # a score that no BPE of SentencePiece has: its own are -rank
 _NORMAL_KIND, _CONTROL_KIND, _UNUSED_KIND = 1, 3, 5
 _MORE = 0x80  # of a byte of a number: another follows
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token to be added."""
+
+    token: str
+    merged: tuple[str, str] | None  # of which two; None: a character, which needs no merge
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a tokenizer's tokens are in bytes."""
+
+    byte_level: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
+        """Read it off a tokenizer; `name` is its model's, for the message where its vocabulary cannot grow."""
+        described = json.loads(tokenizer.to_str())
+        model = described["model"]
+        marks = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+        if model["type"] == "BPE" and not any(model.get(mark) for mark in marks):
+            if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+                return cls(byte_level=False)
+            steps = json.dumps([described.get("pre_tokenizer"), described.get("normalizer")])
+            if '"type": "ByteLevel"' in steps and model["vocab"].keys() >= _BYTE_OF.keys():
+                return cls(byte_level=True)
+        raise BaseModelError(
+            f"method.vocabulary: the tokenizer of {name} ({model['type']}) is neither byte-level BPE nor BPE with byte "
+            "fallback, so no token can be added to it"
+        )
+
+    @property
+    def space(self) -> str:
+        """The token of a space alone."""
+        return "Ġ" if self.byte_level else _SPACE
+
+    def to_bytes(self, token: str) -> bytes:
+        """Return the bytes that a token stands for."""
+        if self.byte_level:
+            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in token)
+        of_one = _BYTE.fullmatch(token)
+        return bytes([int(of_one[1], 16)]) if of_one else token.replace(_SPACE, " ").encode()
+
+    def joined(self, tokens: Iterable[str]) -> str:
+        """Return the token that some consecutive ones make, which begin and end with whole characters."""
+        if self.byte_level:
+            return "".join(tokens)
+        return b"".join(map(self.to_bytes, tokens)).decode().replace(" ", _SPACE)
 
 
 def extended(tokenizer: Tokenizer, new: Sequence[NewToken], first_id: int) -> Tokenizer:
@@ -52,8 +112,18 @@ def new_tokens(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
 def pieces(tokenizer: Tokenizer, spelling: Spelling, first_id: int) -> list[list[int]]:
     """Return of every new token of a tokenizer the old ids that stood in its place, in order."""
     vocabulary, merged = _described(tokenizer)
-    of_old = {token: [index] for token, index in vocabulary.items() if index < first_id}
-    return [_pieces(token, merged, of_old, spelling) for token, index in vocabulary.items() if index >= first_id]
+    known = {token: [index] for token, index in vocabulary.items() if index < first_id}
+
+    def old_ids(token: str) -> list[int]:
+        if token not in known:
+            if token in merged:
+                left, right = merged[token]
+                known[token] = old_ids(left) + old_ids(right)
+            else:
+                known[token] = [known[f"<0x{byte:02X}>"][0] for byte in spelling.to_bytes(token)]
+        return known[token]
+
+    return [old_ids(token) for token, index in vocabulary.items() if index >= first_id]
 
 
 def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
@@ -61,18 +131,6 @@ def _described(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, tuple[st
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
     return vocabulary, {left + right: (left, right) for left, right in reversed(model["merges"])}
-
-
-def _pieces(
-    token: str, merged: dict[str, tuple[str, str]], known: dict[str, list[int]], spelling: Spelling
-) -> list[int]:
-    if token not in known:
-        if token in merged:
-            left, right = (_pieces(part, merged, known, spelling) for part in merged[token])
-            known[token] = left + right
-        else:
-            known[token] = [known[f"<0x{byte:02X}>"][0] for byte in spelling.to_bytes(token)]
-    return known[token]
 
 
 def with_new_pieces(model: bytes, tokenizer: Tokenizer, first_id: int) -> bytes:

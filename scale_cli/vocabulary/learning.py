@@ -15,28 +15,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers, trainers
 
 from scale_cli.config.vocabulary import Script
-from scale_cli.vocabulary.spelling import Spelling
+from scale_cli.vocabulary.extension import NewToken, Spelling
 
-# Of words at once: what is handed to `tokenizers` in one call.
-_WORDS_AT_ONCE = 4096
+_WORDS_AT_ONCE = 4096  # handed to `tokenizers` in one call
 _FIRST_UNIT = 0x10000  # the character that stands for the first unit; surrogates are below
 
 Unit = tuple[str, ...]  # tokens of the tokenizer that make whole letters
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """A token to be added."""
-
-    token: str
-    merged: tuple[str, str] | None  # of which two; None: a character, which needs no merge
 
 
 def count_words(texts: Iterable[str], tokenizer: Tokenizer, script: Script) -> Counter[str]:
@@ -50,63 +40,51 @@ def count_words(texts: Iterable[str], tokenizer: Tokenizer, script: Script) -> C
 
 
 def learn(
-    words: Mapping[str, int], tokenizer: Tokenizer, spelling: Spelling, script: Script, *, most: int, min_count: int
+    words: Mapping[str, int],  # how often each occurs
+    tokenizer: Tokenizer,
+    spelling: Spelling,  # of its tokens
+    script: Script,  # whose letters the words are
+    *,
+    most: int,
+    min_count: int,  # a token that would occur less often in the words is left out
 ) -> list[NewToken]:
-    """Return the tokens that save the most, each after those that it is made of.
-
-    Args:
-        words: how often each occurs.
-        tokenizer: whose tokens they are learned upon.
-        spelling: of its tokens.
-        script: whose letters the words are.
-        most: of them.
-        min_count: a token that would occur less often in the words is left out.
-    """
-    lines = Counter[tuple[Unit, ...]]()
-    for units, count in _split(sorted(words.items()), tokenizer, spelling):
-        lines[units] += count
-    of_units = Counter[Unit]()
+    """Return the tokens that save the most, each after those that it is made of."""
+    lines, of_units, spelt = Counter[tuple[Unit, ...]](), Counter[Unit](), dict[str, bytes]()
+    for word, encoding in _encoded(tokenizer, sorted(words)):
+        space = spelling.space if word[0] in " ▁" else None
+        for units in _units(encoding, space, spelling, spelt):
+            lines[units] += words[word]
     for units, count in lines.items():
         for unit in units:
             of_units[unit] += count
     frequent = sorted(unit for unit, count in of_units.items() if count >= min_count)
     character = {unit: chr(_FIRST_UNIT + index) for index, unit in enumerate(frequent)}
-    merges = _merges_of_units(lines, character, 2 * most, min_count)
     whole = {char: spelling.joined(unit) for unit, char in character.items()}
     candidates = [counted for counted in _letters(of_units, spelling) if counted[0] >= min_count]
-    candidates += [
-        (count, NewToken(_spelt(left + right, whole), (_spelt(left, whole), _spelt(right, whole))))
-        for left, right, count in merges
-    ]
+    for *merged, count in _merges_of_units(lines, character, 2 * most, min_count):
+        left, right = ("".join(whole[char] for char in part) for part in merged)
+        candidates.append((count, NewToken(left + right, (left, right))))
     candidates.sort(key=lambda counted: -counted[0])  # of equals the one that came first, which the other may hold
     return list(islice(_allowed((new for _, new in candidates), tokenizer, spelling, script), most))
 
 
-def _split(
-    words: Sequence[tuple[str, int]], tokenizer: Tokenizer, spelling: Spelling
-) -> Iterator[tuple[tuple[Unit, ...], int]]:
-    """Yield the units of every word, as the tokenizer parts it, and how often it occurs."""
-    spelt: dict[str, bytes] = {}
+def _encoded(tokenizer: Tokenizer, words: list[str]) -> Iterator[tuple[str, Encoding]]:
     for first in range(0, len(words), _WORDS_AT_ONCE):
         some = words[first : first + _WORDS_AT_ONCE]
-        encoded = tokenizer.encode_batch([word for word, _ in some], add_special_tokens=False)
-        for (word, count), encoding in zip(some, encoded, strict=True):
-            space = spelling.space if word[0] in " ▁" else None
-            for units in _units(encoding.tokens, encoding.word_ids, space, spelling, spelt):
-                yield units, count
+        yield from zip(some, tokenizer.encode_batch(some, add_special_tokens=False), strict=True)
 
 
 def _units(
-    tokens: list[str], word_ids: list[int | None], space: str | None, spelling: Spelling, spelt: dict[str, bytes]
+    encoding: Encoding, space: str | None, spelling: Spelling, spelt: dict[str, bytes]
 ) -> Iterator[tuple[Unit, ...]]:
-    """Yield the units of every part that is merged by itself.
+    """Yield the units of every part of a word that is merged by itself.
 
     Before the letters of the first stands `space`, or nothing, whatever the tokenizer puts there before a text.
     """
     units: list[Unit] = []
     unit: list[str] = []
     cut, before = b"", None
-    for token, part in zip(tokens, word_ids, strict=True):
+    for token, part in zip(encoding.tokens, encoding.word_ids, strict=True):
         if part != before and units:
             yield tuple(units)
             units = []
@@ -135,8 +113,7 @@ def _merges_of_units(
     """Return the merges of units as characters, in order, and how often each is made; a rare unit parts a line."""
     counted = Counter[str]()
     for units, count in lines.items():
-        spelt = "".join(character.get(unit, " ") for unit in units)
-        for word in spelt.split():
+        for word in "".join(character.get(unit, " ") for unit in units).split():
             counted[word] += count
     words = sorted(word for word in counted if len(word) > 1)
     bpe = Tokenizer(models.BPE())
@@ -147,11 +124,9 @@ def _merges_of_units(
     bpe.train_from_iterator((text for word in words for text in _repeated(word, counted[word])), trainer)
     merges: list[tuple[str, str]] = [(left, right) for left, right in json.loads(bpe.to_str())["model"]["merges"]]
     made = Counter[str]()
-    for first in range(0, len(words), _WORDS_AT_ONCE):
-        some = words[first : first + _WORDS_AT_ONCE]
-        for word, encoding in zip(some, bpe.encode_batch(some), strict=True):
-            for token in encoding.tokens:
-                made[token] += counted[word]
+    for word, encoding in _encoded(bpe, words):
+        for token in encoding.tokens:
+            made[token] += counted[word]
     last_first = list({left + right: (left, right) for left, right in reversed(merges)}.values())  # each product once
     for left, right in last_first:
         made[left] += made[left + right]
@@ -163,10 +138,6 @@ def _repeated(word: str, count: int) -> Iterator[str]:
     while count > 0:
         yield " ".join([word] * min(count, _WORDS_AT_ONCE))
         count -= _WORDS_AT_ONCE
-
-
-def _spelt(characters: str, whole: Mapping[str, str]) -> str:
-    return "".join(whole[character] for character in characters)
 
 
 def _letters(of_units: Mapping[Unit, int], spelling: Spelling) -> list[tuple[int, NewToken]]:

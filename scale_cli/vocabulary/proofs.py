@@ -16,6 +16,7 @@ from scale_cli.errors import PreservationError
 _TEXTS_AT_ONCE = 1 << 10  # a document may be megabytes, and few are
 _NUM_RANDOM, _LONGEST_RANDOM = 20_000, 24
 _CODE_POINTS = range(0x110000)
+_NO_CHARACTERS = ("Cn", "Cs")  # of Unicode's categories: not assigned, and surrogates
 
 
 def check_extension(
@@ -29,19 +30,10 @@ def check_extension(
     """
     old, new = (Tokenizer.from_str(tokenizer.to_str()) for tokenizer in (old, new))  # settings of these are changed
     _check_tokens(old, new)
-    outside = [chr(code) for code in _CODE_POINTS if _is_character(code) and not script.holds(code, code)]
-    count = 0
-    for text, before, after in _both(
-        old, new, _without(script, old, chain(outside, _random_strings(old, outside, seed), kept))
-    ):
-        count += 1
-        if before != after:
-            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} are not what they were")
-    for text, before, after in _both(old, new, learned):
-        count += 1
-        if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
-            raise PreservationError(f"method.vocabulary: {text[:80]!r} does not come back from its new tokens")
-    return count
+    characters = (chr(code) for code in _CODE_POINTS if not script.holds(code, code))
+    outside = [character for character in characters if unicodedata.category(character) not in _NO_CHARACTERS]
+    texts = chain(outside, _random_strings(old, outside, seed), kept)
+    return _check_ids(old, new, _without(script, old, texts)) + _check_decoded(old, new, learned)
 
 
 def check_union(
@@ -59,18 +51,9 @@ def check_union(
     for part, script in parts:
         alone = Tokenizer.from_str(part.to_str())
         others = Script(tuple(pair for _, other in parts if other is not script for pair in other.ranges))
-        for text, expected, ids in _both(alone, united, _without(others, alone, all_texts)):
-            if ids != [index + before if index >= first_id else index for index in expected]:
-                raise PreservationError(f"joined: the tokens of {text[:80]!r} are not what they are in its run")
-        for text, expected, ids in _both(alone, united, all_texts):
-            if alone.decode(expected, skip_special_tokens=False) != united.decode(ids, skip_special_tokens=False):
-                raise PreservationError(f"joined: {text[:80]!r} does not come back from its new tokens")
+        _check_ids(alone, united, _without(others, alone, all_texts), first_id, before)
+        _check_decoded(alone, united, all_texts)
         before += part.get_vocab_size() - first_id
-
-
-def _is_character(code: int) -> bool:
-    """Return whether Unicode has assigned a code point, to private use too; surrogates are no characters."""
-    return unicodedata.category(chr(code)) not in ("Cn", "Cs")
 
 
 def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
@@ -85,6 +68,26 @@ def _check_tokens(old: Tokenizer, new: Tokenizer) -> None:
         before, after = (tokenizer.encode(special.content, add_special_tokens=False).ids for tokenizer in (old, new))
         if before != after:
             raise PreservationError(f"method.vocabulary: {special.content!r} was {before}, and is now {after}")
+
+
+def _check_ids(old: Tokenizer, new: Tokenizer, texts: Iterable[str], first_id: int = 0, moved: int = 0) -> int:
+    """Check that texts have their old ids, those from `first_id` on moved; return how many were compared."""
+    count = 0
+    for text, before, after in _both(old, new, texts):
+        count += 1
+        if after != [index + moved if index >= first_id else index for index in before]:
+            raise PreservationError(f"method.vocabulary: the tokens of {text[:80]!r} are not what they were")
+    return count
+
+
+def _check_decoded(old: Tokenizer, new: Tokenizer, texts: Iterable[str]) -> int:
+    """Check that texts come back from their new ids as from the old ones; return how many were compared."""
+    count = 0
+    for text, before, after in _both(old, new, texts):
+        count += 1
+        if old.decode(before, skip_special_tokens=False) != new.decode(after, skip_special_tokens=False):
+            raise PreservationError(f"method.vocabulary: {text[:80]!r} does not come back from its new tokens")
+    return count
 
 
 def _random_strings(tokenizer: Tokenizer, outside: list[str], seed: int) -> Iterator[str]:

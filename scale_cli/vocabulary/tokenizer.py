@@ -1,9 +1,7 @@
-"""The tokenizer of a run that adds tokens: learned once for the same texts, or given; proved, and kept by content."""
+"""The tokenizer of a run that adds tokens: learned once for the same texts, or given; kept by content."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,11 +15,10 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
 from scale_cli.data.documents import CorpusReader, Document
 from scale_cli.data.tokens import content_name
-from scale_cli.errors import BaseModelError, ConfigError
-from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_json, writing
-from scale_cli.vocabulary.extension import SENTENCEPIECE, extended
-from scale_cli.vocabulary.learning import NewToken, count_words, learn
-from scale_cli.vocabulary.spelling import Spelling
+from scale_cli.errors import BaseModelError, ConfigError, one_line
+from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
+from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, extended
+from scale_cli.vocabulary.learning import count_words, learn
 
 _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
@@ -46,22 +43,20 @@ class Extension:
 
     base: PreTrainedTokenizerBase
     first_id: int  # of the new tokens: how many rows the base's embedding has
-    vocabulary: VocabularyConfig  # what is added
+    vocabulary: VocabularyConfig
     sources: Sequence[TextSource]  # the texts that they are learned on
-    reading: ReadingConfig  # limits of the texts
+    reading: ReadingConfig
     cache_dir: Path  # where what was learned lies, with the tokenised corpora
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the base's tokenizer with the new tokens: from the cache, where they were learned before."""
         if self.vocabulary.folder is not None:
-            return _given(self.base, self.first_id, self.vocabulary.folder)
+            return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
-            min_count = self.vocabulary.min_count
-            new, _ = self.learned(_BYTES_READ, min_count)
-            self.check_enough(len(new))
+            new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
+            self._check_enough(len(new))
             with new_folder(folder) as partial:
-                write_grown(partial, self.base)
-                extended(self.base.backend_tokenizer, new, self.first_id).save(str(partial / TOKENIZER_FILES[0]))
+                write_grown(partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id))
         return load_grown(folder)
 
     @property
@@ -75,22 +70,21 @@ class Extension:
             "first_id": self.first_id,
             "min_count": self.vocabulary.min_count,
         }
-        return self.cache_dir / f"vocabulary.{hashlib.sha256(json.dumps(learned).encode()).hexdigest()[:16]}"
+        return self.cache_dir / f"vocabulary.{json_sha256(learned)[:16]}"
 
     def sketched(self, num_bytes: int) -> Tokenizer:
         """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens.
 
         ConfigError where that is all the text there is, and gives too few.
         """
-        new, is_whole = self.learned(num_bytes, self.vocabulary.min_count)
-        if is_whole:
-            self.check_enough(len(new))
+        new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
+        if is_all:
+            self._check_enough(len(new))
         elif len(new) < num_added(self.first_id, self.vocabulary):
             new, _ = self.learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
         return extended(self.base.backend_tokenizer, new, self.first_id)
 
-    def check_enough(self, num_found: int) -> None:
-        """Refuse to add more tokens than the texts give; say how many they do give."""
+    def _check_enough(self, num_found: int) -> None:
         if num_found < num_added(self.first_id, self.vocabulary):
             most = most_added(self.first_id, num_found)
             instead = f"put {most} there, or a lower" if most > 0 else "put a lower"
@@ -101,21 +95,23 @@ class Extension:
 
     def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
         """Return the tokens that so much of each text gives, and whether that is all of it."""
-        backend, name = self.base.backend_tokenizer, self.vocabulary.script
-        spelling, script = Spelling.of(backend, self.base.name_or_path), Script.named(name)
-        _check_script_is_new(self.base, spelling, script, name)
+        backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
+        spelling = Spelling.of(backend, self.base.name_or_path)
+        tokens = self.base.get_vocab()
+        of_script = sum(script.alone_begins(spelling.to_bytes(token)) for token in tokens)
+        if of_script > _MOST_OF_THE_SCRIPT * len(tokens):
+            raise BaseModelError(
+                f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {self.base.name_or_path} "
+                f"are {self.vocabulary.script} already; leave method.vocabulary out"
+            )
         num_new = num_added(self.first_id, self.vocabulary)
         check_size(self.first_id + num_new)
-        read = Counter[str]()
-
-        def counted(texts: Iterator[str]) -> Iterator[str]:
-            for text in texts:
-                read["bytes"] += len(text.encode())
-                yield text
-
-        words = count_words(counted(read_texts(self.sources, self.reading, num_bytes)), backend, script)
+        words, num_read = Counter[str](), 0
+        for text in read_texts(self.sources, self.reading, num_bytes):
+            words.update(count_words([text], backend, script))
+            num_read += len(text.encode())
         new = learn(words, backend, spelling, script, most=num_new, min_count=min_count)
-        return new, read["bytes"] < num_bytes
+        return new, num_read < num_bytes
 
 
 def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:
@@ -150,52 +146,36 @@ def read_texts(sources: Sequence[TextSource], reading: ReadingConfig, most_bytes
                     break
 
 
-def _check_script_is_new(tokenizer: PreTrainedTokenizerBase, spelling: Spelling, script: Script, name: str) -> None:
-    tokens = tokenizer.get_vocab()
-    of_script = sum(script.alone_begins(spelling.to_bytes(token)) for token in tokens)
-    if of_script > _MOST_OF_THE_SCRIPT * len(tokens):
-        raise BaseModelError(
-            f"method.vocabulary.script: {of_script:,} of the {len(tokens):,} tokens of {tokenizer.name_or_path} are "
-            f"{name} already; leave method.vocabulary out"
-        )
-
-
-def _given(tokenizer: PreTrainedTokenizerBase, first_id: int, folder: str) -> PreTrainedTokenizerBase:
+def _given(first_id: int, folder: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a folder, whose new ids begin where the base's rows end."""
-    if not Path(folder).is_dir():
-        raise BaseModelError(f"method.vocabulary.folder: {folder}: no such folder")
     try:
         given = load_grown(Path(folder))
         ids = sorted(given.get_vocab().values())
     except Exception as error:  # of a damaged folder it may say anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {reason}") from None
-    old = tokenizer.get_vocab()
-    new = [index for index in ids if index >= first_id]
-    if not new or new != list(range(first_id, ids[-1] + 1)) or len(ids) - len(new) != first_id:
+        raise BaseModelError(f"method.vocabulary.folder: {folder} holds no tokenizer: {one_line(error)}") from None
+    if len(ids) <= first_id or ids != list(range(len(ids))):
         raise BaseModelError(
             f"method.vocabulary.folder: {folder} does not add its tokens from {first_id:,} on, where the base's "
             f"embedding of {first_id:,} rows ends, to a vocabulary without gaps"
         )
-    in_order = sorted(given.get_vocab().items(), key=lambda item: item[1])
-    if moved := next((token for token, index in in_order if old.get(token, index) != index), None):
-        raise BaseModelError(f"method.vocabulary.folder: {folder} gives another id to the base's token {moved!r}")
-    check_size(first_id + len(new))
+    check_size(len(ids))
     return given
 
 
-def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a tokenizer that has new tokens so that every version of transformers takes it as it stands."""
+def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Tokenizer | None = None) -> None:
+    """Save a tokenizer with new tokens, those of `backend` if any, so that every version of transformers takes it."""
     with writing(folder):
         tokenizer.save_pretrained(folder)
         for name in _STALE:
             (folder / name).unlink(missing_ok=True)
+        if backend is not None:
+            backend.save(str(folder / TOKENIZER_FILES[0]))
     settings = read_json(folder / "tokenizer_config.json")
-    # The classes of single families put their own steps in the place of those that are described.
     kept = {name: value for name, value in settings.items() if name not in _OF_TRANSFORMERS_5}
     # Transformers 4 takes a list of special tokens by that name alone, and 5 by either.
     if isinstance(kept.get("extra_special_tokens"), list):
         kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
+    # The classes of single families put their own steps in the place of those that are described.
     write_json(folder / "tokenizer_config.json", {**kept, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 

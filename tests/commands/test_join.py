@@ -28,7 +28,7 @@ from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
-from scale_cli.join.scoring import open_corpora, score
+from scale_cli.join.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
@@ -94,9 +94,7 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     config = runs["writer"]
     report = evaluate(config).report
     joined = join_runs([config.output_dir], prior=None, switch_rate=0.0)
-    opened = open_corpora(joined.configs, joined.tokenizer)
-    for wanted, (name, held_out) in zip(report.corpora, opened.items(), strict=True):
-        got = score(joined.model, name, held_out)
+    for wanted, got in zip(report.corpora, score_corpora(joined.model, joined.configs, joined.tokenizer), strict=True):
         assert got.heads["base"].nats_per_token == pytest.approx(wanted.heads["base"].nats_per_token)
         assert got.heads["writer"].bits_per_byte == pytest.approx(wanted.heads["adapted"].bits_per_byte)
         assert got.routed.nats_per_token == pytest.approx(wanted.heads["posterior"].nats_per_token)
@@ -104,10 +102,10 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
 
 
 def test_a_prior_and_a_switch_rate_are_the_models_own(runs: Runs, tmp_path: Path) -> None:
-    summary = join([runs["korean"].output_dir], tmp_path / "out", prior=0.9, switch_rate=0.0)
-    assert summary.report.max_cost_nats == pytest.approx(-math.log(0.1))
+    asked = join([runs["korean"].output_dir], tmp_path / "out", prior=0.9, switch_rate=0.0)
+    assert asked.max_cost_nats == pytest.approx(-math.log(0.1))
     switching = join([runs["korean"].output_dir], tmp_path / "out", prior=None, switch_rate=0.01)
-    assert switching.report.max_cost_nats is None
+    assert switching.max_cost_nats is None
     config = JoinedForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.router_prior, config.router_switch_rate) == (0.5, 0.01)
 
@@ -294,7 +292,7 @@ def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_it
 ) -> None:
     names = ["korean", "upon", *(["writer"] if folder_format == "transformers" else [])]
     output = tmp_path / "out"
-    report = join([runs[n].output_dir for n in names], output, None, 0.0, folder_format, rule="mean").report
+    report = join([runs[n].output_dir for n in names], output, None, 0.0, folder_format, rule="mean")
     assert report.max_cost_nats == pytest.approx(math.log(2)) and report.router_prior == 0.5
     for corpus in report.corpora:
         assert list(corpus.heads) == ["base", "mean"]
@@ -304,8 +302,6 @@ def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_it
     (continued,) = Generator(output).continue_all(["Once upon a time"], Sampling(max_new_tokens=3))
     assert all(token.shares is not None and len(token.shares) == 2 for token in continued.tokens)
     assert "the mean of the expansions' heads" in (output / "README.md").read_text()
-    with pytest.raises(ConfigError, match=r"^--rule mean: korean is the only expansion; give several runs"):
-        join([runs["korean"].output_dir], tmp_path / "none", None, 0.0, rule="mean")
 
 
 def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: Runs, tmp_path: Path) -> None:
@@ -327,7 +323,7 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
 ) -> None:
     """Of each run alone they do; a Llama's configuration takes no other sizes."""
     wide = trained(shared_data, tmp_path / "wide", expansion={"ratio": 0.25, "hidden_ratio": 0.7})
-    monkeypatch.setattr(commands_join, "score", None)
+    monkeypatch.setattr(commands_join, "score_corpora", None)
     with pytest.raises(ConfigError, match=r"^--format llama: \d+ channels in all .* by \d+ heads") as refused:
         join([runs["korean"].output_dir, wide.output_dir], tmp_path / "out", None, 0.0, folder_format="llama")
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.join.members import join_runs
-from scale_cli.join.scoring import open_corpora
+from scale_cli.join.report import score_corpora
 from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.join.conftest import trained
 
@@ -23,6 +23,7 @@ def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: 
     tiny, petitions = config.evaluation.perplexity
     fewer = [tiny.model_copy(update={"max_documents": 1}), petitions]
     other = runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": fewer})})
-    opened = open_corpora([config, config, other], load_tokenizer(config.model))
-    assert list(opened) == ["tiny", "petitions-held-out", "tiny (writer)"]
-    assert [len(held_out.corpus) for held_out in opened.values()] == [2, 2, 1]
+    model = join_runs([config.output_dir], None, 0.0).model
+    scored = score_corpora(model, [config, config, other], load_tokenizer(config.model))
+    assert [corpus.name for corpus in scored] == ["tiny", "petitions-held-out", "tiny (writer)"]
+    assert [corpus.num_documents for corpus in scored] == [2, 2, 1]

@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from scale_cli.commands import join as commands_join
 from scale_cli.commands.join import join, prove
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
@@ -27,8 +26,8 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
-from scale_cli.vocabulary.extension import new_tokens
-from scale_cli.vocabulary.learning import NewToken
+from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
+from scale_cli.vocabulary.extension import NewToken, new_tokens
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
@@ -79,7 +78,7 @@ def test_two_scripts_and_a_run_without_new_tokens_are_one_model_with_the_tokens_
     runs: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0).report
+    report = join(folders(runs, "korean", "plain", "russian"), output, None, 0.0)
     assert "on text with those it is not what it is alone." in (output / "README.md").read_text(encoding="utf-8")
     assert report.max_cost_nats == pytest.approx(math.log(4))
     for corpus in report.corpora:
@@ -143,8 +142,8 @@ def test_a_plain_model_of_as_many_tokens_as_llama_cpp_knows_another_model_by_is_
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 32,768 and twice 8,192 are, of runs that are each taken."""
-    monkeypatch.setattr(commands_join, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
-    with pytest.raises(ConfigError, match=r"^--format llama: 640 tokens in all are what llama.cpp knows another model"):
+    monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
+    with pytest.raises(ConfigError, match="640 tokens in all are what llama"):
         join(folders(runs, "korean", "russian"), tmp_path / "none", None, 0.0, "llama")
 
 
@@ -170,8 +169,8 @@ def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     def without_its_last(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
         return new_tokens(tokenizer, first_id)[:-1]
 
-    monkeypatch.setattr("scale_cli.join.tokens.new_tokens", without_its_last)
-    with pytest.raises(PreservationError, match="are not what they are in its run"):
+    monkeypatch.setattr("scale_cli.join.members.new_tokens", without_its_last)
+    with pytest.raises(PreservationError, match="are not what they were"):
         join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
 

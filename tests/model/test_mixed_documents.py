@@ -18,9 +18,8 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.vocabulary import NewPieces
-from scale_cli.vocabulary.extension import extended, pieces
+from scale_cli.vocabulary.extension import Spelling, extended, pieces
 from scale_cli.vocabulary.learning import count_words, learn
-from scale_cli.vocabulary.spelling import Spelling
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 from tests.widening import real_base
 

@@ -73,12 +73,6 @@ def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
     grown.save_pretrained(tmp_path / "given")
     assert grow(base, tmp_path, folder=str(tmp_path / "given")).get_vocab() == grown.get_vocab()
 
-    described = json.loads((tmp_path / "given/tokenizer.json").read_text())
-    vocab = described["model"]["vocab"]
-    vocab["h"], vocab["e"] = vocab["e"], vocab["h"]
-    (tmp_path / "given/tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(BaseModelError, match="gives another id to the base's token"):
-        grow(base, tmp_path, folder=str(tmp_path / "given"))
     with pytest.raises(BaseModelError, match=r"does not add its tokens from 9,000 on"):
         grow(base, tmp_path, first_id=9000, folder=str(tmp_path / "given"))
 
@@ -88,7 +82,7 @@ def test_a_folder_that_has_the_tokens_is_taken_and_another_base_s_is_not(
     [
         ({"new_tokens": 4096}, ConfigError, r"4,096, but the text gives \d+ that occur 1 times"),
         ({"new_tokens": 49_152 - ROWS}, ConfigError, "49,152 tokens in all are what llama.cpp knows another model by"),
-        ({"folder": "/nowhere"}, BaseModelError, "folder: /nowhere: no such folder"),
+        ({"folder": "/nowhere"}, BaseModelError, "folder: /nowhere holds no tokenizer"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
