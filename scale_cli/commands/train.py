@@ -15,12 +15,18 @@ from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, scored_othe
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (
+    build_batches,
     check_same_choice,
     check_same_text,
+    content_names,
+    held_out_in_cache,
     open_sources,
     training_sources,
 )
-from scale_cli.errors import OutOfMemory, RunFolderError, StorageError, is_out_of_memory, one_line
+from scale_cli.data.doubtful import corpus_warnings
+from scale_cli.data.selection import ChosenWindows
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.methods.hooks import of_final
 from scale_cli.methods.recipes import copy_start
@@ -28,10 +34,11 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.planning.device import device_name
 from scale_cli.planning.memory import memory_of_run
-from scale_cli.processes import on_main, process_state
+from scale_cli.processes import main_first, on_main, process_state
 from scale_cli.report.numbers import quantity
 from scale_cli.storage.atomic import (
     new_folder,
+    read_json,
     remove_leftovers,
     save_tensors,
     verify_folder,
@@ -40,27 +47,23 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
-from scale_cli.training.beginning import adopt_rates, init_from, repetition_warnings, starting_point
-from scale_cli.training.checkpoint import (
-    branch_point_at,
-    check_base,
-    describe_run,
-    load_checkpoint,
-)
+from scale_cli.training.beginning import init_from, starting_point
+from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
 from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.step import hooks_of
-from scale_cli.training.text import open_text
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.folder import MethodModel, load_trained
 from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.objective import for_training, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
+from scale_cli.upscale.sizes import context_warnings
 from scale_cli.upscale.vocabulary import beside_new_tokens
+from scale_cli.upscale.window_scores import scores_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +79,6 @@ class TrainSummary:
     state: TrainState
 
     def lines(self) -> list[str]:
-        """Return aligned lines."""
         state, best = self.state, self.state.best
         rate = f" ({state.tokens_per_s:,.0f} tokens/s)" if state.tokens_per_s else ""
         kept = f", of step {best.step:,}: {best.forgetting:+.4f} bits/byte on what is to be kept" if best else ""
@@ -104,8 +106,12 @@ def train(
     )
     log = log if accelerator.is_main_process else lambda _: None  # the main process alone speaks
     final = MethodFolder(run.folder.final, run)
-    if resume == "auto" and final.path.is_dir() and not _is_longer(final, accepted):
-        return _finished(final, accepted)
+    goes_on = (
+        "train.max_steps" in accepted and final.path.is_dir() and config.train.max_steps > final.config.train.max_steps
+    )
+    if resume == "auto" and final.path.is_dir() and not goes_on:
+        _check_finished(final, accepted)
+        return TrainSummary(final.path, final.state)
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
@@ -140,64 +146,22 @@ def _memory_named(config: RunConfig, accelerator: Accelerator) -> Iterator[None]
             raise
         train, num_processes, device = config.train, accelerator.num_processes, accelerator.device.type
         planned = quantity(memory_of_run(config, num_processes, device).total, "B")
-        lower = [
-            f"train.micro_batch_size (now {train.sequences_at_once(num_processes)})",
-            f"corpus.sequence_length (now {config.corpus.sequence_length:,})",
-        ]
-        settings = [] if train.activation_checkpointing else ["train.activation_checkpointing=true"]
-        if num_processes > 1 and train.sharding != "all":
-            settings.append("train.sharding=all")
-        instead = f", or set {' or '.join(settings)}" if settings else ""
         raise OutOfMemory(
-            f"out of memory on {device} while training ({one_line(error)}): lower {' or '.join(lower)}{instead}; "
-            f"`scale plan` says {planned} a process, libraries and allocator apart"
+            f"out of memory on {device} while training ({one_line(error)}): lower train.micro_batch_size "
+            f"(now {train.sequences_at_once(num_processes)}) or corpus.sequence_length (now "
+            f"{config.corpus.sequence_length:,}), or set train.activation_checkpointing=true or, with several "
+            f"processes, train.sharding=all; `scale plan` says {planned} a process, libraries and allocator apart"
         ) from None
 
 
-def _is_longer(final: MethodFolder, accepted: Collection[str]) -> bool:
-    """Return whether a finished run is to go on to more steps."""
-    return "train.max_steps" in accepted and final.run.config.train.max_steps > final.config.train.max_steps
-
-
-def _finished(final: MethodFolder, accepted: Collection[str]) -> TrainSummary:
+def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
+    """Hold a finished run to its files, its base, its config and its text."""
     config = final.run.config
-    try:
-        verify_folder(final.path)
-    except StorageError as error:
-        raise StorageError(f"{error}; remove {final.path}, and --resume auto makes it again") from None
+    verify_folder(final.path)
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         final.load_to_train()  # a base that lies elsewhere than it did is held to what it was
         check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
-    return TrainSummary(final.path, final.state)
-
-
-def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
-    """Return what `final/` is of: the last step, or where the best is kept, that, the model being put back to it."""
-    best, bound = run.state.best, run.config.train.max_forgetting
-    if best is None or bound is None:
-        return run.state
-    if best.forgetting > bound:
-        lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
-        log(f"warning: train.max_forgetting {bound:g}: no evaluation kept within it; the least was lost, {lost}")
-    if best.step == run.state.step:
-        return run.state
-    kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
-    on_main(lambda: verify_folder(kept.path))
-    return load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
-
-
-def _write_final(run: TrainingRun, state: TrainState) -> None:
-    """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    check_base(run, state.step)
-    with of_final(run.hooks, run.optimiser):
-        trained = gather_trained(run.model, run.accelerator)
-        if run.accelerator.is_main_process:
-            with new_folder(run.folder.final) as partial:
-                describe_run(partial, run, state)
-                save_tensors(partial / TRAINED, trained)
-                run.cost().save(partial)
-    run.accelerator.wait_for_everyone()
 
 
 def _open_training(
@@ -207,57 +171,89 @@ def _open_training(
     benchmarks: OpenedBenchmarks | None,
     log: Callable[[str], None],
 ) -> TrainingRun:
+    """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
-    text, theirs = open_text(start, accelerator, log), init_from(run) if begun is None else None
+    corpora, held_out, batches = _open_text(start, accelerator, log)
+    contents = content_names(corpora, batches)
     if begun is not None:
-        check_same_text(begun.path, text.corpora)
-        check_same_choice(begun.path, text.contents, config)
-    elif theirs is not None:
-        for warning in repetition_warnings(theirs, text.contents):
-            log(f"warning: {warning}")
+        check_same_text(begun.path, corpora)
+        check_same_choice(begun.path, contents, config)
+    trunk = init_from(run) if begun is None else None
     model: Any = start.load_to_train()
     start_weights = copy_start(model, settings)
-    if theirs is not None:
-        load_trained(model, theirs.path)
-    if (before := begun or theirs) is not None:
-        adopt_rates(model, before.path)
+    if trunk is not None:
+        load_trained(model, trunk.path)
+    if (before := begun or trunk) is not None and hasattr(model.config, "expansion_embedding_rms"):
+        # The rates follow the size that E' had where its training began, also of a run in between.
+        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
-    probe = partial(_known_text, config, text.batches)
+    probe = partial(_known_text, config, batches)
     hooks = hooks_of(config.method, settings, model, wrapped, accelerator, start_weights, probe)
     state, branch_point = TrainState(), None
     if begun is not None:
         load_checkpoint(begun, model, optimiser, settings, hooks)
         state = _with_best_to_compare(begun, log)
         branch_point = BranchPoint.load_if_there(begun.path)
-    elif theirs is not None:
+    elif trunk is not None:
         if settings.init_moments == "kept":
-            load_checkpoint(theirs, model, optimiser, None)
-        branch_point = branch_point_at(theirs, settings.init_moments)
-    base_parts = hash_parts(model.base) if is_sharded(model) and config.method.definition.widens else {}
+            load_checkpoint(trunk, model, optimiser, None)
+        branch_point = branch_point_at(trunk, settings.init_moments)
+    peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
         observed = _observed(model, config, accelerator)
-        observer = Observer(config, model, wrapped, observed, start.tokenizer, text.held_out, benchmarks)
-    peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
+        observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
     return TrainingRun(
         start=start,
-        text=text,
+        corpora=corpora,
+        contents=contents,
+        batches=batches,
         accelerator=accelerator,
         model=model,
         wrapped=wrapped,
         optimiser=optimiser,
+        hooks=hooks,
         observer=observer,
         state=state,
-        hooks=hooks,
         metrics=MetricsLog(run.folder.metrics, state.step, evaluation_due=state.evaluation_due) if main else None,
         peak_tokens_per_s=peak,
         branch_point=branch_point,
-        base_parts=base_parts,
         # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
         saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
+        base_parts=hash_parts(model.base) if is_sharded(model) and config.method.definition.widens else {},
     )
+
+
+def _open_text(
+    start: MethodFolder, accelerator: Accelerator, log: Callable[[str], None]
+) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
+    """Return a corpus for every source, those to measure on the way, and the batches; say what there is.
+
+    What is not in the cache is tokenised by the main process.
+    """
+    config, tokenizer = start.run.config, start.tokenizer
+    corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
+    held_out = []
+    if config.train.eval_every_steps:
+        held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
+    scores = main_first(lambda: scores_of(config, corpora, start.record, len(tokenizer)))
+    batches = build_batches(config, corpora, accelerator.num_processes, scores)
+    if not accelerator.is_main_process:
+        return corpora, held_out, batches
+    for source, corpus, windows in zip(config.corpus.sources, corpora, batches.sources, strict=True):
+        losses = corpus.ledger.described_losses()
+        dropped = f"; dropped {losses}" if losses else ""
+        read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
+        log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
+        if isinstance(windows, ChosenWindows):
+            log(f"chosen         {source.name}: {windows.described} by {source.judge}")
+    stretched = context_warnings(config, start.run.base_config)
+    doubtful = corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer))
+    for warning in [*stretched, *doubtful]:
+        log(f"warning: {warning}")
+    return corpora, held_out, batches
 
 
 def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
@@ -299,3 +295,31 @@ def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -
     beside = beside_new_tokens(base, model)
     shard_for_evaluation(base, accelerator)
     return BaseAndTrained(beside, model)
+
+
+def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
+    """Return what `final/` is of: the last step, or where the best is kept, that, the model being put back to it."""
+    best, bound = run.state.best, run.config.train.max_forgetting
+    if best is None or bound is None:
+        return run.state
+    if best.forgetting > bound:
+        lost = f"{best.forgetting:+.4f} bits/byte at step {best.step:,}"
+        log(f"warning: train.max_forgetting {bound:g}: no evaluation kept within it; the least was lost, {lost}")
+    if best.step == run.state.step:
+        return run.state
+    kept = MethodFolder(run.folder.checkpoint(best.step), run.start.run)
+    on_main(lambda: verify_folder(kept.path))
+    return load_checkpoint(kept, run.model, run.optimiser, kept.config.train, run.hooks)
+
+
+def _write_final(run: TrainingRun, state: TrainState) -> None:
+    """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
+    run.check_base(state.step)
+    with of_final(run.hooks, run.optimiser):
+        trained = gather_trained(run.model, run.accelerator)
+        if run.accelerator.is_main_process:
+            with new_folder(run.folder.final) as partial:
+                run.describe(partial, state)
+                save_tensors(partial / TRAINED, trained)
+                run.cost().save(partial)
+    run.accelerator.wait_for_everyone()

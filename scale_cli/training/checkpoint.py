@@ -10,26 +10,27 @@ A checkpoint is a method folder (`upscale/folder.py`) and beside it
     scale.yaml             the resolved config
 
 A sharded model's parameters and moments lie in `shards/` instead, one file a process (`storage/shards.py`). Either
-kind is read by any number of processes, sharded or not. When and on which thread: `training/saving.py`.
+kind is read by any number of processes, sharded or not.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from scale_cli.config.load import dump_config
 from scale_cli.config.training import TrainConfig
-from scale_cli.errors import PreservationError, StorageError
+from scale_cli.errors import StorageError
 from scale_cli.methods.hooks import Hook
-from scale_cli.processes import is_main
 from scale_cli.storage.atomic import (
     MANIFEST,
     file_sha256,
@@ -39,11 +40,9 @@ from scale_cli.storage.atomic import (
     remove_folder,
     save_tensors,
     verify_folder,
-    write_json,
-    write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, TrainState
+from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
 from scale_cli.storage.shards import has_shards, load_shards, save_shards
 from scale_cli.training.optimiser import (
     empty_optimiser_tensors,
@@ -52,28 +51,75 @@ from scale_cli.training.optimiser import (
     trainable_parameters,
 )
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.sharding import changed_parts, is_sharded
-from scale_cli.upscale.base import changed_tensors
-from scale_cli.upscale.folder import MethodModel, describe_method, load_trained
+from scale_cli.training.sharding import is_sharded
+from scale_cli.upscale.folder import MethodModel, load_trained
 from scale_cli.upscale.run import MethodFolder
-from scale_cli.upscale.tokenizer import copy_grown_tokenizer
 
 _OPTIMISER = "optimiser.safetensors"
+# By file name the tensors of a checkpoint as they were at one instant: copies on the CPU, so that training may go on.
+Snapshot = dict[str, dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint holds, as it was at one instant: copies, so that training may go on."""
+@dataclass
+class Saver:
+    """Saves the checkpoints of one run beside the loop; use it in a `with` statement, which waits for the last one.
 
-    state: TrainState  # where the run stood
-    trained: dict[str, Tensor]  # every parameter that trains, on the CPU
-    moments: dict[str, Tensor]  # the optimiser's, on the CPU
+    One is being written at most: the next one waits for it. The training thread copies what trains and the moments to
+    host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. The parts of a
+    sharded model are written by all processes together, on the training thread: their exchanges must not meet a step's.
+    The thread ends with the `with` statement: one that frees tensors while the interpreter ends aborts the process.
+    """
+
+    run: TrainingRun
+    stalled_s: float = 0.0  # seconds that training has waited
+    _thread: ThreadPoolExecutor = field(init=False)
+    _job: Future[None] | None = field(default=None, init=False)
+
+    def save(self) -> None:
+        """Begin a checkpoint, unless the position already has one; every process has to call this."""
+        run = self.run
+        if run.saved_step == run.state.step:
+            return
+        started_s = time.monotonic()
+        self.finish()
+        if is_sharded(run.model):
+            write_checkpoint(run, run.state, None)
+        elif run.metrics is not None:
+            self._job = self._thread.submit(write_checkpoint, run, run.state, take_snapshot(run))
+        run.saved_step = run.state.step
+        self.stalled_s += time.monotonic() - started_s
+
+    def check(self) -> None:
+        """Raise what went wrong with a checkpoint that has ended by now."""
+        if self._job is not None and self._job.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when nothing is being written any more."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def __enter__(self) -> Saver:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        started_s = time.monotonic()
+        self._thread.shutdown()
+        self.stalled_s += time.monotonic() - started_s
+        if error is None:  # else that is the one to tell
+            self.finish()
 
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
     """Copy what a checkpoint of a model that is not sharded has to hold."""
-    moments = optimiser_tensors(run.optimiser, run.model)
-    return Snapshot(run.state, _copied(trainable_parameters(run.model)), _copied(moments))
+    return {
+        TRAINED: _copied(trainable_parameters(run.model)),
+        _OPTIMISER: _copied(optimiser_tensors(run.optimiser, run.model)),
+    }
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,17 +135,30 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def write_checkpoint(run: TrainingRun, snapshot: Snapshot) -> None:
-    """Write a snapshot as a checkpoint, then delete the oldest; on any thread of a process, while the model trains."""
-    folder = run.folder.checkpoint(snapshot.state.step)
+def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot | None) -> None:
+    """Write a checkpoint, then delete the oldest.
+
+    A snapshot is written by the main process, on any thread, while the model trains. Without one the model is sharded:
+    every process has to call this, between two steps, and writes its parts.
+    """
+    accelerator, folder = run.accelerator, run.folder.checkpoint(state.step)
+    if run.metrics is not None:
+        run.metrics.sync()
     with _beside_the_training_stream(run.model.device):
-        check_base(run, snapshot.state.step)
-    _remove_unfit(folder)
-    with new_folder(folder) as partial:
-        describe_run(partial, run, snapshot.state)
-        save_tensors(partial / TRAINED, snapshot.trained)
-        save_tensors(partial / _OPTIMISER, snapshot.moments)
-    _remove_old_checkpoints(run, snapshot.state)
+        run.check_base(state.step)
+    if accelerator.is_main_process and folder.is_dir() and not (folder / MANIFEST).is_file():
+        remove_folder(folder)  # so damaged that it cannot be told from somebody else's folder
+    with new_folder(folder) if snapshot is not None else _folder_of_all(folder, accelerator) as partial:
+        if accelerator.is_main_process:
+            run.describe(partial, state)
+        if snapshot is None:
+            save_shards(partial, {**trainable_parameters(run.model), **optimiser_tensors(run.optimiser, run.model)})
+        for name, tensors in (snapshot or {}).items():
+            save_tensors(partial / name, tensors)
+    if accelerator.is_main_process:
+        _remove_old_checkpoints(run, state)
+    if snapshot is None:
+        accelerator.wait_for_everyone()
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -107,25 +166,13 @@ def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def write_sharded_checkpoint(run: TrainingRun) -> None:
-    """Write a sharded model's checkpoint, then delete the oldest; every process has to call this, between two steps."""
-    accelerator, state, folder = run.accelerator, run.state, run.folder.checkpoint(run.state.step)
-    check_base(run, state.step)
-    if accelerator.is_main_process:
-        _remove_unfit(folder)
-    with _folder_of_all(folder, accelerator) as partial:
-        if accelerator.is_main_process:
-            describe_run(partial, run, state)
-        save_shards(partial, {**trainable_parameters(run.model), **optimiser_tensors(run.optimiser, run.model)})
-    if accelerator.is_main_process:
-        _remove_old_checkpoints(run, state)
-    accelerator.wait_for_everyone()
-
-
-def _remove_unfit(folder: Path) -> None:
-    """Remove what is where a checkpoint goes, where it is so damaged that nobody could tell it was one."""
-    if folder.is_dir() and not (folder / MANIFEST).is_file():
-        remove_folder(folder)
+@contextmanager
+def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """Yield one folder to every process, to be filled together: `new_folder` for all of them."""
+    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
+        accelerator.wait_for_everyone()  # the folder is there
+        yield partial
+        accelerator.wait_for_everyone()  # every file is
 
 
 def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
@@ -138,40 +185,6 @@ def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
     for old in written[: -run.config.train.keep_checkpoints]:
         if step_of(old) != best_step:
             remove_folder(old)
-
-
-@contextmanager
-def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield one folder to every process, to be filled together: `new_folder` for all of them."""
-    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
-        accelerator.wait_for_everyone()  # the folder is there
-        yield partial
-        accelerator.wait_for_everyone()  # every file is
-
-
-def check_base(run: TrainingRun, step: int) -> None:
-    """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
-    model: Any = run.model
-    if not run.method.definition.widens:
-        return  # it has no such base
-    if run.base_parts:
-        changed = changed_parts(model.base, run.base_parts)
-    else:
-        changed = changed_tensors(model.base, run.start.record) if is_main() else []
-    if changed:
-        raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
-
-
-def describe_run(folder: Path, run: TrainingRun, state: TrainState) -> None:
-    """Write what a checkpoint and `final/` have in common: everything but tensors."""
-    describe_method(folder, run.model, run.method, run.start.record)
-    copy_grown_tokenizer(run.config, folder)
-    state.save(folder)
-    write_json(folder / CORPORA, run.text.contents)
-    if run.branch_point is not None:
-        run.branch_point.save(folder)
-    run.token_ledger(state.step).save(folder)
-    write_text(folder / "scale.yaml", dump_config(run.config))
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
@@ -217,13 +230,8 @@ def load_checkpoint(
 ) -> TrainState:
     """Put a checkpoint's blocks and moments back, and return its position; that it is whole is known by now.
 
-    Args:
-        checkpoint: that is gone on from.
-        model: gets its parameters.
-        optimiser: gets its moments.
-        train: the checkpoint's own settings, or those of the run that goes on (a longer one may begin its average
-            later), which say what is taken up beside the moments; None: another run, which begins without.
-        hooks: what may have kept tensors there.
+    `train` says which tensors of hooks are taken up beside the moments: the checkpoint's own settings, or those of the
+    run that goes on, which may begin its average later; None where it is another run, which begins without.
     """
     folder, state = checkpoint.path, checkpoint.state
     beside = [hook for hook in hooks if train is not None and hook.keeps(train, state.step)]

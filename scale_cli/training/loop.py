@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict, deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -35,15 +35,16 @@ from scale_cli.storage.metrics import (
     MetricsRecord,
 )
 from scale_cli.storage.records import TrainState
+from scale_cli.training.checkpoint import Saver
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of, recorded
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.saving import Saver
-from scale_cli.training.spikes import SpikeWatch, StreamWatch
 from scale_cli.training.step import StepResult, TakenStep, figures_of, measured_update_norm, train_step
 from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
+# A loss half again above all of the last ones has leapt, also while losses fall steeply and their spread is wide.
+_LEAP, _COMPARED_STEPS, _FEWEST_STEPS = 1.5, 64, 3
 
 
 def run_loop(run: TrainingRun) -> None:
@@ -55,12 +56,12 @@ def run_loop(run: TrainingRun) -> None:
         Interrupted: SIGTERM or SIGINT came, or the time is over; a checkpoint was written.
     """
     run.wrapped.train()
-    accelerator, max_hours = run.accelerator, run.config.train.max_hours
+    accelerator = run.accelerator
     processes = accelerator.process_index, accelerator.num_processes
-    ahead = batches_ahead(run.text.batches, run.state.step, *processes, accelerator.device)
+    ahead = batches_ahead(run.batches, run.state.step, *processes, accelerator.device)
     saver = Saver(run)
-    alone = accelerator.num_processes == 1
-    with _progress_bar(run) as bar, stop_requests(max_hours, alone=alone) as stop, ahead, saver:
+    stopping = stop_requests(run.config.train.max_hours, alone=accelerator.num_processes == 1)
+    with _progress_bar(run) as bar, stopping as stop, ahead, saver:
         loop = _Loop(run, ahead, stop, saver, bar)
         loop.take_all_steps()
     loop.clock()
@@ -85,8 +86,7 @@ class _Loop:
     begun_s: float = field(init=False)  # when that was
     logged: TrainState = field(init=False)  # where the run stood at its last record
     logged_wait_s: float = 0.0  # how long it had waited for batches by then
-    spikes: SpikeWatch = field(default_factory=SpikeWatch)  # warns of losses far above the usual
-    streams: StreamWatch = field(default_factory=StreamWatch)  # warns of an expansion stream that leaps
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_COMPARED_STEPS))  # of the last steps
 
     def __post_init__(self) -> None:
         self.begun = self.logged = self.run.state
@@ -97,7 +97,7 @@ class _Loop:
         run, train = self.run, self.run.config.train
         if run.state.evaluation_due:
             run.state = replace(run.state, evaluation_due=False)
-            self._evaluate_unless_asked(run.state.step)
+            self._evaluate_what_is_due(run.state.step)
         done = run.state.step
         while done < train.max_steps:
             self.saver.check()
@@ -108,12 +108,12 @@ class _Loop:
             done += 1
             last = done == train.max_steps
             if self._is_logged(done):
-                self._learn()
-            self._evaluate_unless_asked(done)
+                self._synchronise()
+            self._evaluate_what_is_due(done)
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
                 self._leave(asked)
             if last or done % train.save_every_steps == 0:
-                self._learn()
+                self._synchronise()
                 self.saver.save()
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
@@ -131,8 +131,12 @@ class _Loop:
         """Take a step, and return what processes were asked to stop by in it."""
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
-        measured = self._measured_streams(step + 1), self._measured_update(step + 1)
-        with waiting_for_steps(), measured[0] as ratios, measured[1] as norms:
+        with waiting_for_steps(), ExitStack() as measuring:
+            ratios, norms = dict[str, Tensor](), list[Tensor]()
+            if self._is_logged(step + 1):
+                norms = measuring.enter_context(measured_update_norm(run.optimiser))
+                if not run.config.train.compile:  # what is compiled has no place to measure at
+                    ratios = measuring.enter_context(measured_stream_ratios(run.model))
             of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
             taken = train_step(*of_run, look, self.stop.mine, run.hooks)
         if ratios:
@@ -149,16 +153,7 @@ class _Loop:
         train = self.run.config.train
         return done % train.log_every_steps == 0 or done == train.max_steps
 
-    def _measured_streams(self, done: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Measure how large u is in a step that is logged; what is compiled has no place to do it at."""
-        if self.run.config.train.compile or not self._is_logged(done):
-            return nullcontext({})
-        return measured_stream_ratios(self.run.model)
-
-    def _measured_update(self, done: int) -> AbstractContextManager[list[Tensor]]:
-        return measured_update_norm(self.run.optimiser) if self._is_logged(done) else nullcontext([])
-
-    def _learn(self) -> None:
+    def _synchronise(self) -> None:
         """Wait for the steps taken, and go on to the position after them."""
         run = self.run
         if not self.taken:
@@ -173,26 +168,18 @@ class _Loop:
                 _leave_out(run, step, error)
             else:
                 run.state = run.state.advanced(result.num_tokens, result.by_source)
-                self._warn_of_spike(result)
+                self._warn_of_leap(result.loss)
                 if self._is_logged(run.state.step):
                     self._log(result, step)
 
-    def _warn_of_spike(self, result: StepResult) -> None:
-        usual = self.spikes.usual_loss_of_spike(result.loss)
-        if usual is None:
-            return
-        step = self.run.state.step
-        message = f"step {step}: loss {result.loss:.4f}, where {usual:.4f} was usual; its batch: "
-        again = f"where losses leap again and again, {_advice(self.run)}"
-        _warn(self.run, f"{message}{_sources(self.run, step - 1)}; {again}")
-
-    def _warn_of_stream(self, ratios: list[float]) -> None:
-        if (leap := self.streams.leap(ratios)) is None:
-            return
-        layer, largest = leap
-        where = f"in layer {layer + 1}" if layer + 1 < len(ratios) else "before the last norm"
-        message = f"step {self.run.state.step}: rms(u)/rms(x) {ratios[layer]:.4g} {where}"
-        _warn(self.run, f"{message}, where it was {largest:.4g} at most; if the loss leaps too, {_advice(self.run)}")
+    def _warn_of_leap(self, loss: float) -> None:
+        """Name the batch of a loss far above the last ones; nothing in a run depends on it."""
+        highest, step, train = max(self.losses, default=math.inf), self.run.state.step, self.run.config.train
+        if len(self.losses) >= _FEWEST_STEPS and loss > _LEAP * highest:
+            advice = f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
+            batch = f"its batch: {_sources(self.run, step - 1)}; where losses leap again and again, {advice}"
+            self.run.warn(f"step {step}: loss {loss:.4f}, where {highest:.4f} was the highest; {batch}")
+        self.losses.append(loss)
 
     def _log(self, result: StepResult, taken: TakenStep) -> None:
         """Show the loss, and write a record of that step alone.
@@ -216,7 +203,6 @@ class _Loop:
             record["update_norm"] = float(taken.update_norm)
         if taken.stream_ratios is not None:
             ratios = taken.stream_ratios.tolist()
-            self._warn_of_stream(ratios)
             record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
         if self.run.metrics is not None:
             self.run.metrics.append(
@@ -236,7 +222,7 @@ class _Loop:
                 }
             )
 
-    def _evaluate_unless_asked(self, done: int) -> None:
+    def _evaluate_what_is_due(self, done: int) -> None:
         """Measure what is due after a step; where a signal comes meanwhile, leave it to the resumed run."""
         run, train, observer = self.run, self.run.config.train, self.run.observer
         chooses = train.max_forgetting is not None
@@ -244,7 +230,7 @@ class _Loop:
         benchmarks_due = _is_due(done, train.eval_benchmarks_every_steps)
         if observer is None or not (losses_due or benchmarks_due):
             return
-        self._learn()
+        self._synchronise()
         started_s, best = time.monotonic(), run.state.best
         record: MetricsRecord = {"step": done}
         try:
@@ -280,15 +266,8 @@ class _Loop:
             self.saver.save()
 
     def _leave(self, asked: int) -> NoReturn:
-        """Save the state, wait until it is safe, and leave; every process has to call this.
-
-        Args:
-            asked: what stops the run, the same on all.
-
-        Raises:
-            Interrupted: always.
-        """
-        self._learn()
+        """Save the state, wait until it is safe, and leave, for what `asked` all processes: each has to call this."""
+        self._synchronise()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)
         self.saver.save()
@@ -301,12 +280,10 @@ class _Loop:
 
 
 def _show_samples(record: MetricsRecord) -> None:
-    """Print how the model goes on, above the bar."""
+    """Print how the model goes on, above the bar, in whole characters."""
     for name, said in record.get(SAMPLES, {}).items() if progress.is_shown else ():
-        text = " ".join(
-            f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "").split()
-        )  # whole characters
-        tqdm.write(printable(f"step {record['step']:,}, {name}: {text}"), file=sys.stderr)
+        text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
+        tqdm.write(printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr)
 
 
 def _is_due(done: int, every_steps: int | None) -> bool:
@@ -323,7 +300,7 @@ def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
         ) from None
     if run.state.skipped_steps >= train.max_skipped_steps:
         raise TrainingError(f"{message}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
-    _warn(run, f"{message}; left out")
+    run.warn(f"{message}; left out")
     if run.metrics is not None:
         run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
     run.state = run.state.skipped(taken.num_tokens)
@@ -332,23 +309,13 @@ def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
 def _sources(run: TrainingRun, step: int) -> str:
     """Return how many sequences of a step came from each source, and which ones."""
     windows = defaultdict(list)
-    for source, window in run.text.batches.windows_of(step):
+    for source, window in run.batches.windows_of(step):
         windows[run.config.corpus.sources[source].name].append(window)
     named = []
     for name, indices in windows.items():
         shown = ", ".join(str(index) for index in indices[:_WINDOWS_NAMED])
         named.append(f"{len(indices)} of {name} (windows {shown}{', ...' if len(indices) > _WINDOWS_NAMED else ''})")
     return ", ".join(named)
-
-
-def _advice(run: TrainingRun) -> str:
-    train = run.config.train
-    return f"raise train.warmup_steps (now {train.warmup_steps:,}) or lower train.lr (now {train.lr:g})"
-
-
-def _warn(run: TrainingRun, line: str) -> None:
-    if run.accelerator.is_main_process:
-        tqdm.write(f"warning: {line}", file=sys.stderr)
 
 
 def _progress_bar(run: TrainingRun) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
 from scale_cli.methods.hooks import Hook
-from scale_cli.training.muon import MuonBesideAdamW, WithholdingMuon
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
 
@@ -28,16 +27,12 @@ _EMBEDDING_PER_RMS, _HEAD, _GAINS = 40.0, 2.0, 0.1
 def rates_of(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     """Return the learning rates of a model's kinds of tensors, relative to `train.lr`: its start's, or the config's."""
     rates = {"embedding": 1.0, "head": 1.0, "gains": 1.0, "matrix": 1.0}
-    if (embedding_rms := _embedding_rms(model)) is not None:
+    # The size that E' started with; None where there is no E', or where `init` gave it.
+    embedding_rms = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
+    if embedding_rms is not None:
         rates |= {"embedding": _EMBEDDING_PER_RMS * embedding_rms, "head": _HEAD, "gains": _GAINS}
     given: dict[str, float] = train.lr_multipliers.model_dump(exclude_none=True)
     return rates | given
-
-
-def _embedding_rms(model: nn.Module) -> float | None:
-    """Return the size that E' started with; None where there is none, or where `init` gave it."""
-    rms: float | None = getattr(getattr(model, "config", None), "expansion_embedding_rms", None)
-    return rms
 
 
 def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = False) -> torch.optim.Optimizer:
@@ -55,18 +50,15 @@ def build_optimiser(model: nn.Module, train: TrainConfig, *, by_tensor: bool = F
     rates, parameters, kinds = rates_of(model, train), trainable_parameters(model), kinds_of_parameters(model)
 
     def groups(kind: Kind) -> list[dict[str, Any]]:
-        of_kind = {name: parameter for name, parameter in parameters.items() if kinds[name] == kind}
-        parts = [{name: parameter} for name, parameter in of_kind.items()] if by_tensor else [of_kind]
-        return [group(kind, members) for members in parts if members]
-
-    def group(kind: Kind, members: dict[str, nn.Parameter]) -> dict[str, Any]:
+        members = [parameter for name, parameter in parameters.items() if kinds[name] == kind]
         decays = kind in ("head", "matrix") and not train.decay_to_base
-        return {
-            "params": [*members.values()],
+        settings = {
             "lr_multiplier": rates[kind],
             "weight_decay": train.weight_decay if decays else 0.0,
             "moments": moments_of(kind, train.optimiser),
         }
+        parts = [[member] for member in members] if by_tensor else [members]
+        return [{"params": part, **settings} for part in parts if part]
 
     rest, matrices = [*groups("embedding"), *groups("gains"), *groups("head")], groups("matrix")
     if train.optimiser == "adamw" or not matrices:
@@ -79,6 +71,59 @@ def _adamw(groups: list[dict[str, Any]], train: TrainConfig) -> torch.optim.Adam
     return torch.optim.AdamW(
         groups, lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_epsilon, fused=True
     )
+
+
+class MuonBesideAdamW(torch.optim.Optimizer):
+    """Muon over some groups of parameters and AdamW over others: their groups and their state are this optimiser's."""
+
+    def __init__(self, muon: WithholdingMuon, adamw: torch.optim.AdamW | None) -> None:
+        self._parts: list[Any] = [muon] if adamw is None else [muon, adamw]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters; where `found_inf` is set and not 0, none."""
+        assert closure is None, "gradients are there already"
+        for part in self._parts:
+            if (found_inf := getattr(self, "found_inf", None)) is not None:
+                part.found_inf = found_inf
+            try:
+                part.step()
+            finally:
+                part.__dict__.pop("found_inf", None)
+
+
+class WithholdingMuon(torch.optim.Muon):
+    """Muon that is told as a fused optimiser is, by `found_inf`, to change nothing, and does not wait for the device.
+
+    It steps one matrix after the other, so that no more than one is kept a copy of.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all matrices; where `found_inf` is set and not 0, neither them nor their momentum."""
+        assert closure is None, "gradients are there already"
+        groups, found_inf = self.param_groups, getattr(self, "found_inf", None)
+        try:
+            for group in groups:
+                for matrix in group["params"]:
+                    self.param_groups = [{**group, "params": [matrix]}]
+                    self._step_unless(found_inf, matrix)
+        finally:
+            self.param_groups = groups
+
+    def _step_unless(self, found_inf: Tensor | None, matrix: nn.Parameter) -> None:
+        if found_inf is None or matrix.grad is None:
+            super().step()
+            return
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        before = [(tensor, tensor.clone()) for tensor in (matrix, state["momentum_buffer"])]
+        super().step()
+        for tensor, kept in before:
+            torch.where(found_inf > 0, kept, tensor, out=tensor)
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, lr: float) -> None:

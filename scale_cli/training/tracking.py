@@ -16,7 +16,6 @@ from scale_cli.config.same_run import leaves
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, one_line
 from scale_cli.extras import require
-from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import MetricsLog, MetricsRecord
 
 
@@ -32,12 +31,11 @@ def tracked(log: MetricsLog | None, config: RunConfig, accelerator: Accelerator)
     if log is None or not config.train.trackers:
         yield
         return
-    root = RunFolder(config.output_dir).root
-    name = config.train.run_name or root.resolve().name
-    named = {"wandb": {"name": name, "dir": str(root)}, "mlflow": {"run_name": name}, "trackio": {"name": name}}
+    name = config.train.run_name or config.output_dir.resolve().name
+    named = {"wandb": {"name": name, "dir": str(config.output_dir)}, "mlflow": {"run_name": name}}
     settings = {key: str(value) for key, value in leaves(config.model_dump(mode="json"))}
     try:
-        accelerator.init_trackers(config.train.project, settings, named)
+        accelerator.init_trackers(config.train.project, settings, {**named, "trackio": {"name": name}})
     except Exception as error:  # whatever it raises
         raise ConfigError(f"train.trackers: {one_line(error)}") from None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_cli.data import tokenise
-from scale_cli.training import observing, saving, step
+from scale_cli.training import checkpoint, observing, step
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SignalAt:
         places: dict[str, tuple[Any, str]] = {
             "micro-batch": (step, "loss_share"),
             "evaluation": (observing, "score_corpus"),
-            "save": (saving, "write_checkpoint"),
+            "save": (checkpoint, "write_checkpoint"),
             "tokenisation": (tokenise._Shards, "append"),
         }
         owner, name = places[self.place]

@@ -29,7 +29,8 @@ from scale_cli.report.numbers import quantity
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.training import loop, saving
+from scale_cli.storage.records import TrainState
+from scale_cli.training import checkpoint, loop
 from scale_cli.training.checkpoint import Snapshot, take_snapshot, write_checkpoint
 from scale_cli.training.step import TakenStep, train_step
 
@@ -61,11 +62,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_
     train(whole, None, said_nothing)
     five_steps_done = threading.Event()
 
-    def write_later(run: Any, snapshot: Any) -> None:
+    def write_later(run: Any, state: TrainState, snapshot: Any) -> None:
         assert five_steps_done.wait(_PATIENCE_S)
-        write_checkpoint(run, snapshot)
+        write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(saving, "write_checkpoint", write_later)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write_later)
     before_each_step(monkeypatch, lambda done, _: five_steps_done.set() if done == 5 else None)
     kept = delayed.model_copy(update={"train": delayed.train.model_copy(update={"keep_checkpoints": 9})})
     train(kept, None, said_nothing)
@@ -85,12 +86,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_bef
     config = make_config("run")
     upscale(config)
 
-    def write_once(run: Any, snapshot: Any) -> None:
-        if snapshot.state.step > 3:
+    def write_once(run: Any, state: TrainState, snapshot: Any) -> None:
+        if state.step > 3:
             raise StorageError("no room")
-        write_checkpoint(run, snapshot)
+        write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(saving, "write_checkpoint", write_once)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write_once)
     with pytest.raises(StorageError, match="no room"):
         train(config, None, said_nothing)
     run = RunFolder(config.output_dir)
@@ -124,11 +125,11 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
     upscale(config)
     saved: list[int] = []
 
-    def write(run: Any, snapshot: Any) -> None:
-        saved.append(snapshot.state.step)
-        write_checkpoint(run, snapshot)
+    def write(run: Any, state: TrainState, snapshot: Any) -> None:
+        saved.append(state.step)
+        write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(saving, "write_checkpoint", write)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
     for _ in range(2):
         with pytest.raises(Interrupted):
             train(config, "auto", said_nothing)
@@ -137,7 +138,7 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
     assert json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))["saving_s"] >= 0
 
 
-class SlowToFree:
+class SlowToFree(dict[str, Any]):
     """What takes a while to be freed, as many tensors do."""
 
     def __del__(self) -> None:
@@ -150,15 +151,13 @@ def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: py
     upscale(config)
 
     def take(*args: Any) -> Snapshot:
-        snapshot = take_snapshot(*args)
-        object.__setattr__(snapshot, "held", SlowToFree())
-        return snapshot
+        return SlowToFree(take_snapshot(*args))
 
     def fail(done: int, _: Any) -> None:
         if done == 4:
             raise TrainingError("it diverges")
 
-    monkeypatch.setattr(saving, "take_snapshot", take)
+    monkeypatch.setattr(checkpoint, "take_snapshot", take)
     before_each_step(monkeypatch, fail)
     with pytest.raises(TrainingError, match="it diverges"):
         train(config, None, said_nothing)
