@@ -24,7 +24,7 @@ from scale_cli.methods.recipes import copy_start
 from scale_cli.storage.atomic import new_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import hooks_of, train_step
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import for_training
 
 END_OF_TEXT = "<|end_of_text|>"

@@ -26,9 +26,8 @@ from scale_cli.export.dense import dense_model
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import new_pieces, start_model
 from scale_cli.upscale.run import Run
-from scale_cli.upscale.vocabulary import new_pieces
 from scale_cli.vocabulary.tokenizer import read_texts
 
 CHARACTERS = 300

@@ -24,7 +24,8 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, TrainState
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.upscale.folder import MethodModel, load_trained
+from scale_cli.upscale.folder import load_trained
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.run import MethodFolder
 
 _CONFIG = "scale.yaml"

@@ -27,7 +27,7 @@ from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder
 

@@ -28,11 +28,9 @@ from scale_cli.planning.vocabulary import Growth, growth_of
 from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
 from scale_cli.upscale.base import base_without_weights, stage_folder
-from scale_cli.upscale.method import build_model
+from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.objective import attends_by_mask
-from scale_cli.upscale.run import Run
-from scale_cli.upscale.sizes import check_context, check_processes, context_warnings
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.run import Run, check_context, check_processes
 
 _WITHOUT = "no new tokens"  # the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
@@ -131,7 +129,7 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
             # The config does not ask for it: the others are planned all the same.
             refused[method.variant] = str(error)
     corpora = tokenised_corpora(run)
-    warnings = [*_absent(run), *context_warnings(config, base_config), *idle_settings(config)]
+    warnings = [*_absent(run), *idle_settings(config)]
     for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
     return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)

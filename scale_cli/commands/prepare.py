@@ -9,7 +9,6 @@ from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.run import Run
-from scale_cli.upscale.sizes import context_warnings
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,5 @@ def prepare(config: RunConfig) -> PrepareSummary:
     # A held-out source may be named like one that is trained on.
     names = [f"{source.name} (trained on)" for source in config.corpus.sources]
     names += [f"{source.name} (held out)" for source in config.evaluation.perplexity]
-    warnings = [
-        *context_warnings(config, run.base_config),
-        *corpus_warnings(config, training, held_out),
-    ]
+    warnings = corpus_warnings(config, training, held_out)
     return PrepareSummary(dict(zip(names, [*training, *held_out], strict=True)), warnings)

@@ -57,12 +57,10 @@ from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, 
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import MethodModel, load_trained
-from scale_cli.upscale.method import two_headed
+from scale_cli.upscale.folder import load_trained
+from scale_cli.upscale.method import MethodModel, beside_new_tokens, two_headed
 from scale_cli.upscale.objective import for_training, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
-from scale_cli.upscale.sizes import context_warnings
-from scale_cli.upscale.vocabulary import beside_new_tokens
 from scale_cli.upscale.window_scores import scores_of
 
 if TYPE_CHECKING:
@@ -249,9 +247,7 @@ def _open_text(
         log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
         if isinstance(windows, ChosenWindows):
             log(f"chosen         {source.name}: {windows.described} by {source.judge}")
-    stretched = context_warnings(config, start.run.base_config)
-    doubtful = corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer))
-    for warning in [*stretched, *doubtful]:
+    for warning in corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer)):
         log(f"warning: {warning}")
     return corpora, held_out, batches
 

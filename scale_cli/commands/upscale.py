@@ -8,7 +8,7 @@ from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
@@ -17,16 +17,11 @@ from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
-from scale_cli.upscale.folder import MethodModel, describe_method, load_any_base, write_trained
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
+from scale_cli.upscale.folder import describe_method, load_any_base, write_trained
+from scale_cli.upscale.method import MethodModel, new_pieces, start_model
+from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, Run
-from scale_cli.upscale.tokenizer import (
-    check_tokenizer,
-    prove_vocabulary,
-    write_run_tokenizer,
-)
-from scale_cli.upscale.vocabulary import new_pieces
+from scale_cli.upscale.tokenizer import check_tokenizer, prove_vocabulary, write_grown_tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,39 +29,34 @@ class UpscaleSummary:
     """What was made, for the terminal."""
 
     folder: Path
-    variant: str
-    widens: bool
+    method: MethodConfig  # with what was found
     model: MethodModel
     record: BaseRecord
-    num_prompts: int
     num_new_tokens: int
     num_proved_texts: int  # whose ids the new tokens leave alone
 
     def lines(self) -> list[str]:
         """Return aligned lines: sizes, parameters, bytes, and what was proved."""
-        parameters = list(self.model.parameters())
+        definition, parameters = self.method.definition, list(self.model.parameters())
         num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
-        made = [f"method         {self.variant}: widens nothing; the folder is prepared for `scale train`"]
-        proved = "logits at the start"
-        if self.widens:
-            made, proved = _expansion_lines(self.model), "base logits"
+        found = definition.found(self.method.settings)
+        name = f"{self.method.variant} ({found})" if found else self.method.variant
+        made = [f"method         {name}: widens nothing; the folder is prepared for `scale train`"]
+        if definition.widens:
+            made = _expansion_lines(self.model)
+        if self.num_new_tokens:
+            of_texts = f"the ids of {self.num_proved_texts:,} texts held to the base's"
+            made.append(f"new tokens     {self.num_new_tokens:,}; {of_texts}")
         return [
             f"base           {self.record.name} ({self.record.dtype})",
             f"base hash      sha256 {self.record.content_sha256}",
             *made,
-            *self._vocabulary_lines(),
             f"frozen         {sum(p.numel() for p in parameters) - num_trainable:>15,} parameters",
             f"trainable      {num_trainable:>15,} parameters",
-            f"preserved      {proved} bitwise equal on {self.num_prompts} prompts",
+            f"preserved      {'base logits' if definition.widens else 'logits at the start'} bitwise equal on "
+            f"{len(SAMPLE_TEXTS)} prompts",
             f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB)",
-        ]
-
-    def _vocabulary_lines(self) -> list[str]:
-        if not self.num_new_tokens:
-            return []
-        return [
-            f"new tokens     {self.num_new_tokens:,}; the ids of {self.num_proved_texts:,} texts held to the base's"
         ]
 
 
@@ -99,7 +89,13 @@ def upscale(config: RunConfig) -> UpscaleSummary:
 def _upscale(run: Run) -> UpscaleSummary:
     config, method, upscaled = run.config, run.config.method, run.folder.upscaled
     if run.folder.final.is_dir() or run.folder.checkpoints.is_dir():
-        raise RunFolderError(_already_begun(run))
+        changed = []
+        if (upscaled / "scale.yaml").is_file():
+            changed = differences(MethodFolder(upscaled, run).config, config, UPSCALE_SECTIONS)
+        because = f" ({'; '.join(changed)})" if changed else ""
+        raise RunFolderError(
+            f"{run.folder.root}: training has begun from what is there; choose another output_dir{because}"
+        )
     run.check(training_sources(config))
     of_base = run.base_tokenizer
     tokenizer = run.make_tokenizer()
@@ -127,30 +123,14 @@ def _upscale(run: Run) -> UpscaleSummary:
             write_trained(partial, model, method, record)
         else:
             describe_method(partial, model, method, record)
-        write_run_tokenizer(partial, config, tokenizer)
+        if method.vocabulary is None:
+            tokenizer.save_pretrained(partial)
+        else:
+            write_grown_tokenizer(partial, config.model, tokenizer)
         if found_in:
             write_json(partial / CORPORA, found_in)
         write_text(partial / "scale.yaml", dump_config(config))
-    found = definition.found(method.settings)
-    return UpscaleSummary(
-        upscaled,
-        f"{method.variant} ({found})" if found else method.variant,
-        definition.widens,
-        model,
-        record,
-        len(base_logits),
-        len(tokenizer) - len(of_base),
-        num_texts,
-    )
-
-
-def _already_begun(run: Run) -> str:
-    message = f"{run.folder.root}: training has begun from what is there; choose another output_dir"
-    upscaled = MethodFolder(run.folder.upscaled, run)
-    if not (upscaled.path / "scale.yaml").is_file():
-        return message
-    changed = differences(upscaled.config, run.config, UPSCALE_SECTIONS)
-    return f"{message} ({'; '.join(changed)})" if changed else message
+    return UpscaleSummary(upscaled, method, model, record, len(tokenizer) - len(of_base), num_texts)
 
 
 def upscale_is_finished(run: Run) -> bool:

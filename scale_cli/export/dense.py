@@ -32,8 +32,8 @@ from scale_cli.methods.starts import random_ids
 from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
 from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.streams import expansion_norms, measured_stream_ratios
+from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.objective import expansion_norms, measured_stream_ratios
 
 
 @dataclass(frozen=True)

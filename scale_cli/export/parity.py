@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from scale_cli.errors import ExportParityError
 from scale_cli.storage.records import Parity
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 
 MAX_LOGIT_DIFFERENCE = 1e-4  # float32
 # An export may be this many times as far from the exact model as the trained model itself, held in the export's dtype:

@@ -22,7 +22,7 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 
 KEY = "scale_router"
 # The second is for `transformers serve`, which asks for a class of that kind first, and else takes the plain one.

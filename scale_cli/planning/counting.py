@@ -22,11 +22,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.planning.device import peak_flops_per_s
-from scale_cli.upscale.folder import MethodModel, any_base_without_weights
-from scale_cli.upscale.method import build_model
+from scale_cli.upscale.folder import any_base_without_weights
+from scale_cli.upscale.method import MethodModel, NewPieces, build_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
-from scale_cli.upscale.vocabulary import NewPieces
 
 # A plan is of the model as it stands: neither compiled nor checkpointed.
 _UNCOMPILED = TrainConfig(max_steps=1)

@@ -15,8 +15,7 @@ from scale_cli.planning.counting import count_flops, count_saved_tensors
 from scale_cli.planning.memory import Parameters, training_memory
 from scale_cli.planning.speed import Device, measured_device
 from scale_cli.upscale.base import base_without_weights
-from scale_cli.upscale.method import build_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, build_model
 
 _LENGTHS = (2048, 1024, 512, 256, 128, 64)
 # A step of fewer tokens is noise; a schedule of fewer steps is none, where the time allows more.

@@ -11,8 +11,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import recipes_of
 from scale_cli.model.routing import rows_at_once
 from scale_cli.planning.counting import SavedTensors, count_saved_tensors, model_without_weights
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import kinds_of_parameters, moments_of
+from scale_cli.upscale.method import MethodModel, kinds_of_parameters, moments_of
 from scale_cli.upscale.objective import attends_by_mask
 
 

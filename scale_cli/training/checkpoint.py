@@ -52,7 +52,8 @@ from scale_cli.training.optimiser import (
 )
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import is_sharded
-from scale_cli.upscale.folder import MethodModel, load_trained
+from scale_cli.upscale.folder import load_trained
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.run import MethodFolder
 
 _OPTIMISER = "optimiser.safetensors"

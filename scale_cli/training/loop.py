@@ -40,7 +40,7 @@ from scale_cli.training.interruption import StopNow, StopRequest, describe_stop,
 from scale_cli.training.observing import better_of, recorded
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import StepResult, TakenStep, figures_of, measured_update_norm, train_step
-from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
+from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
 # A loss half again above all of the last ones has leapt, also while losses fall steeply and their spread is wide.

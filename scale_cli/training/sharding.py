@@ -43,7 +43,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel, plain_of
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import tensor_sha256
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import for_training
 
 

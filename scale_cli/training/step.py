@@ -23,7 +23,7 @@ from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TakenStep:
     asked: Tensor  # what processes were asked to stop by, summed; 0 where none was
     lr: float  # of the update
     num_targets: tuple[int, ...]  # of the global batch, by source
-    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/streams.py`), where it was measured
+    # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), where it was measured
     stream_ratios: Tensor | None = None
     update_norm: Tensor | None = None  # of the optimiser's step, where it was measured
 

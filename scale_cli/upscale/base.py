@@ -41,17 +41,17 @@ _NOT_COMPUTING = {
     "variant",
 }
 REMEDY = "give back the one that was, or start anew in another output_dir"
-# Sizes in a base's config.json; well above any model that there is.
-_LARGEST = {
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 2**12,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**12,
-    "vocab_size": 2**24,
-    "max_position_embeddings": 2**32,
-}
+_LARGEST = 2**24  # well above any size of any model that there is
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
@@ -59,10 +59,7 @@ _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
 
 
 def stage_folder(model: ModelConfig) -> Path | None:
-    """Return the folder of the widened model that a config has for its base: a finished run's, or one of its own.
-
-    None where the base is a plain model.
-    """
+    """Return the folder of the widened model that is the base: a finished run's, or its own; None for a plain one."""
     run = RunFolder(Path(model.base))
     if run.final.is_dir():
         return run.final
@@ -83,9 +80,8 @@ def stages_below(model: ModelConfig) -> Iterator[tuple[Path, RunConfig]]:
 
 def root_model(model: ModelConfig) -> ModelConfig:
     """Return where the plain model lies that a base is, or that a widened base stands on."""
-    for _, below in stages_below(model):
-        model = below.model
-    return model
+    *_, root = model, *(below.model for _, below in stages_below(model))
+    return root
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
@@ -114,9 +110,7 @@ def check_weights(model: ModelConfig) -> None:
     folder = Path(root_model(model).base)
     if not folder.is_dir():  # on the hub: known once they are here
         return
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else []
-    for name in sorted(set(shards)) or [SAFE_WEIGHTS_NAME]:
+    for name in _shards(folder) or [SAFE_WEIGHTS_NAME]:
         try:
             with safe_open(folder / name, framework="pt"):
                 pass
@@ -148,7 +142,9 @@ def load_base_config(model: ModelConfig) -> Any:
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
         place = "" if Path(model.base).is_absolute() else f" in {Path.cwd()}"
         raise BaseModelError(f"model.base: {model.base} is not a folder with a config.json{place}")
-    _check_stays_inside(Path(model.base))
+    if (Path(model.base) / "adapter_config.json").exists():
+        raise BaseModelError(f"model.base: {model.base} holds an adapter (adapter_config.json), not a whole model")
+    _shards(Path(model.base))
     try:
         config = AutoConfig.from_pretrained(model.base, revision=model.revision, trust_remote_code=False)
     except Exception as error:  # of a damaged folder it may say anything
@@ -165,12 +161,14 @@ def load_base_config(model: ModelConfig) -> Any:
 
 def _check_sizes(config: Any, name: str) -> None:
     """Refuse a configuration that no model could have, before memory is asked for by it."""
-    for key, most in _LARGEST.items():
+    for key in _SIZES:
         size = getattr(config, key, None)
         if size is None and key == "head_dim":  # where it is left out, it is what the heads divide the stream into
             continue
-        if type(size) is not int or not 1 <= size <= most:
-            raise BaseModelError(f"model.base: {name}: {key} in config.json is {size!r}, not between 1 and {most:,}")
+        if type(size) is not int or not 1 <= size <= _LARGEST:
+            raise BaseModelError(
+                f"model.base: {name}: {key} in config.json is {size!r}, not between 1 and {_LARGEST:,}"
+            )
     if config.num_attention_heads % config.num_key_value_heads:
         raise BaseModelError(
             f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
@@ -178,19 +176,18 @@ def _check_sizes(config: Any, name: str) -> None:
         )
 
 
-def _check_stays_inside(folder: Path) -> None:
-    """Refuse a local base whose files send the loader to other places than itself."""
-    if (folder / "adapter_config.json").exists():
-        raise BaseModelError(f"model.base: {folder} holds an adapter (adapter_config.json), not a whole model")
+def _shards(folder: Path) -> list[str]:
+    """Return the files that an index of weights names; refuse one that sends the loader to another folder."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
-        return
+        return []
     try:
         shards = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BaseModelError(f"model.base: {index} is no index of weights") from None
     if odd := [shard for shard in shards if not isinstance(shard, str) or Path(shard).name != shard]:
         raise BaseModelError(f"model.base: {index} names {odd[0]!r}, which is no file of the folder")
+    return sorted(set(shards))
 
 
 def looks_local(name: str) -> bool:

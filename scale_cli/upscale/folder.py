@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -35,18 +35,12 @@ from scale_cli.upscale.base import (
     load_base_config,
     stages_below,
 )
-from scale_cli.upscale.vocabulary import NewPieces, grow_plainly
-
-if TYPE_CHECKING:
-    from peft import PeftModel  # takes a moment to import, and only LoRA needs it
+from scale_cli.upscale.method import MethodModel, NewPieces, grow_plainly
 
 # As PEFT keeps adapters, which `PeftModel.from_pretrained` and servers of adapters load: rank, alpha, targets and the
 # base's name as the config has it; A and B, by PEFT's names, which say nothing of `default`, its name for the only one.
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _METHOD = "method.json"
-
-# What a method trains: a widened model, a plain one, or a plain one with PEFT's adapters.
-MethodModel: TypeAlias = "ScaleForCausalLM | PreTrainedModel | PeftModel"
 
 
 def describe_method(folder: Path, model: MethodModel, method: MethodConfig, record: BaseRecord) -> None:
@@ -69,9 +63,8 @@ def load_any_base(model: ModelConfig) -> PreTrainedModel:
         return load_base(model)
     folder, below = stage
     verify_folder(folder)
-    widened = load_onto_base(folder, below)
-    assert isinstance(widened, ScaleForCausalLM), "_stage"
-    return widened.requires_grad_(False)
+    widened: Any = load_onto_base(folder, below).requires_grad_(False)
+    return widened
 
 
 def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
@@ -116,14 +109,17 @@ def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0, of_machine: S
     check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
     method = read_method(folder)
     if method.vocabulary is not None and not method.definition.widens:
-        loaded = grow_plainly(loaded, NewPieces.written(read_json(folder / "config.json")))
+        written = read_json(folder / "config.json")
+        loaded = grow_plainly(loaded, NewPieces(written["new_tokens"], written["own_pieces"]))
     if method.trains_base_weights:
         loaded.float()
     model: MethodModel = method.definition.restore(folder, loaded, method.settings, seed)
     if (folder / TRAINED).exists() or has_shards(folder):
         load_trained(model, folder)
-    elif (folder / PEFT_WEIGHTS).exists():
-        _load_peft(model, folder)
+    elif (folder / _PEFT_WEIGHTS).exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, _fitting(folder / _PEFT_WEIGHTS, _adapters(model)))
     return model.eval()
 
 
@@ -151,16 +147,9 @@ def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
     named = {"base_model_name_or_path": base.base, "revision": base.revision, "inference_mode": True}
     settings = {**model.peft_config["default"].to_dict(), **named}
     in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}
-    write_json(folder / PEFT_CONFIG, in_order)
+    write_json(folder / _PEFT_CONFIG, in_order)
     # A tied embedding is there under both its names, as in PEFT's own files.
-    save_tensors(folder / PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
-
-
-def _load_peft(model: Any, folder: Path) -> None:
-    """Load adapters into a PeftModel that has the same ones."""
-    from peft import set_peft_model_state_dict
-
-    set_peft_model_state_dict(model, _fitting(folder / PEFT_WEIGHTS, _adapters(model)))
+    save_tensors(folder / _PEFT_WEIGHTS, {name: tensor.clone() for name, tensor in _adapters(model).items()})
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:

@@ -1,25 +1,30 @@
 """A model as it is trained: a loss that never holds the logits of all positions, compiled or checkpointed if asked.
 
 A decoder is compiled whole (`fullgraph=True`: a graph break is an error, not a slow surprise) and for one shape, that
-of the run's batches; evaluation goes on with the plain one.
+of the run's batches; evaluation goes on with the plain one. On the way the expansion stream can be measured beside the
+base stream, by whose rms it is divided.
+
+Shapes: B batch, T positions, E expansion channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, TrainingError, one_line
+from scale_cli.model.expansion_scale import ExpansionNorm
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel, plain_of, trained_head
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 
 
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
@@ -29,7 +34,7 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits, and is not compiled.
     """
     if train.attention is not None:
-        set_attention(model, train.attention)
+        _set_attention(model, train.attention)
     if isinstance(model, ScaleForCausalLM):
         model.gradient_checkpointing = train.activation_checkpointing
         model.compiled_states = compiled(model.final_states) if train.compile else None
@@ -66,27 +71,25 @@ def attends_by_mask(config: RunConfig, device_type: str) -> bool:
 @contextmanager
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
     """Evaluate without flex_attention, which is compiled for every new shape: documents have all lengths."""
-    config = _plain(model).config
-    trained_by = config._attn_implementation
-    if trained_by == "flex_attention":
-        set_attention(model, "sdpa")
+    trained_by = _root(model).config._attn_implementation
+    if trained_by != "flex_attention":
+        yield
+        return
+    _set_attention(model, "sdpa")
     try:
         yield
     finally:
-        if trained_by == "flex_attention":
-            set_attention(model, trained_by)
+        _set_attention(model, trained_by)
 
 
-def _plain(model: MethodModel) -> Any:
+def _root(model: MethodModel) -> Any:
     plain = plain_of(model)
     return plain.root if isinstance(plain, ScaleForCausalLM) else plain
 
 
-def set_attention(model: MethodModel, implementation: str) -> None:
-    """Let a model's layers attend by an implementation of transformers'."""
-    plain = _plain(model)
+def _set_attention(model: MethodModel, implementation: str) -> None:
     try:
-        plain.set_attn_implementation(implementation)
+        _root(model).set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"train.attention: {implementation}: {one_line(error)}") from None
 
@@ -105,3 +108,39 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TrainingError(f"train.compile: cannot compile the decoder here: {one_line(error)}") from None
 
     return run
+
+
+def expansion_norms(model: nn.Module) -> dict[str, ExpansionNorm]:
+    """Return the norms of all expansions by name, each expansion's bottom up; none of a model that is not widened."""
+    return {name: norm for name, norm in model.named_modules() if isinstance(norm, ExpansionNorm)}
+
+
+@contextmanager
+def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield the largest rms(u) / rms(x) of any position that each norm meets in the body, by the norm's name.
+
+    Scalars on the model's device, of the forward passes that there are: nothing is computed twice or waited for.
+    """
+    largest: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, Tensor]) -> None:
+        inverse_rms_BT1, u_BTE = streams
+        ratio = (u_BTE.float().pow(2).mean(-1).sqrt() * inverse_rms_BT1.squeeze(-1)).max()
+        largest[name] = torch.maximum(largest[name], ratio) if name in largest else ratio
+
+    hooks = [norm.register_forward_pre_hook(partial(measure, name)) for name, norm in expansion_norms(model).items()]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
+    """Return (layers + 1,): what was measured before either norm of each layer of what trains, and before the last."""
+    of_layers = [
+        torch.maximum(*(by_norm[f"expansion.layers.{index}.{name}_layernorm"] for name in ("input", "post_attention")))
+        for index in range(len(model.expansion.layers))
+    ]
+    return torch.stack([*of_layers, by_norm["expansion.norm"]])

@@ -25,6 +25,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.documents import check_source
 from scale_cli.data.tokens import DocumentMarkers, check_sample, content_name
@@ -34,15 +35,9 @@ from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.storage.records import CORPORA, BaseRecord, TrainState, read_corpora
 from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
-from scale_cli.upscale.folder import MethodModel, any_base_without_weights, load_onto_base, read_method
-from scale_cli.upscale.method import build_model, set_router
-from scale_cli.upscale.sizes import check_context, check_processes
-from scale_cli.upscale.tokenizer import (
-    check_tokenizer,
-    check_tokenizer_fits,
-    learned_on,
-    load_tokenizer,
-)
+from scale_cli.upscale.folder import any_base_without_weights, load_onto_base, read_method
+from scale_cli.upscale.method import MethodModel, build_model, set_router
+from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer, tokenizer_place
 from scale_cli.vocabulary.tokenizer import Extension, load_grown
 
 
@@ -54,7 +49,6 @@ class Run:
 
     @cached_property
     def folder(self) -> RunFolder:
-        """Where the run lands."""
         return RunFolder(self.config.output_dir)
 
     @cached_property
@@ -74,10 +68,11 @@ class Run:
         if vocabulary is None:
             return None
         if stage_folder(config.model) is not None:
-            widened = f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
-            raise BaseModelError(widened)
-        of_text = learned_on(config), config.corpus, cache_dir(config)
-        return Extension(self.base_tokenizer, self.base_config.vocab_size, vocabulary, *of_text)
+            raise BaseModelError(
+                f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
+            )
+        base, sources = self.base_tokenizer, learned_on(config)
+        return Extension(base, self.base_config.vocab_size, vocabulary, sources, config.corpus, cache_dir(config))
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a run that is about to be upscaled, whatever was before."""
@@ -126,13 +121,17 @@ class Run:
             check_folder("corpus.cache_dir", config.corpus.cache_dir)
         base = any_base_without_weights(config.model)
         check_weights(config.model)
-        vocab_size = base.config.vocab_size
         check_context(config, base.config)
         check_processes(config.train, num_processes)
         with torch.device("meta"):
             build_model(base, config.method, config.seed)
-        tokenizer = self.base_tokenizer
-        check_tokenizer_fits(tokenizer, config.model, vocab_size)
+        tokenizer, vocab_size = self.base_tokenizer, base.config.vocab_size
+        if len(tokenizer) > vocab_size:
+            place = tokenizer_place(config.model)
+            raise BaseModelError(
+                f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, the base's embedding "
+                f"{vocab_size:,}"
+            )
         if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
             raise BaseModelError(
                 f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a "
@@ -163,12 +162,10 @@ class Run:
             return []
         before, now = read_corpora(upscaled), self.text_to_find_in()
         gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
-        if not gone and not come:
-            return []
-        return [
-            f"{upscaled}: its layers, tokens or codes were found in other text: {', '.join(gone) or 'none'} -> "
-            f"{', '.join(come) or 'none'} (a source and its hash); they stay, and `scale upscale` finds them anew"
-        ]
+        told = (
+            f"{upscaled}: its layers, tokens or codes were found in other text: {', '.join(gone)} -> {', '.join(come)}"
+        )
+        return [f"{told}; they stay, and `scale upscale` finds them anew"] if gone or come else []
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,6 @@ class MethodFolder:
 
     @classmethod
     def at(cls, path: Path) -> MethodFolder:
-        """Return the folder of a run that has the config in it."""
         return cls(path, Run(load_config(path / "scale.yaml")))
 
     @cached_property
@@ -195,12 +191,10 @@ class MethodFolder:
 
     @cached_property
     def record(self) -> BaseRecord:
-        """The base that it stands on."""
         return BaseRecord.load(self.path)
 
     @cached_property
     def state(self) -> TrainState:
-        """How far it was trained."""
         return TrainState.load(self.path)
 
     @cached_property
@@ -246,3 +240,26 @@ def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
     folder = MethodFolder.at(path) if run is None else MethodFolder(path, run)
     folder.check_base()
     return folder
+
+
+def check_context(config: RunConfig, base_config: Any) -> None:
+    """Refuse windows longer than the base was made for."""
+    asked = config.evaluation.continuations
+    lengths = {
+        "corpus.sequence_length": config.corpus.sequence_length,
+        "evaluation.sequence_length": config.evaluation.sequence_length or 0,
+        "evaluation.continuations": 0 if asked is None else asked.prompt_tokens + asked.new_tokens,
+    }
+    for key, length in lengths.items():
+        if length > base_config.max_position_embeddings:
+            raise ConfigError(f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions")
+
+
+def check_processes(sizes: TrainConfig, num_processes: int) -> None:
+    """Refuse a batch that does not divide among the processes."""
+    at_once = sizes.sequences_at_once(num_processes)
+    if sizes.global_batch_size % (at_once * num_processes):
+        raise ConfigError(
+            f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{at_once} x {num_processes} processes"
+        )

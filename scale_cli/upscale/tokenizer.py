@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -21,19 +20,9 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import REMEDY, load_base_config, stages_below
 from scale_cli.vocabulary.extension import SENTENCEPIECE, Spelling, with_new_pieces
 from scale_cli.vocabulary.proofs import check_extension
-from scale_cli.vocabulary.tokenizer import (
-    TOKENIZER_FILES,
-    load_grown,
-    read_texts,
-    write_grown,
-)
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, load_grown, read_texts, write_grown
 
-# Of every source that new tokens are learned on: text that has to come back from them.
-_BYTES_RETURNED = 1 << 22
-
-# Any of these is the beginning of a tokenizer; the first alone needs nothing else.
-_WHOLE = "tokenizer.json"
-_OTHERS = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+_BYTES_RETURNED = 1 << 22  # of every source that new tokens are learned on: text that has to come back from them
 
 
 @dataclass(frozen=True)
@@ -44,39 +33,6 @@ class TokenizerPlace:
     name: str  # hub id or folder
     revision: str | None  # on the hub
     of_run: bool = False  # whether a run with new tokens has it
-
-    def problem(self) -> str | None:
-        """Return what keeps any tokenizer from being loaded from there; None where it is nothing that is known."""
-        if self.file(_WHOLE):
-            return None
-        if self.file(SENTENCEPIECE):
-            needed = "it is a SentencePiece model (tokenizer.model), and the package sentencepiece is not installed"
-            return None if find_spec("sentencepiece") else needed
-        if any(self.file(name) for name in _OTHERS):
-            return None
-        return "there is none (no tokenizer.json, no tokenizer.model); say in model.tokenizer where it is"
-
-    def file(self, name: str) -> Path | None:
-        """Return one of its files; None where it has none of that name."""
-        with suppress(OSError, ValueError):  # no such folder or repository
-            found = cached_file(self.name, name, revision=self.revision)
-            return None if found is None else Path(found)
-        return None
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer: the one that the config names, or the base's own."""
-    place = tokenizer_place(model)
-    try:
-        if place.of_run:
-            return load_grown(Path(place.name))
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place.name, revision=place.revision, trust_remote_code=False
-        )
-    except Exception as error:  # of a damaged folder it may say anything
-        reason = place.problem() or one_line(error)
-        raise BaseModelError(f"{place.key}: the tokenizer of {place.name} cannot be loaded: {reason}") from None
-    return tokenizer
 
 
 def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
@@ -92,14 +48,21 @@ def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
     return TokenizerPlace("model.base", model.base, model.revision)
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int) -> None:
-    """Check that a base has an embedding for every id of a tokenizer."""
-    if len(tokenizer) > vocab_size:
-        place = tokenizer_place(model)
-        raise BaseModelError(
-            f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, "
-            f"the base's embedding {vocab_size:,}"
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer: the one that the config names, or the base's own."""
+    place = tokenizer_place(model)
+    try:
+        if place.of_run:
+            return load_grown(Path(place.name))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place.name, revision=place.revision, trust_remote_code=False
         )
+    except Exception as error:  # of a damaged folder it may say anything
+        raise BaseModelError(
+            f"{place.key}: the tokenizer of {place.name} cannot be loaded; say in model.tokenizer where one is: "
+            f"{one_line(error)}"
+        ) from None
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
@@ -119,21 +82,16 @@ def learned_on(config: RunConfig) -> list[CorpusSource]:
     return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
 
 
-def write_run_tokenizer(folder: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a run's tokenizer."""
-    if config.method.vocabulary is None:
-        tokenizer.save_pretrained(folder)
-    else:
-        write_grown_tokenizer(folder, config.model, tokenizer)
-
-
 def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a tokenizer that has new tokens; where its base has a SentencePiece model too, that with them."""
     write_grown(folder, tokenizer)
-    found = tokenizer_place(base).file(SENTENCEPIECE)
+    place = tokenizer_place(base)
+    found = None
+    with suppress(OSError):  # it has none, or it is not at hand
+        found = cached_file(place.name, SENTENCEPIECE, revision=place.revision)
     if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
         first_id = load_base_config(base).vocab_size
-        grown = with_new_pieces(found.read_bytes(), tokenizer.backend_tokenizer, first_id)
+        grown = with_new_pieces(Path(found).read_bytes(), tokenizer.backend_tokenizer, first_id)
         (folder / SENTENCEPIECE).write_bytes(grown)
 
 
@@ -147,15 +105,13 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
 
 def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
     """Hold a grown tokenizer to the base's; return how many texts were compared."""
-    vocabulary = config.method.vocabulary
-    assert vocabulary is not None
+    assert config.method.vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
-    kept += config.corpus.replay
     return check_extension(
         base.backend_tokenizer,
         grown.backend_tokenizer,
-        Script.named(vocabulary.script),
-        read_texts(kept, config.corpus),
+        Script.named(config.method.vocabulary.script),
+        read_texts([*kept, *config.corpus.replay], config.corpus),
         read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
         config.seed,
     )

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.config.sources import CorpusConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, Windows, stacked
 from scale_cli.data.corpora import cache_dir, windows_of
 from scale_cli.data.selection import Scores, ngram_scores
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import MANIFEST, json_sha256, new_folder, verify_folder
+from scale_cli.storage.atomic import is_whole, json_sha256, new_folder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.folder import load_any_base
 from scale_cli.upscale.objective import for_training
@@ -31,32 +30,28 @@ def scores_of(
     config: RunConfig, corpora: Sequence[TokenisedCorpus], record: BaseRecord, vocab_size: int
 ) -> list[Scores | None]:
     """Return of every training source its windows' scores; None where no judge is asked for: all are read, shuffled."""
-    scores: list[Scores | None] = []
-    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
-        if source.judge is None:
-            scores.append(None)
-            continue
-        windows = windows_of(config.corpus, corpus)
-        folder = cache_dir(config) / _name(config.corpus, corpus, source.judge, record)
-        if not (folder / MANIFEST).is_file():
-            by_ngram = source.judge == "ngram"
-            made = ngram_scores(windows, vocab_size) if by_ngram else base_losses(windows, config.model)
-            with new_folder(folder) as partial:
-                made.tofile(partial / _SCORES)
-        verify_folder(folder)
-        scores.append(np.fromfile(folder / _SCORES))
-    return scores
+    pairs = zip(config.corpus.sources, corpora, strict=True)
+    return [
+        None if source.judge is None else _scores(config, corpus, source.judge, record, vocab_size)
+        for source, corpus in pairs
+    ]
 
 
-def _name(config: CorpusConfig, corpus: TokenisedCorpus, judge: str, record: BaseRecord) -> str:
+def _scores(config: RunConfig, corpus: TokenisedCorpus, judge: str, record: BaseRecord, vocab_size: int) -> Scores:
     described = {
         "format": _FORMAT_VERSION,
         "text": corpus.folder.name,
-        "sequence_length": config.sequence_length,
-        "isolate_documents": config.isolate_documents,
+        "sequence_length": config.corpus.sequence_length,
+        "isolate_documents": config.corpus.isolate_documents,
         "base": record.content_sha256 if judge == "base_loss" else None,
     }
-    return f"{corpus.folder.name}.{judge}-{json_sha256(described)[:12]}"
+    folder = cache_dir(config) / f"{corpus.folder.name}.{judge}-{json_sha256(described)[:12]}"
+    if not is_whole(folder):
+        windows = windows_of(config.corpus, corpus)
+        made = ngram_scores(windows, vocab_size) if judge == "ngram" else base_losses(windows, config.model)
+        with new_folder(folder) as partial:
+            made.tofile(partial / _SCORES)
+    return np.fromfile(folder / _SCORES)
 
 
 @torch.no_grad()

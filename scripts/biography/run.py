@@ -25,8 +25,7 @@ from scale_cli.report.numbers import percent
 from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import build_model, start_model, two_headed
+from scale_cli.upscale.method import MethodModel, build_model, start_model, two_headed
 from scripts.biography.accuracy import first_token_accuracy
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.people import ATTRIBUTES

@@ -16,7 +16,7 @@ from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, 
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import BaseRecord
-from scale_cli.upscale.folder import MethodModel
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.run import Run, open_folder
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 from tests.widening import load_model

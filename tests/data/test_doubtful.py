@@ -1,10 +1,9 @@
-"""A text read over and over, held-out text that is trained on, lost text, stretched positions: each is warned of."""
+"""A text read over and over, held-out text that is trained on, lost text: each is warned of."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from scale_cli.data import doubtful
 from scale_cli.data.corpora import build_batches, open_sources
 from scale_cli.data.doubtful import corpus_warnings, idle_settings, num_readings
 from scale_cli.training.schedule import learning_rate
-from scale_cli.upscale.sizes import context_warnings
 
 WORDS = [f"w{number}" for number in range(60)]
 HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
@@ -180,21 +178,3 @@ def test_a_held_out_text_of_one_document_is_told_to_have_no_interval(
 ) -> None:
     (line,) = warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT[:1]), tokenizer)
     assert line.startswith("held-out held: one document,") and "documents: line" in line
-
-
-@pytest.mark.parametrize(
-    ("rope", "warns"),
-    [
-        ({"rope_type": "default"}, False),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}, True),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, False),
-        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 4}, False),
-    ],
-)
-def test_windows_beyond_the_positions_that_were_trained_are_told(
-    tmp_path: Path, rope: dict[str, Any], warns: bool
-) -> None:
-    config = configured(tmp_path, [HELD_OUT], HELD_OUT)
-    lines = context_warnings(config, SimpleNamespace(rope_parameters=rope))
-    assert len(lines) == warns
-    assert all(line.startswith("corpus.sequence_length: 8, but the base was trained on 4 positions") for line in lines)

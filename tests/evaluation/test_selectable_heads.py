@@ -16,8 +16,7 @@ from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
-from scale_cli.upscale.method import build_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, build_model
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.05, threshold=0.2)

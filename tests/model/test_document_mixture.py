@@ -22,8 +22,7 @@ from scale_cli.export.router_keys import router_keys
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routed_scale
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, start_model
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
 from tests.widening import as_if_trained, ensemble, joined, tiny_llama
 

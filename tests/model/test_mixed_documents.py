@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.vocabulary import Script
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, start_model
 from scale_cli.vocabulary.extension import Spelling, extended, pieces
 from scale_cli.vocabulary.learning import count_words, learn
 from tests.vocabulary.tokenizers_at_hand import KOREAN

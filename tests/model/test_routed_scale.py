@@ -25,8 +25,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed, RouterLayer
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
 from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, start_model
 from tests.model.test_families import FAMILIES, tiny
 from tests.widening import as_if_trained, ensemble, joined, tiny_llama, widen
 

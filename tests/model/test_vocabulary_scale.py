@@ -18,8 +18,7 @@ from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import PieceShares
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens
-from scale_cli.upscale.method import start_model
-from scale_cli.upscale.vocabulary import NewPieces
+from scale_cli.upscale.method import NewPieces, start_model
 from tests.widening import TINY
 
 OLD = TINY["vocab_size"]

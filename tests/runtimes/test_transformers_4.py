@@ -26,8 +26,7 @@ from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import Run
 from scale_cli.upscale.tokenizer import load_tokenizer

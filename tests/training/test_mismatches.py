@@ -18,8 +18,7 @@ from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleE
 from scale_cli.storage.atomic import file_sha256
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TRAINED, TrainState
-from scale_cli.upscale.run import Run
-from scale_cli.upscale.sizes import check_processes
+from scale_cli.upscale.run import Run, check_processes
 from tests.widening import lower_stories
 
 YAML = """
@@ -193,10 +192,7 @@ def test_another_text_is_named_by_its_source(make: Make, folder: Path, finished:
     assert "in another output_dir" in str(caught.value)
 
 
-@pytest.mark.parametrize(("num_processes", "remedy"), [(3, "3 processes cannot"), (2, "that divides 1")])
-def test_processes_among_which_a_batch_does_not_divide_are_told_what_would(
-    make: Make, num_processes: int, remedy: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_among_which_a_batch_does_not_divide_are_refused(make: Make, num_processes: int) -> None:
+    with pytest.raises(ConfigError, match=f"is not a multiple of .* x {num_processes} processes"):
         check_processes(make().train, num_processes)
-    assert remedy in str(caught.value)

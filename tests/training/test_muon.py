@@ -19,8 +19,7 @@ from scale_cli.training.optimiser import (
     set_learning_rate,
     trainable_parameters,
 )
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import MethodModel, start_model
 from tests.widening import tiny_llama
 
 TRAIN = TrainConfig(max_steps=8, optimiser="muon", lr=1e-2)

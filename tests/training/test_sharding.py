@@ -36,8 +36,7 @@ from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training import loop
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.training.sharding import changed_parts, hash_parts, shard_model, whole_tensor
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.vocabulary import proofs
 from tests.torture.verbs import ended_group, start_group

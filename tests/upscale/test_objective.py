@@ -15,10 +15,8 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
-from scale_cli.upscale.folder import MethodModel
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import MethodModel, NewPieces, start_model
 from scale_cli.upscale.objective import attending_by_sdpa, attends_by_mask, compiled, for_training, settings_on
-from scale_cli.upscale.vocabulary import NewPieces
 from scripts.benchmark.counting import peak_bytes
 from tests.config.small_config import SMALLEST, load_text
 from tests.widening import as_if_trained, tiny_llama, widen

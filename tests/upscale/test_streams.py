@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from scale_cli.export.dense import largest_stream_ratio
-from scale_cli.upscale.streams import layer_ratios, measured_stream_ratios
+from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 from tests.widening import as_if_trained, tiny_llama, widen
 
 
