@@ -339,7 +339,7 @@ def serve(
 def verify(path: take.Checked) -> None:
     """Check a folder of ours, or all folders of a run.
 
-    Hashes, preservation, ledgers, exports.
+    Hashes, preservation, the log, exports.
     """
     folder = run_folder(path)
     quieten_libraries()

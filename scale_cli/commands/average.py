@@ -19,9 +19,8 @@ from scale_cli.config.load import dump_config
 from scale_cli.config.same_run import BASE_KEYS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.storage.atomic import MANIFEST, file_sha256, new_folder, save_tensors, verify_folder, write_text
+from scale_cli.storage.atomic import MANIFEST, claimed, file_sha256, new_folder, save_tensors, verify_folder, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.lock import claimed
 from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, TrainState
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.folder import load_trained

@@ -25,7 +25,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.processes import main_decides, on_main, share
-from scale_cli.storage.lock import claimed
+from scale_cli.storage.atomic import claimed
 from scale_cli.training.beginning import check_init_from
 from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.run import Run

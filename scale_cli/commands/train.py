@@ -37,6 +37,7 @@ from scale_cli.planning.memory import memory_of_run
 from scale_cli.processes import main_first, on_main, process_state
 from scale_cli.report.numbers import quantity
 from scale_cli.storage.atomic import (
+    claimed,
     new_folder,
     read_json,
     remove_leftovers,
@@ -44,7 +45,6 @@ from scale_cli.storage.atomic import (
     verify_folder,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.lock import claimed
 from scale_cli.storage.metrics import MetricsLog
 from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
 from scale_cli.training.beginning import init_from, starting_point

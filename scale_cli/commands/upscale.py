@@ -13,8 +13,7 @@ from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
-from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.lock import claimed
+from scale_cli.storage.atomic import claimed, new_folder, write_json, write_text
 from scale_cli.storage.records import CORPORA, BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
 from scale_cli.upscale.folder import describe_method, load_any_base, write_trained

@@ -25,8 +25,7 @@ from scale_cli.data.encoding import Conversation, Encoded, RoundTrip, TokenizerS
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.progress import progress_bar
-from scale_cli.storage.atomic import described_files, publish_folder, read_json, write_json, writing
-from scale_cli.storage.lock import sole_user
+from scale_cli.storage.atomic import described_files, publish_folder, read_json, sole_user, write_json, writing
 from scale_cli.storage.records import RunRecord
 
 TOKENS, OFFSETS, NUM_BYTES = "tokens.bin", "offsets.bin", "num_bytes.bin"
@@ -40,7 +39,7 @@ def is_tokenised(folder: Path) -> bool:
     """Return whether a source's tokenised form is there and whole, by the sizes of its files."""
     # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
     try:
-        sizes = {name: file.num_bytes for name, file in described_files(folder).items()}
+        sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
     except StorageError:
         return False
     whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())

@@ -2,43 +2,39 @@
 
 What a kill leaves behind has a name of its own, which nobody takes for the folder NAME, and goes at the next start:
 
-    .NAME.partial    being filled, or just replaced by the new one
+    .NAME.partial    being filled
+    .NAME.previous   just replaced by the new one, and put back if the new one never came
     .NAME.removed    being deleted
-    .NAME.previous   only where a file system cannot swap two names: the old one, put back if the new one never came
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from scale_cli.errors import RunFolderError, StorageError
-from scale_cli.storage.lock import claimed, make_folder, sync
+from scale_cli.errors import RunFolderError, StorageError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-_SEAL = "manifest_sha256"  # of the rest of it: what it says of a file is held by that file, what it says beside by this
+_SEAL = "manifest_sha256"  # of the rest of the manifest, which has the hashes of all other files
 # What a folder's numbers may hang on.
 _LIBRARIES = ("scale-cli", "torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
-# Only a write can fail so.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# renameat2(2): relative to the working directory; swap the two names.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# Folders that this process has claimed: a verb that runs other verbs holds theirs.
+_claimed: set[str] = set()
 
 
 def file_sha256(path: Path) -> str:
@@ -52,65 +48,49 @@ def json_sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-@contextmanager
-def writing(path: Path, beside: Path | None = None) -> Iterator[None]:
-    """Turn what the system says of a write that failed into a StorageError of one line that names the file.
+# Files
 
-    A body that reads elsewhere too gives `beside`, the folder that it fills; without, it does nothing but write.
-    """
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says, through Python, safetensors or tokenizers, into a StorageError that names a path."""
     try:
         yield
     except Exception as error:
-        if (reason := _system_reason(error)) is None:
-            raise
-        if beside is None or _is_of_writing(error, beside):
-            raise StorageError(f"{_written_place(error, path)}: could not be written ({reason})") from None
-        if isinstance(error, OSError) and error.filename is not None:
-            raise StorageError(f"{os.fsdecode(error.filename)}: cannot be read ({reason})") from None
-        raise StorageError(f"{path}: could not be made ({reason})") from None
+        of_tokenizers = type(error) is Exception and "(os error" in str(error)
+        if isinstance(error, OSError | SafetensorError) or of_tokenizers:
+            raise StorageError(f"{path}: could not be written ({one_line(error)})") from None
+        raise
 
 
-def _system_reason(error: Exception) -> str | None:
-    """Return what the system said of a file, as Python, safetensors or tokenizers tell it; None of any other error."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, SafetensorError) or (type(error) is Exception and "(os error" in str(error)):
-        return str(error)
-    return None
-
-
-def _written_place(error: Exception, path: Path) -> Path:
-    if not isinstance(error, OSError):
-        return path
-    # Of a copy that failed the first name is what was read.
-    named = Path(os.fsdecode(error.filename2 or error.filename or path))
-    # What is deleted with its folder is named by its last name alone.
-    return path if named == Path(named.name) else named
-
-
-def _is_of_writing(error: Exception, folder: Path) -> bool:
-    """Return whether an error can only be one of writing, or is one of a file in a folder that is being filled."""
-    if not isinstance(error, OSError):
-        return "while serializing" in str(error) or any(f"(os error {number})" in str(error) for number in _NO_ROOM)
-    names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if name is not None]
-    return error.errno in _NO_ROOM or any(name.is_relative_to(folder) for name in names)
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what a file that is missing, unreadable or damaged raises into a StorageError that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise StorageError(f"{path}: missing") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+        raise StorageError(f"{path}: damaged ({one_line(error)})") from None
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new, never a part of it."""
-    beside = partial_folder(path)
+    partial = partial_folder(path)
     try:
         with writing(path):
             make_folder(path.parent)
-            with beside.open("w", encoding="utf-8", newline="\n") as file:
+            with partial.open("w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            partial.replace(path)
             sync(path.parent)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         raise
 
 
@@ -123,24 +103,10 @@ def _json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn what the system says of a read that failed into one line that names the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise StorageError(f"{path}: missing") from None
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-
 def read_json(path: Path) -> Any:
     """Read a JSON file of ours; StorageError where it is missing or not JSON."""
-    try:
-        with _reading(path):
-            return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise StorageError(f"{path}: damaged, not JSON ({error})") from None
+    with _reading(path):
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -152,19 +118,40 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors."""
+    """Read named tensors; StorageError where the file is missing or damaged."""
     from safetensors.torch import load_file
 
+    with _reading(path):
+        return load_file(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and what it lies in, and each new name durable."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with _reading(path):
-            return load_file(path)
-    except SafetensorError as error:
-        raise StorageError(f"{path}: damaged ({error})") from None
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Folders
 
 
 def partial_folder(path: Path) -> Path:
     """Return where a file or folder is filled that will be at `path`."""
     return path.with_name(f".{path.name}.partial")
+
+
+def _previous_folder(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
 
 
 @contextmanager
@@ -173,28 +160,19 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     A folder of ours already at `path` is replaced. Where the body fails, nothing at `path` has changed.
     """
-    _settle(path)
+    _put_back(path)
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise RunFolderError(f"{path}: is there already and is not a folder of ours; move it away")
-    beside = partial_folder(path)
-    with _claimed(beside, path):
+    partial = partial_folder(path)
+    with claimed(partial):
         try:
             with writing(path):
-                _empty(beside)  # of one killed here before
-            with writing(path, beside):
-                yield beside
-            publish_folder(beside, path)
+                _empty(partial)  # of one killed here before
+                yield partial
+            publish_folder(partial, path)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _claimed(beside: Path, path: Path) -> Iterator[None]:
-    with ExitStack() as held:
-        with writing(path):
-            held.enter_context(claimed(beside))
-        yield
 
 
 def _empty(folder: Path) -> None:
@@ -205,59 +183,45 @@ def _empty(folder: Path) -> None:
             inside.unlink()
 
 
-def publish_folder(beside: Path, path: Path) -> None:
+def publish_folder(partial: Path, path: Path) -> None:
     """Give a filled folder its manifest, sync it, and rename it to `path`, in the same parent folder."""
     with writing(path):
-        for leftover in (beside / MANIFEST, *beside.rglob(".*.partial")):  # of one killed here before
+        for leftover in (partial / MANIFEST, *partial.rglob(".*.partial")):  # of one killed here before
             leftover.unlink(missing_ok=True)
-        described = {"files": _describe_files(beside), "versions": _versions()}
-        write_json(beside / MANIFEST, {**described, _SEAL: json_sha256(described)})
-        mode = (beside / MANIFEST).stat().st_mode  # as the umask has it; safetensors lets only the owner read
-        for path_in_it in [*beside.rglob("*"), beside]:
-            if path_in_it.is_file():
-                path_in_it.chmod(mode)
-            sync(path_in_it)
-        _rename(beside, path)
+        files = sorted(file for file in partial.rglob("*") if file.is_file())
+        entries = {
+            file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            for file in files
+        }
+        manifest = {"files": entries, "versions": _versions()}
+        write_json(partial / MANIFEST, {**manifest, _SEAL: json_sha256(manifest)})
+        mode = (partial / MANIFEST).stat().st_mode  # as the umask has it; safetensors lets only the owner read
+        for inside in [*partial.rglob("*"), partial]:
+            if inside.is_file():
+                inside.chmod(mode)
+            sync(inside)
+        _replace(partial, path)
 
 
-def _rename(beside: Path, path: Path) -> None:
-    """Rename a folder to `path`, where a folder may be; at every instant the old one or the new one is there whole."""
-    if not path.exists():
-        beside.rename(path)
-        sync(path.parent)
-        return
-    if _swap(beside, path):
-        sync(path.parent)
-        shutil.rmtree(beside)
-        return
-    previous = path.with_name(f".{path.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    path.rename(previous)
+def _replace(partial: Path, path: Path) -> None:
+    """Rename a folder to `path`; one that is there stands aside until the new one is in its place."""
+    previous = _previous_folder(path)
+    if path.exists():
+        path.rename(previous)
     try:
-        beside.rename(path)
+        partial.rename(path)
     except BaseException:
-        previous.rename(path)
+        if previous.exists():
+            previous.rename(path)
         raise
     sync(path.parent)
-    shutil.rmtree(previous)
+    if previous.exists():
+        shutil.rmtree(previous)
 
 
-def _swap(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return False where the system or the file system cannot: Linux mostly can."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def _settle(path: Path) -> None:
-    """End a replacement that was killed between or after its two renames, where two were needed."""
-    previous = path.with_name(f".{path.name}.previous")
+def _put_back(path: Path) -> None:
+    """End a replacement that was killed: put the previous folder back, or delete it where the new one is there."""
+    previous = _previous_folder(path)
     if not path.exists() and is_whole(previous):
         previous.rename(path)
     shutil.rmtree(previous, ignore_errors=True)
@@ -276,17 +240,12 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the folders that killed processes left half-written or half-deleted where nobody else writes now."""
     for leftover in folder.glob(".*"):
         if leftover.suffix == ".previous":
-            _settle(folder / leftover.stem.removeprefix("."))
+            _put_back(folder / leftover.stem.removeprefix("."))
         elif leftover.suffix in (".partial", ".removed"):
             shutil.rmtree(leftover)
 
 
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        for file in files
-    }
+# What a manifest says
 
 
 @cache
@@ -300,25 +259,26 @@ def _versions() -> dict[str, str]:
 
 def changed_versions(folder: Path) -> list[str]:
     """Return one `library before -> now` for every library that was another version when a folder was written."""
-    before = read_json(folder / MANIFEST)["versions"]
+    before = _read_manifest(folder)["versions"]
     return [f"{name} {before[name]} -> {now}" for name, now in _versions().items() if before.get(name, now) != now]
 
 
-class DescribedFile(NamedTuple):
-    """A file as a manifest has it."""
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a folder's manifest; StorageError where it is missing, or not byte for byte what was written."""
+    path = folder / MANIFEST
+    with _reading(path):
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        described = {key: manifest[key] for key in ("files", "versions")}
+        if text != _json_text({**described, _SEAL: json_sha256(described)}):
+            raise ValueError("its content is not what was written")
+    return described
 
-    num_bytes: int
-    sha256: str
 
-
-def described_files(folder: Path) -> dict[str, DescribedFile]:
-    """Return what a folder's manifest says of each file, by its name; StorageError where there is none that is good."""
-    manifest = read_json(folder / MANIFEST)
-    try:
-        files = manifest["files"].items()
-        return {str(name): DescribedFile(entry["bytes"], entry["sha256"]) for name, entry in files}
-    except (KeyError, TypeError, AttributeError):
-        raise StorageError(f"{folder / MANIFEST}: damaged, not a manifest") from None
+def described_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return of each file, by its name, the `bytes` and `sha256` that a folder's manifest has."""
+    files: dict[str, dict[str, Any]] = _read_manifest(folder)["files"]
+    return files
 
 
 def is_whole(folder: Path) -> bool:
@@ -332,24 +292,77 @@ def is_whole(folder: Path) -> bool:
 
 def verify_folder(folder: Path) -> None:
     """Check every file of a folder against its manifest; StorageError names the first that is not what was written."""
-    manifest, files = read_json(folder / MANIFEST), described_files(folder)
-    described = {key: value for key, value in manifest.items() if key != _SEAL}
-    try:
-        as_written = (folder / MANIFEST).read_text(encoding="utf-8") == _json_text(manifest)
-    except ValueError:  # a NaN
-        as_written = False
-    if not as_written or manifest.get(_SEAL) != json_sha256(described):
-        raise StorageError(f"{folder / MANIFEST}: damaged, its content is not what was written")
-    for name, (num_bytes, sha256) in files.items():
-        if os.path.realpath(folder / name) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
+    for name, described in described_files(folder).items():
+        file = folder / name
+        if os.path.realpath(file) != f"{os.path.realpath(folder)}/{name}":  # by a link, or by its name
             raise StorageError(f"{folder}: {name} leads out of the folder")
-        _verify_file(folder / name, num_bytes, sha256)
+        with _reading(file):
+            if file.stat().st_size != described["bytes"] or file_sha256(file) != described["sha256"]:
+                raise ValueError("its content is not what was written")
 
 
-def _verify_file(file: Path, num_bytes: int, sha256: str) -> None:
-    if not file.is_file():
-        raise StorageError(f"{file}: missing")
-    with _reading(file):
-        good = file.stat().st_size == num_bytes and file_sha256(file) == sha256
-    if not good:
-        raise StorageError(f"{file}: damaged, its content is not what was written")
+# One process at a time in a folder
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and hold it; another process that wants it waits.
+
+    The system lets go when a process ends, however it ends. Where the other renamed or removed the folder, whoever
+    waited gets a new one.
+    """
+    descriptor = _lock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and hold it; another process that wants it is refused.
+
+    Whoever holds it already in this process goes on holding it. What was made for it and is empty in the end goes.
+    Where a file system knows no locks, nobody is refused.
+    """
+    place = os.path.realpath(folder)
+    if place in _claimed:
+        yield
+        return
+    new = [missing for missing in (folder, *folder.parents) if not missing.exists()]
+    descriptor = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _claimed.add(place)
+    try:
+        yield
+    finally:
+        _claimed.discard(place)
+        with suppress(OSError):  # something came of it
+            for made in new:
+                made.rmdir()
+        os.close(descriptor)
+
+
+def _lock(folder: Path, operation: int) -> int:
+    """Make a folder if need be, lock it, and return its descriptor."""
+    with writing(folder):
+        while True:
+            make_folder(folder.parent)
+            with suppress(FileExistsError):  # another made it
+                folder.mkdir()
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # another removed it in between
+                continue
+            try:
+                fcntl.flock(descriptor, operation)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise RunFolderError(f"{folder}: another process is at work here; wait for it, or end it") from None
+            except OSError:  # a file system without locks
+                if not operation & fcntl.LOCK_NB:
+                    os.close(descriptor)
+                    raise
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                    return descriptor
+            os.close(descriptor)  # another has renamed or removed it

@@ -5,44 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json
 
 
-class _Place:
-    """What has a name of its own in a run's folder."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, run: RunFolder, _: type[RunFolder]) -> Path:
-        return run.root / self._name
-
-
-@dataclass(frozen=True)
 class RunFolder:
     """The folders and files of one run."""
 
-    root: Path
-
-    upscaled = _Place("upscaled")  # the expansion as `scale upscale` made it
-    checkpoints = _Place("checkpoints")  # where `scale train` saves what it needs to go on
-    final = _Place("final")  # the trained expansion
-    metrics = _Place("metrics.jsonl")  # an object a line, for every logged step and every periodic evaluation
-    tensorboard = _Place("tensorboard")  # TensorBoard's files
-    tokens = _Place("tokens")  # tokenised corpora, unless corpus.cache_dir says otherwise
-    evaluation = _Place("evaluation")  # the forgetting report
-    exports = _Place("export")  # a folder for each format
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.upscaled = root / "upscaled"  # the expansion as `scale upscale` made it
+        self.checkpoints = root / "checkpoints"  # where `scale train` saves what it needs to go on
+        self.final = root / "final"  # the trained expansion
+        self.tensorboard = root / "tensorboard"  # TensorBoard's files
+        self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
+        self.evaluation = root / "evaluation"  # the forgetting report
+        self.exports = root / "export"  # a folder for each format
+        self.metrics = root / "metrics.jsonl"  # an object a line, for every logged step and periodic evaluation
 
     def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint after an optimiser step."""
         return self.checkpoints / f"step-{step:08d}"
 
     def export(self, export_format: str, dtype: str = "float32") -> Path:
-        """Return the exported model; one in another dtype than float32 lies beside it."""
         return self.exports / (export_format if dtype == "float32" else f"{export_format}-{dtype}")
 
     @property
@@ -58,32 +44,20 @@ class RunFolder:
         """Find out before any work whether results can land here, and only here."""
         check_folder("output_dir", self.root)
         root = os.path.realpath(self.root)
-        for link in self._links():
+        places = [path for path in vars(self).values() if path != self.root]
+        for link in (link for place in places for link in _links(place)):
             if not Path(os.path.realpath(link)).is_relative_to(root):
                 raise RunFolderError(f"{link}: leads out of output_dir, to {link.readlink()}; nothing is written there")
-        for place in self._folders():
-            if os.path.lexists(place) and not place.is_dir():
+        for place in places:
+            if os.path.lexists(place) and not place.is_dir() and place != self.metrics:
                 raise RunFolderError(f"{place}: is not a folder, and one is to be written there; move it away")
-        if self.metrics.is_dir():
-            raise RunFolderError(f"{self.metrics}: is a folder, and a file is to be written there; move it away")
 
-    def _folders(self) -> tuple[Path, ...]:
-        return (
-            self.upscaled,
-            self.checkpoints,
-            self.final,
-            self.tensorboard,
-            self.tokens,
-            self.evaluation,
-            self.exports,
-        )
 
-    def _links(self) -> Iterator[Path]:
-        """Yield the symbolic links where something of ours may be written, half-written folders included."""
-        for place in (*self._folders(), self.metrics):
-            for path in (place, *self.root.glob(f".{place.name}.*")):
-                inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
-                yield from (found for found in (path, *inside) if found.is_symlink())
+def _links(place: Path) -> Iterator[Path]:
+    """Yield the symbolic links where something of ours may be written, half-written folders included."""
+    for path in (place, *place.parent.glob(f".{place.name}.*")):
+        inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
+        yield from (found for found in (path, *inside) if found.is_symlink())
 
 
 def check_folder(key: str, folder: Path) -> None:
@@ -110,16 +84,11 @@ def check_replaceable(output: Path, kind: str) -> None:
     """Refuse a folder that holds anything but a result of one kind, whole and with nothing added."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    refusal = RunFolderError(f"--output {output}: holds something other than a {kind}; choose a new folder")
-    if not output.is_dir():
-        raise refusal
-    try:
-        there_is = read_json(output / "report.json")["kind"]
-        ours = {*described_files(output), MANIFEST}
-    except (StorageError, OSError, KeyError, TypeError):
-        raise refusal from None
-    if there_is != kind:
-        raise refusal
     there = {path.relative_to(output).as_posix() for path in output.rglob("*")}
-    if added := sorted(there - ours):
-        raise RunFolderError(f"--output {output}: holds {added[0]}, which is not of the {kind}; choose a new folder")
+    try:
+        ours = {*described_files(output), MANIFEST}
+        replaceable = there <= ours and read_json(output / "report.json")["kind"] == kind
+    except (StorageError, KeyError, TypeError):
+        replaceable = False
+    if not replaceable:
+        raise RunFolderError(f"--output {output}: holds something other than a {kind}; choose a new folder")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Required, TypedDict
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import write_text, writing
+from scale_cli.storage.atomic import sync, write_text, writing
 
 EVALUATION: Final = "evaluation_nats_per_token"
 EVALUATION_OF_AVERAGE: Final = "evaluation_of_average_nats_per_token"
@@ -54,6 +53,11 @@ class MetricsRecord(TypedDict, total=False):
     best_step: int  # of the evaluation whose weights are kept, where one is chosen
 
 
+def _whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a log; one without its newline was cut off in the middle of a write."""
+    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+
+
 def read_records(path: Path) -> list[MetricsRecord]:
     """Read every whole record of a log; there is none where there is no log."""
     records = []
@@ -65,14 +69,6 @@ def read_records(path: Path) -> list[MetricsRecord]:
             raise StorageError(f"{path}:{number}: damaged, not a record of ours; remove the line") from None
         records.append(record)
     return records
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
-    # A line without its newline was cut off in the middle of a write.
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return whole.splitlines()
 
 
 def place_of(record: MetricsRecord) -> tuple[int, bool]:
@@ -103,5 +99,5 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Make what was appended durable, before a checkpoint that counts on it."""
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            os.fsync(file.fileno())
+        with writing(self.path):
+            sync(self.path)

@@ -37,21 +37,17 @@ class RunRecord:
     FILE: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file holds."""
         return asdict(cast("Any", self))
 
     def save(self, folder: Path) -> None:
-        """Write the file."""
         write_json(folder / self.FILE, self.to_json())
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record that a file holds."""
         return _adapter_of(cast("Any", cls)).validate_python(value)
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """Return whether a folder has the file."""
         return (folder / cls.FILE).is_file()
 
     @classmethod
@@ -65,7 +61,6 @@ class RunRecord:
 
     @classmethod
     def load_if_there(cls, folder: Path) -> Self | None:
-        """Read the file; None where there is none."""
         return cls.load(folder) if cls.is_in(folder) else None
 
 
@@ -93,16 +88,7 @@ class BaseRecord(RunRecord):
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `base.json` holds."""
-        return {
-            "name": self.name,
-            "revision": self.revision,
-            "dtype": self.dtype,
-            "content_sha256": self.content_sha256,
-            "config_sha256": self.config_sha256,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "tensors": self.tensors,
-        }
+        return {"content_sha256": self.content_sha256, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -136,7 +122,7 @@ class TrainState(RunRecord):
     @property
     def tokens_per_s(self) -> float | None:
         """Target tokens a second of training, without evaluations and checkpoints; None before the first step."""
-        return self.num_tokens / self.stepping_s if self.stepping_s else None
+        return self.rate_since(TrainState())
 
     def rate_since(self, earlier: TrainState) -> float | None:
         """Return target tokens a second of training since an earlier state; None where no step lies between."""
@@ -153,11 +139,8 @@ class TrainState(RunRecord):
 
     def skipped(self, num_tokens: int) -> TrainState:
         """Return the state one step on, that step left out."""
-        return replace(
-            self.advanced(0),
-            skipped_steps=self.skipped_steps + 1,
-            skipped_tokens=self.skipped_tokens + num_tokens,
-        )
+        steps, tokens = self.skipped_steps + 1, self.skipped_tokens + num_tokens
+        return replace(self.advanced(0), skipped_steps=steps, skipped_tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -236,12 +219,11 @@ class ExportRecord(Parity, RunRecord):
 def trained_sha256(folder: Path) -> str:
     """Return the hash of a method folder's parameters, as its manifest has it."""
     try:
-        return described_files(folder)[TRAINED].sha256
+        return str(described_files(folder)[TRAINED]["sha256"])
     except KeyError:
-        raise StorageError(f"{folder / MANIFEST}: damaged, it does not name {TRAINED}") from None
+        raise StorageError(f"{folder / MANIFEST}: does not name {TRAINED}") from None
 
 
 def read_corpora(folder: Path) -> list[str]:
-    """Read what names the content of every corpus that a checkpoint or `final/` was trained on."""
-    names: list[str] = read_json(folder / CORPORA)
-    return names
+    """Return what names the content of every corpus that a checkpoint or `final/` was trained on."""
+    return list(read_json(folder / CORPORA))

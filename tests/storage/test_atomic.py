@@ -67,25 +67,15 @@ def test_every_file_of_a_new_folder_has_the_mode_that_the_umask_asks_for(tmp_pat
     assert set(modes.values()) == {mode}
 
 
-def test_a_new_folder_holds_what_was_put_in_and_verifies(tmp_path: Path) -> None:
-    write_folder(tmp_path / "deep" / "folder", FILES)
-    verify_folder(tmp_path / "deep" / "folder")
-    assert contents(tmp_path / "deep" / "folder") == FILES
-
-
-def test_a_folder_is_absent_until_it_is_whole(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "folder") as partial:
-        fill(partial, FILES)
-        assert not (tmp_path / "folder").exists()
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_folder_replaces_the_previous_one_whole(tmp_path: Path) -> None:
-    write_folder(tmp_path / "folder", FILES)
-    write_folder(tmp_path / "folder", {"other": b"second"})
-    verify_folder(tmp_path / "folder")
-    assert contents(tmp_path / "folder") == {"other": b"second"}
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"]
+def test_a_folder_is_absent_until_it_is_whole_and_then_replaces_the_previous_one(tmp_path: Path) -> None:
+    for files in (FILES, {"other": b"second"}):
+        before = contents(tmp_path / "folder")
+        with new_folder(tmp_path / "folder") as partial:
+            fill(partial, files)
+            assert contents(tmp_path / "folder") == before
+        verify_folder(tmp_path / "folder")
+        assert contents(tmp_path / "folder") == files
+        assert [child.name for child in tmp_path.iterdir()] == ["folder"]
 
 
 def test_what_a_killed_writer_left_is_no_part_of_the_next_folder(tmp_path: Path) -> None:
@@ -117,40 +107,25 @@ def test_a_failed_write_leaves_the_previous_folder(
 
 
 def read_from(folder: Path) -> None:
-    (folder / "absent").read_bytes()
+    (folder.parent / "absent").read_bytes()
 
 
 def copy_to_a_full_disk(folder: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/source", None, str(folder / "a.txt"))
 
 
-def load_damaged_tensors(folder: Path) -> None:
-    (folder.parent / "damaged").write_bytes(b"no tensors")
-    safetensors.torch.load_file(folder.parent / "damaged")
-
-
 def save_below_nothing(folder: Path) -> None:
     safetensors.torch.save_file({}, folder / "absent" / "a.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("act", "told"),
-    [
-        (lambda partial: read_from(partial.parent), "absent: cannot be read (No such file or directory)"),
-        (lambda partial: (partial / "no" / "x").write_bytes(b""), "x: could not be written (No such file"),
-        (copy_to_a_full_disk, "a.txt: could not be written (No space left on device)"),
-        (load_damaged_tensors, "folder: could not be made (Error while deserializing header"),
-        (save_below_nothing, "folder: could not be written (Error while serializing"),
-    ],
-    ids=["read", "write", "full disk", "damaged tensors", "tensors"],
-)
-def test_what_fails_while_a_folder_is_filled_is_told_as_reading_or_as_writing(
-    tmp_path: Path, act: Callable[[Path], object], told: str
+@pytest.mark.parametrize("act", [read_from, copy_to_a_full_disk, save_below_nothing])
+def test_what_fails_while_a_folder_is_filled_is_one_line_with_its_name(
+    tmp_path: Path, act: Callable[[Path], object]
 ) -> None:
-    with pytest.raises(StorageError) as failed, new_folder(tmp_path / "folder") as partial:
+    told = pytest.raises(StorageError, match=r"(No such file|No space|Error while)")
+    with told as failed, new_folder(tmp_path / "folder") as partial:
         act(partial)
-    assert told in str(failed.value)
-    assert str(failed.value).startswith(str(tmp_path))
+    assert str(failed.value).startswith(str(tmp_path / "folder")) and "\n" not in str(failed.value)
     assert not (tmp_path / "folder").exists()
 
 
@@ -167,25 +142,16 @@ def failing(real: Callable[..., Any], call: int) -> Callable[..., Any]:
     return fail_once
 
 
-def cannot_swap(one: Path, other: Path) -> bool:
-    return False
-
-
 # Synced before the folder takes its place: the manifest and its name, then 4 files, 2 folders, and the folder.
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [(os, "fsync", call) for call in range(1, 10)] + [(Path, "rename", 1), (Path, "rename", 2), (Path, "replace", 1)],
 )
-@pytest.mark.parametrize("swaps", [True, False])
 def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, swaps: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
 ) -> None:
     write_folder(tmp_path / "folder", {"old": b"content"})
     with monkeypatch.context() as patch:
-        if not swaps:
-            patch.setattr(atomic, "_swap", cannot_swap)
-        elif name == "rename":  # the swap is the only one
-            patch.setattr(atomic, "_swap", failing(cannot_swap, 1))
         patch.setattr(owner, name, failing(getattr(owner, name), call))
         with pytest.raises(StorageError, match=r"folder.*no space"):
             write_folder(tmp_path / "folder", FILES)
@@ -194,24 +160,8 @@ def test_a_disk_that_fails_while_a_folder_is_finished_leaves_the_previous_one(
     assert [child.name for child in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_replaced_folder_is_never_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "folder", {"old": b"content"})
-    seen = []
-
-    def swap_and_look(one: Path, other: Path) -> bool:
-        seen.append(contents(other))
-        swapped = swap(one, other)
-        seen.append(contents(other))
-        return swapped
-
-    swap = atomic._swap
-    monkeypatch.setattr(atomic, "_swap", swap_and_look)
-    write_folder(tmp_path / "folder", FILES)
-    assert seen == [{"old": b"content"}, FILES], "one step of the file system, on Linux"
-
-
 @pytest.mark.parametrize("clean_up", ["write", "remove_leftovers"])
-def test_where_names_cannot_be_swapped_a_kill_between_two_renames_is_undone(tmp_path: Path, clean_up: str) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(tmp_path: Path, clean_up: str) -> None:
     write_folder(tmp_path / "folder", {"old": b"content"})
     (tmp_path / "folder").rename(tmp_path / ".folder.previous")
     fill(tmp_path / ".folder.partial", FILES)
@@ -300,14 +250,8 @@ def test_a_file_that_was_cut_or_grew_is_detected_and_named(whole: Path, data: st
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 def test_a_missing_file_is_named(copied: Path, name: str) -> None:
     (copied / name).unlink()
-    with pytest.raises(StorageError, match="missing") as caught:
+    with pytest.raises(StorageError, match=f"{copied / name}: missing"):
         verify_folder(copied)
-    assert str(copied / name) in str(caught.value)
-
-
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="missing"):
-        verify_folder(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": 3}', '{"files": {"a.txt": {}}}', '{"files": ["a"]}', ""])

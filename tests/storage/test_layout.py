@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from scale_cli.errors import RunFolderError
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.atomic import new_folder, write_json
+from scale_cli.storage.layout import RunFolder, check_replaceable
 
 
 @pytest.mark.parametrize("name", ["run", "a/b/c", ".", ".."])
@@ -31,3 +32,26 @@ def test_what_is_not_ours_in_the_folder_is_no_matter(tmp_path: Path) -> None:
     (tmp_path / "upscaled" / "inside").symlink_to("../upscaled")
     RunFolder(tmp_path).check()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "upscaled"]
+
+
+def result(folder: Path, kind: str) -> Path:
+    with new_folder(folder) as partial:
+        write_json(partial / "report.json", {"kind": kind})
+    return folder
+
+
+def test_nothing_an_empty_folder_and_an_earlier_result_of_the_kind_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for output in (tmp_path / "absent", tmp_path / "empty", result(tmp_path / "earlier", "scale join")):
+        check_replaceable(output, "scale join")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "empty"]
+
+
+def test_anything_else_is_refused_also_what_somebody_put_beside_a_result(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    write_json(tmp_path / "unlisted" / "report.json", {"kind": "scale join"})
+    result(tmp_path / "other", "scale comparison")
+    (result(tmp_path / "added", "scale join") / "notes.txt").write_text("mine")
+    for name in ("file", "unlisted", "other", "added"):
+        with pytest.raises(RunFolderError, match=rf"^--output .*{name}: holds something other than a scale join"):
+            check_replaceable(tmp_path / name, "scale join")

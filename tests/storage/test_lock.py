@@ -13,8 +13,8 @@ from threading import Lock
 
 import pytest
 
-from scale_cli.storage.atomic import new_folder
-from scale_cli.storage.lock import claimed, make_folder, sole_user
+from scale_cli.errors import StorageError
+from scale_cli.storage.atomic import claimed, new_folder, sole_user
 
 
 def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames_it(tmp_path: Path) -> None:
@@ -36,20 +36,17 @@ def test_each_is_alone_and_gets_a_folder_where_the_one_before_removes_or_renames
     assert len(list(tmp_path.glob("done-*"))) == 1000
 
 
-def test_a_folder_whose_name_cannot_be_made_durable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made_is_named_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    (tmp_path / "file").touch()
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError) as caught:
-        make_folder(tmp_path / "folder")
-    assert caught.value.filename == str(tmp_path)
-
-
-def test_a_file_of_that_name_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "folder").touch()
-    with pytest.raises(NotADirectoryError), sole_user(tmp_path / "folder"):
-        pass
+    for folder in (tmp_path / "file", tmp_path / "new" / "folder"):
+        with pytest.raises(StorageError, match=str(folder)), sole_user(folder):
+            pass
 
 
 def refused_in_another_process(folder: Path, take: str) -> bool:
@@ -58,8 +55,7 @@ def refused_in_another_process(folder: Path, take: str) -> bool:
 import sys
 from pathlib import Path
 from scale_cli.errors import RunFolderError
-from scale_cli.storage.atomic import new_folder
-from scale_cli.storage.lock import claimed
+from scale_cli.storage.atomic import claimed, new_folder
 folder = Path(sys.argv[1])
 try:
     with {take}:

@@ -34,21 +34,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def test_records_are_kept_in_order(path: Path) -> None:
-    write(path, range(1, 5))
-    assert read(path) == [record(step) for step in range(1, 5)]
-
-
-def test_a_record_is_in_the_file_when_append_returns(path: Path) -> None:
+def test_a_record_is_in_the_file_when_append_returns_and_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
     log = MetricsLog(path, resumed_step=0)
-    log.append(record(1))
-    assert read(path) == [record(1)]
-
-
-def test_a_new_run_starts_an_empty_log(path: Path) -> None:
-    write(path, range(1, 5))
+    for step in range(1, 5):
+        log.append(record(step))
+        assert read(path) == [record(earlier) for earlier in range(1, step + 1)]
     MetricsLog(path, resumed_step=0)
     assert read(path) == []
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'{"step": 1e400}', b"[" * 100_000, b"{}", b"3"])
@@ -59,11 +53,6 @@ def test_a_damaged_record_is_named_by_its_line(path: Path, damage: bytes) -> Non
         read_records(path)
     with pytest.raises(StorageError, match=r"metrics.jsonl:3: damaged"):
         MetricsLog(path, resumed_step=1)
-
-
-def test_a_log_makes_its_folder(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / "new" / "metrics.jsonl", resumed_step=3).append(record(4))
-    assert read(tmp_path / "new" / "metrics.jsonl") == [record(4)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -91,28 +80,17 @@ def test_a_run_stopped_anywhere_and_resumed_logs_every_step_once(
     assert read(path) == [record(step) for step in range(1, max_steps + 1)]
 
 
-def test_a_resumed_run_keeps_every_record_of_its_step(path: Path) -> None:
+@pytest.mark.parametrize("due", [False, True])
+def test_a_resumed_run_keeps_every_record_of_its_step_but_an_evaluation_that_is_to_be_made_up_for(
+    path: Path, due: bool
+) -> None:
     log = MetricsLog(path, resumed_step=0)
     for step in (1, 2, 3):
         log.append(record(step))
         log.append({"step": step, "evaluation_nats_per_token": {}})
-    MetricsLog(path, resumed_step=2)
-    assert [entry["step"] for entry in read(path)] == [1, 1, 2, 2]
-
-
-def test_a_run_that_is_to_make_up_for_an_evaluation_drops_the_one_that_is_in_the_log(path: Path) -> None:
-    log = MetricsLog(path, resumed_step=0)
-    for step in (1, 2):
-        log.append(record(step))
-        log.append({"step": step, "evaluation_nats_per_token": {}})
-    MetricsLog(path, resumed_step=2, evaluation_due=True)
-    assert [(entry["step"], "loss" in entry) for entry in read(path)] == [(1, True), (1, False), (2, True)]
-
-
-def test_resuming_leaves_no_partial_file(path: Path) -> None:
-    write(path, range(1, 5))
-    MetricsLog(path, resumed_step=2)
-    assert list(path.parent.iterdir()) == [path]
+    MetricsLog(path, resumed_step=2, evaluation_due=due)
+    kept = [(1, True), (1, False), (2, True), (2, False)]
+    assert [(entry["step"], "loss" in entry) for entry in read(path)] == kept[: 3 if due else 4]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

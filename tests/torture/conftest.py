@@ -26,6 +26,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, *overrides in (("whole",), ("kept", "train.keep_checkpoints=9")):
         runs.upscaled(name)
         done.append(run_verb(*runs.arguments("train", name), *overrides))
+    done.append(run_verb(*runs.arguments("evaluate", "whole")))  # which another evaluation replaces
     for ended in done:
         assert ended.exit_code == 0, ended.printed
     verify(runs.folder("whole").root).require()

@@ -1,6 +1,6 @@
 """Faults at the boundaries of what changes a disk: a process that dies there, a system call that fails there.
 
-Every such call of Python is counted: opening for writing, writing, fsync, renaming, swapping, making, deleting; and the
+Every such call of Python is counted: opening for writing, writing, fsync, renaming, making, deleting; and the
 tensor files, which Rust writes, as one call each. The n-th one is where the fault is.
 """
 
@@ -22,8 +22,6 @@ from typing import Any, NoReturn
 import safetensors.torch
 import transformers.modeling_utils
 from safetensors import SafetensorError
-
-from scale_cli.storage import atomic
 
 # A full disk can still be deleted from.
 _NEEDS_ROOM = ("open", "write", "fsync", "mkdir", "tensors", "rename")
@@ -67,10 +65,8 @@ class _Wrapped:
             setattr(os, name, partial(self.call_on_path, kind, getattr(os, name)))
         os.fsync = partial(self.call_fsync, os.fsync)
         builtins.open = io.open = self.open
-        folders: Any = atomic
         tensors: Any = safetensors.torch
         modelling: Any = transformers.modeling_utils
-        folders._swap = partial(self.call_on_path, "rename", folders._swap)
         tensors.save_file = partial(self.save_tensors, tensors.save_file)  # imported where it is called
         modelling.safe_save_file = partial(self.save_tensors, modelling.safe_save_file)
 
