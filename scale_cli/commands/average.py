@@ -17,7 +17,6 @@ from torch import Tensor
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.same_run import BASE_KEYS, differences
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import MANIFEST, claimed, file_sha256, new_folder, save_tensors, verify_folder, write_text
 from scale_cli.storage.layout import RunFolder
@@ -32,32 +31,33 @@ _CONFIG = "scale.yaml"
 
 @dataclass(frozen=True)
 class AverageSummary:
-    """What was averaged, for the terminal."""
+    """What was averaged."""
 
     folder: Path
     members: tuple[AveragedMember, ...]
-    warnings: list[str]
 
     def lines(self) -> list[str]:
         """Return what went in and by how much, and how to go on."""
         named = [f"averaged       {m.folder}, step {m.step:,}, weight {m.weight:.4g}" for m in self.members]
-        written = f"written        {self.folder} (scale evaluate {self.folder.parent})"
-        return [*named, *(f"warning: {line}" for line in self.warnings), written]
+        return [*named, f"written        {self.folder} (scale evaluate {self.folder.parent})"]
 
 
 def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None) -> AverageSummary:
     """Write the weighted mean of some checkpoints, `final/`s or finished runs to `output/final`."""
-    shares = _shares(len(given), weights)
-    folders = [RunFolder(path).final if RunFolder(path).final.is_dir() else path for path in given]
+    weights = [1.0] * len(given) if weights is None else weights
+    if len(given) < 2:
+        raise ConfigError("CHECKPOINT: give two or more")
+    if len(weights) != len(given) or min(weights) < 0 or not sum(weights):
+        raise ConfigError(f"--weights: give {len(given)}, none below 0 and not all 0")
+    shares = [weight / sum(weights) for weight in weights]
     run = RunFolder(output)
     run.check()
     if run.final.is_dir():
         raise RunFolderError(f"--output {output}: holds a run already; choose another")
-    *others, last = opened = [_open_member(folder) for folder in folders]
+    *others, last = opened = [_open_member(path) for path in given]
     for other in others:
         _check_alike(other, last)
-    model = last.load_to_train()
-    mean = _mean(model, folders, shares)
+    mean = _mean(last.load_to_train(), [member.path for member in opened], shares)
     members = tuple(
         AveragedMember(str(member.path), file_sha256(member.path / MANIFEST), member.state.step, share)
         for member, share in zip(opened, shares, strict=True)
@@ -69,19 +69,11 @@ def average(given: Sequence[Path], output: Path, weights: Sequence[float] | None
         save_tensors(partial / TRAINED, mean)
         AverageRecord(members).save(partial)
         write_text(partial / _CONFIG, dump_config(last.run.config.model_copy(update={"output_dir": run.root})))
-    return AverageSummary(run.final, members, _warnings([member.run.config for member in opened]))
+    return AverageSummary(run.final, members)
 
 
-def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
-    if number < 2:
-        raise ConfigError("CHECKPOINT: give two or more")
-    if weights is not None and (len(weights) != number or min(weights) < 0 or not sum(weights)):
-        raise ConfigError(f"--weights: give {number}, none below 0 and not all 0")
-    given = [1.0] * number if weights is None else weights
-    return [weight / sum(given) for weight in given]
-
-
-def _open_member(folder: Path) -> MethodFolder:
+def _open_member(path: Path) -> MethodFolder:
+    folder = RunFolder(path).final if RunFolder(path).final.is_dir() else path
     if not TrainState.is_in(folder):
         raise RunFolderError(f"{folder}: is neither a checkpoint (checkpoints/step-...), a final/ nor a finished run")
     verify_folder(folder)
@@ -109,10 +101,3 @@ def _mean(model: MethodModel, folders: Sequence[Path], shares: Sequence[float]) 
         for name, parameter in parameters.items():
             sums[name].add_(parameter, alpha=share)
     return {name: total.to(parameters[name].dtype) for name, total in sums.items()}
-
-
-def _warnings(configs: Sequence[RunConfig]) -> list[str]:
-    """Return a line where members may have begun with other random numbers, so that a mean of them is of no model."""
-    if not configs[-1].method.definition.draws_its_start or len({config.seed for config in configs}) == 1:
-        return []
-    return ["their seeds differ, and so do their starts, unless all branched off one trunk (train.init_from)"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 
 from scale_cli.commands.evaluate import EvaluationSummary, evaluate
 from scale_cli.commands.export import (
@@ -31,47 +31,31 @@ from scale_cli.training.tracking import check_trackers
 from scale_cli.upscale.run import Run
 
 
-def run_pipeline(config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = ()) -> Report | None:
+def run_pipeline(
+    config: RunConfig, log: Callable[[str], None], accepted: Collection[str] = (), *, exported: bool = True
+) -> Report | None:
     """Upscale, train (resuming what was interrupted), evaluate and export; return, on the main process, the report."""
-    with _claimed(run := Run(config)):
-        report = _measured(run, log, accepted)
-        on_main(lambda: _show([*_exported(config, log), _next(config)], log))
-    return report
-
-
-def run_without_export(config: RunConfig, log: Callable[[str], None]) -> Report:
-    """Upscale, train (resuming what was interrupted) and evaluate, unless done already, in one process."""
-    with _claimed(run := Run(config)):
-        report = _measured(run, log, ())
-    assert report is not None, "one process is the main one"
-    return report
-
-
-@contextmanager
-def _claimed(run: Run) -> Iterator[None]:
+    run = Run(config)
     on_main(lambda: _check(run))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
-        yield
+        on_main(lambda: _show(_upscaled(run, log), log))
+        log("== train")
+        _show(train(config, "auto", log, accepted).lines(), log)
+        log("== evaluate")
+        if main_decides(lambda: finished_report(config) is None):
+            evaluate(config)
+        report = on_main(lambda: finished_report(config))
+        if report is not None:
+            _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)
+        if exported:
+            on_main(lambda: _show([*_exported(config, log), _next(config)], log))
+    return report
 
 
 def _show(lines: list[str], log: Callable[[str], None]) -> None:
     for line in lines:
         log(line)
-
-
-def _measured(run: Run, log: Callable[[str], None], accepted: Collection[str]) -> Report | None:
-    config = run.config
-    on_main(lambda: _show(_upscaled(run, log), log))
-    log("== train")
-    _show(train(config, "auto", log, accepted).lines(), log)
-    log("== evaluate")
-    if main_decides(lambda: finished_report(config) is None):
-        evaluate(config)
-    report = on_main(lambda: finished_report(config))
-    if report is not None:
-        _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)
-    return report
 
 
 def _check(run: Run) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scale_cli.commands.run import run_without_export
+from scale_cli.commands.run import run_pipeline
 from scale_cli.config.grid import Grid, Values, name_of
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
@@ -41,29 +41,25 @@ class Trial:
     retention_bits_per_byte: float | None = None  # on the same, itself
     failure: str | None = None  # what stopped its training, if anything
 
-    def row(self) -> tuple[str, ...]:
-        """Return the cells of a table."""
-        if self.failure is not None:
-            return (" ".join(self.values), "stopped", "", "")
-        lost = self.retention_bits_per_byte_lost
-        cells = number(self.nats_per_token, 4), number(self.bits_per_byte, 4)
-        return (" ".join(self.values), *cells, "" if lost is None else number(lost, 4, "+"))
-
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What came out, for the terminal."""
+    """What came out, best first."""
 
     folder: Path
     trials: list[Trial]
 
     def lines(self) -> list[str]:
-        """Return a table, best first, and where the report lies."""
-        return [*_table(self.trials).lines(), f"report: {self.folder / 'report.md'}"]
+        return [*self.table().lines(), f"report: {self.folder / 'report.md'}"]
 
-
-def _table(trials: list[Trial]) -> Table:
-    return Table(_TITLES, [trial.row() for trial in trials], "lrrr")
+    def table(self) -> Table:
+        rows = []
+        for trial in self.trials:
+            figures = number(trial.nats_per_token, 4), number(trial.bits_per_byte, 4)
+            lost = trial.retention_bits_per_byte_lost
+            cells = (*figures, "" if lost is None else number(lost, 4, "+"))
+            rows.append((" ".join(trial.values), *(cells if trial.failure is None else ("stopped", "", ""))))
+        return Table(_TITLES, rows, "lrrr")
 
 
 def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], None]) -> SweepSummary:
@@ -80,22 +76,27 @@ def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], Non
         place = f"output_dir={json.dumps(str(whole.output_dir / name_of(values)))}"
         configs.append(load_config(path, [*grid.shared, *values, cache, place]))
         RunFolder(configs[-1].output_dir).check()
-    trials: list[Trial] = []
+    made = SweepSummary(whole.output_dir / "report", [])
     for number_of_run, (values, config) in enumerate(zip(points, configs, strict=True), start=1):
         log(f"==== run {number_of_run} of {len(points)}: {' '.join(values)}")
-        trials.append(_trial(values, config, log))
-        trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
-        _write(whole.output_dir / "report", trials, len(points))
-    return SweepSummary(whole.output_dir / "report", trials)
+        made.trials.append(_trial(values, config, log))
+        made.trials.sort(key=lambda trial: (trial.bits_per_byte is None, trial.bits_per_byte))  # whatever their tokens
+        with new_folder(made.folder) as partial:
+            trials = [asdict(trial) for trial in made.trials]
+            write_json(partial / "report.json", {"runs": len(points), "trials": trials})
+            heading = f"# Sweep\n\n{len(trials)} of {len(points)} runs, best first, by the head that is served."
+            write_text(partial / "report.md", f"{heading}\n\n{made.table().markdown()}\n")
+    return made
 
 
 def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Trial:
     folder = str(config.output_dir)
     try:
-        report = run_without_export(config, log)
+        report = run_pipeline(config, log, exported=False)
     except TrainingError as error:
         log(f"stopped: {error}")
         return Trial(values, folder, failure=str(error))
+    assert report is not None, "one process is the main one"
     learned, kept = (
         [(corpus, corpus.heads[report.served]) for corpus in report.with_role(role)]
         for role in ("acquisition", "retention")
@@ -118,10 +119,3 @@ def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
             return None
         total, num_units = total + figure * units, num_units + units
     return total / num_units if num_units else None
-
-
-def _write(folder: Path, trials: list[Trial], num_runs: int) -> None:
-    with new_folder(folder) as partial:
-        write_json(partial / "report.json", {"runs": num_runs, "trials": [asdict(trial) for trial in trials]})
-        heading = f"# Sweep\n\n{len(trials)} of {num_runs} runs, best first, by the head that is served."
-        write_text(partial / "report.md", f"{heading}\n\n{_table(trials).markdown()}\n")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.commands import sweep as sweeping
-from scale_cli.commands.run import run_without_export
+from scale_cli.commands.run import run_pipeline
 from scale_cli.config.grid import name_of, parse_grid
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
@@ -46,12 +46,12 @@ def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_
 
 
 def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stops_at_a_high_rate(config: RunConfig, say: Any) -> Any:
+    def stops_at_a_high_rate(config: RunConfig, say: Any, **options: Any) -> Any:
         if config.train.lr > 1.0:
             raise NonFiniteError("step 2: loss is nan")
-        return run_without_export(config, say)
+        return run_pipeline(config, say, **options)
 
-    monkeypatch.setattr("scale_cli.commands.sweep.run_without_export", stops_at_a_high_rate)
+    monkeypatch.setattr("scale_cli.commands.sweep.run_pipeline", stops_at_a_high_rate)
     first, last = swept(config, "train.lr=10,1e-3")
     assert (first.failure, last.failure) == (None, "step 2: loss is nan")
 
