@@ -7,7 +7,6 @@ import pytest
 
 from scale_cli.commands.verify import verify
 from tests.torture.tiny_run import Runs, write_base_and_texts
-from tests.torture.verbs import run_verb
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +21,12 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("torture")
     write_base_and_texts(root, num_hidden_layers=2)
     runs = Runs(root, root)
-    done = [run_verb(*runs.arguments("upscale", "upscaled-once"))]
-    for name, *overrides in (("whole",), ("kept", "train.keep_checkpoints=9")):
-        runs.upscaled(name)
-        done.append(run_verb(*runs.arguments("train", name), *overrides))
-    done.append(run_verb(*runs.arguments("evaluate", "whole")))  # which another evaluation replaces
-    for ended in done:
-        assert ended.exit_code == 0, ended.printed
+    runs.do("upscale", "upscaled-once")
+    every = Runs(root, root, ("train.keep_checkpoints=9",))
+    for given, name in ((runs, "whole"), (every, "kept")):
+        given.upscaled(name)
+        given.do("train", name)
+    runs.do("evaluate", "whole")  # which another evaluation replaces
     verify(runs.folder("whole").root).require()
     return runs
 

@@ -1,7 +1,7 @@
-"""Faults at the boundaries of what changes a disk: a process that dies there, a system call that fails there.
+"""What is put into a process: a fault at the n-th call that changes a disk, a signal at a chosen moment.
 
-Every such call of Python is counted: opening for writing, writing, fsync, renaming, making, deleting; and the
-tensor files, which Rust writes, as one call each. The n-th one is where the fault is.
+A fault is a process that dies there, or a system call that fails there. Every such call of Python is counted: opening
+for writing, writing, fsync, renaming, making, deleting; and the tensor files, which Rust writes, as one call each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,9 @@ import safetensors.torch
 import transformers.modeling_utils
 from safetensors import SafetensorError
 
+from scale_cli.data import tokenise
+from scale_cli.training import checkpoint, observing, step
+
 # A full disk can still be deleted from.
 _NEEDS_ROOM = ("open", "write", "fsync", "mkdir", "tensors", "rename")
 KILL = 0
@@ -30,21 +34,13 @@ KILL = 0
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where.
+    """What goes wrong, and where."""
 
-    Args:
-        root: only what happens below it counts.
-        at: which call, counted from 1; 0 for none.
-        error: KILL, or an errno; ENOSPC stays, as a disk stays full; the others happen once.
-        half: a write is done half before.
-        counted: a file for what was counted, [kind, path] of each call, written as it goes.
-    """
-
-    root: Path
-    at: int
-    error: int = KILL
-    half: bool = False
-    counted: Path | None = None
+    root: Path  # only what happens below it counts
+    at: int  # which call, counted from 1; 0 for none
+    error: int = KILL  # or an errno; ENOSPC stays, as a disk stays full; the others happen once
+    half: bool = False  # a write is done half before
+    counted: Path | None = None  # a file for what was counted, [kind, path] of each call, written as it goes
 
     def __call__(self) -> None:
         """Put it into this process."""
@@ -140,3 +136,40 @@ class _Written:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True)
+class SignalAt:
+    """A signal that a process sends to itself, at the n-th call of something."""
+
+    place: str  # `micro-batch`, `evaluation`, `save` or `tokenisation`
+    call: int  # which one, counted from 1
+    number: int  # of the signal
+    times: int = 1  # how often it is sent, one after the other
+
+    def __call__(self) -> None:
+        """Put it into this process."""
+        places: dict[str, tuple[Any, str]] = {
+            "micro-batch": (step, "loss_share"),
+            "evaluation": (observing, "score_corpus"),
+            "save": (checkpoint, "write_checkpoint"),
+            "tokenisation": (tokenise._Shards, "append"),
+        }
+        owner, name = places[self.place]
+        setattr(owner, name, self._signalling(getattr(owner, name)))
+
+    def _signalling(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        num_calls = 0
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == self.call:
+                for _ in range(self.times):
+                    os.kill(os.getpid(), self.number)
+                    time.sleep(0.01)
+                if threading.current_thread() is not threading.main_thread():
+                    time.sleep(0.3)  # the training thread notices while this one is at work
+            return real(*arguments, **options)
+
+        return call

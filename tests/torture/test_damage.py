@@ -84,10 +84,9 @@ def test_resumed_over_a_damaged_checkpoint_a_run_ends_as_the_whole_one(
     for file, damage in ways:
         run = runs.midway("kept", "damaged")
         DAMAGES[damage](run.checkpoint(6) / file)
-        ended = run_verb(*runs.arguments("train", "damaged"))
-        assert ended.exit_code == 0, ended.printed
-        assert f"warning: checkpoint {name} skipped" in ended.printed
-        assert f"resuming       {run.checkpoint(3)}" in ended.printed
+        printed = runs.do("train", "damaged").printed
+        assert f"warning: checkpoint {name} skipped" in printed
+        assert f"resuming       {run.checkpoint(3)}" in printed
         assert_same(run, runs.folder("whole"))
         shutil.rmtree(run.root)
     record_property("resumes over a damaged checkpoint", f"{len(ways)}, none diverged")
@@ -100,8 +99,7 @@ def test_the_newest_good_checkpoint_outlives_damaged_ones_of_later_steps(runs: R
         ended = run_verb(*runs.arguments("train", "damaged"), "train.max_hours=1e-9", "train.keep_checkpoints=1")
         assert ended.exit_code == 0, ended.printed
         assert newest_whole_checkpoint(run)[0] == run.checkpoint(step)
-    runs.finish("damaged")
-    assert_same(run, runs.folder("whole"))
+    runs.finish_as("whole", "damaged")
 
 
 def assert_refused(runs: Runs, verb: str, folder: Path) -> None:
@@ -140,7 +138,7 @@ def test_a_folder_that_someone_put_beside_the_checkpoints_is_neither_used_nor_de
     run = runs.midway("kept", "mine")
     for name in ("step-backup", "step-00000099.old", "notes"):
         shutil.copytree(run.checkpoint(3), run.checkpoints / name)
-    runs.finish("mine")
+    runs.do("train", "mine")
     assert {folder.name for folder in run.checkpoints.iterdir()} >= {"step-backup", "step-00000099.old", "notes"}
     assert run.checkpoint(MAX_STEPS).is_dir()
     assert not run.checkpoint(3).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
@@ -10,11 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from scale_cli.commands.verify import verify
 from scale_cli.storage.layout import RunFolder
 from tests.torture.faults import Fault
-from tests.torture.tiny_run import Runs, assert_same
-from tests.torture.undisturbed import assert_as_undisturbed, beginning, undisturbed, written_by
+from tests.torture.tiny_run import Runs, assert_as_undisturbed, assert_same, beginning, undisturbed
 from tests.torture.verbs import ended_group, run_verb
 
 pytestmark = pytest.mark.long
@@ -34,7 +31,7 @@ def test_killed_at_random_instants_a_run_ends_as_the_whole_one(
     instants = random.Random(0)
     runs.upscaled("timed")
     started_s = time.monotonic()
-    runs.finish("timed")
+    runs.do("train", "timed")
     usual_s = time.monotonic() - started_s
     kills = kills_in_saves = num_runs = 0
     while kills < (200 if in_full else 3):
@@ -43,23 +40,13 @@ def test_killed_at_random_instants_a_run_ends_as_the_whole_one(
             kills += 1
             kills_in_saves += is_in_a_save(run)
             longest_s += usual_s / 10  # or a machine that is busier than it was would never come to a checkpoint
-        runs.finish("killed")
-        assert_same(run, runs.folder("whole"))
-        shutil.rmtree(run.root)
+        runs.finish_as("whole", "killed")
     record_property("SIGKILLs at random instants", f"{kills}, {kills_in_saves} of them in a save, {num_runs} runs")
 
 
-def counted_calls(runs: Runs) -> list[str]:
-    """Return the kinds of calls that change the disk, from the middle checkpoint to the end of a run."""
-    run, counted = runs.midway("kept", "counted"), runs.root / "calls.jsonl"
-    ended = run_verb(*runs.arguments("train", "counted"), hook=Fault(run.root, 0, counted=counted))
-    assert ended.exit_code == 0, ended.printed
-    return [json.loads(line)[0] for line in counted.read_text(encoding="utf-8").splitlines()]
-
-
-def kill_at(runs: Runs, name: str, call: int, *, half: bool = False) -> bool:
+def kill_at(runs: Runs, call: int, *, half: bool = False) -> bool:
     """Kill a run at a boundary; return whether it came so far."""
-    ended = run_verb(*runs.arguments("train", name), hook=Fault(runs.root / name, call, half=half))
+    ended = run_verb(*runs.arguments("train", "killed"), hook=Fault(runs.root / "killed", call, half=half))
     assert ended.exit_code in (0, -9), ended.printed
     return ended.exit_code == -9
 
@@ -68,7 +55,7 @@ def test_killed_at_every_write_fsync_and_rename_a_run_ends_as_the_whole_one(
     runs: Runs, in_full: bool, record_property: Record
 ) -> None:
     """Two saves, one deletion, the log and `final/`; what is killed after one call is killed before the next."""
-    kinds = counted_calls(runs)
+    kinds = undisturbed(runs, "train").calls
     assert {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "tensors"} <= set(kinds)
     # Two threads take turns, so a call more or less may come before; the last ones are past the end then.
     boundaries = range(1, len(kinds) + 3) if in_full else range(30, len(kinds), len(kinds) // 3)
@@ -76,11 +63,9 @@ def test_killed_at_every_write_fsync_and_rename_a_run_ends_as_the_whole_one(
     for call in boundaries:
         halves = (False, True) if call <= len(kinds) and kinds[call - 1] in ("write", "tensors") else (False,)
         for half in halves:
-            run = runs.midway("kept", "killed")
-            kills += kill_at(runs, "killed", call, half=half)
-            runs.finish("killed")
-            assert_same(run, runs.folder("whole"))
-            shutil.rmtree(run.root)
+            runs.midway("kept", "killed")
+            kills += kill_at(runs, call, half=half)
+            runs.finish_as("whole", "killed")
     assert kills >= len(boundaries) - 6
     record_property("kills at boundaries of what is written", f"{kills}, of {len(kinds)} boundaries")
 
@@ -90,31 +75,25 @@ def test_killed_at_every_write_fsync_and_rename_another_verb_does_what_it_would_
     runs: Runs, in_full: bool, record_property: Record, verb: str
 ) -> None:
     expected = undisturbed(runs, verb)
-    calls = range(1, expected.num_calls + 1)
-    for call in calls if in_full else (expected.num_calls - 3,):
-        run = beginning(runs, verb)
-        killed = run_verb(*runs.arguments(verb, "failing"), hook=Fault(run.root, call))
+    num_calls = len(expected.calls)
+    for call in range(1, num_calls + 1) if in_full else (num_calls - 3,):
+        killed = run_verb(*runs.arguments(verb, "failing"), hook=Fault(beginning(runs, verb).root, call))
         assert killed.exit_code == -9, killed.printed
-        again = run_verb(*runs.arguments(verb, "failing"))
-        assert again.exit_code == 0, again.printed
+        runs.do(verb, "failing")
         assert_as_undisturbed(runs, verb, expected)
-        verify(written_by(verb, run)).require()
-        shutil.rmtree(run.root)
-    record_property(f"kills at boundaries of {verb}", expected.num_calls)
+    record_property(f"kills at boundaries of {verb}", num_calls)
 
 
 def test_killed_at_two_boundaries_in_a_row_a_run_ends_as_the_whole_one(
     runs: Runs, in_full: bool, record_property: Record
 ) -> None:
-    num_calls, places = len(counted_calls(runs)), random.Random(1)
+    num_calls, places = len(undisturbed(runs, "train").calls), random.Random(1)
     kills = 0
     for _ in range(60 if in_full else 1):
-        run = runs.midway("kept", "killed")
+        runs.midway("kept", "killed")
         for _ in range(2):
-            kills += kill_at(runs, "killed", places.randrange(1, num_calls))
-        runs.finish("killed")
-        assert_same(run, runs.folder("whole"))
-        shutil.rmtree(run.root)
+            kills += kill_at(runs, places.randrange(1, num_calls))
+        runs.finish_as("whole", "killed")
     record_property("kills at two boundaries in a row", kills)
 
 

@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.torture.signals import SignalAt
+from tests.torture.faults import SignalAt
 from tests.torture.tiny_run import Runs, assert_same
-from tests.torture.verbs import ended_group, run_verb
+from tests.torture.verbs import Ended, ended_group, run_verb
 
 Record = Callable[[str, object], None]
 _GO_ON = "continue with: "
@@ -28,73 +28,63 @@ PLACES = {
 }
 
 
+def stop(runs: Runs, signalled: SignalAt, verb: str = "train") -> Ended:
+    """Let a signal come into a verb of the run `stopped`, which is to end by it."""
+    ended = run_verb(*runs.arguments(verb, "stopped"), hook=signalled)
+    assert ended.exit_code in (0, 128 + signalled.number), ended.printed
+    assert "Traceback" not in ended.printed
+    return ended
+
+
 def test_a_signal_ends_in_a_checkpoint_and_the_resumed_run_as_the_whole_one(
     runs: Runs, in_full: bool, record_property: Record
 ) -> None:
-    for place, (signalled, step) in list(PLACES.items())[: None if in_full else 3]:
+    for signalled, step in list(PLACES.values())[: None if in_full else 3]:
         run = runs.upscaled("stopped")
-        for again in range(2 if in_full else 1):
-            ended = run_verb(*runs.arguments("train", "stopped"), hook=signalled)
-            if again and ended.exit_code == 0:
-                break  # resumed, it did not come to so many
-            assert ended.exit_code == 128 + signalled.number, (place, ended.printed)
-            assert f"{_GO_ON}scale train {runs.config('stopped')} --resume auto\n" in ended.printed
-            assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
-            assert "Traceback" not in ended.printed
-            if step is not None and not again:
-                assert f"after step {step};" in ended.printed
-                assert run.checkpoint(step).is_dir()
-        if not run.final.is_dir():
-            runs.finish("stopped")
-        assert_same(run, runs.folder("whole"))
-        shutil.rmtree(run.root)
+        ended = stop(runs, signalled)
+        assert ended.exit_code, ended.printed
+        assert f"{_GO_ON}scale train {runs.config('stopped')} --resume auto\n" in ended.printed
+        assert f"stopped by {signal.Signals(signalled.number).name}" in ended.printed
+        if step is not None:
+            assert f"after step {step};" in ended.printed
+            assert run.checkpoint(step).is_dir()
+        if in_full:  # once more; resumed, it may not come to so many calls
+            stop(runs, signalled)
+        runs.finish_as("whole", "stopped")
     record_property("signals in warm-up, steps, evaluations and saves", len(PLACES))
 
 
 def test_a_signal_in_every_evaluation_again_and_again_still_comes_to_the_end(runs: Runs) -> None:
     """The first corpus of the evaluation gets done, the second is cut: nothing of it may be logged twice."""
-    run = runs.upscaled("stopped")
-    for _ in range(2):
-        ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("evaluation", 2, signal.SIGTERM))
-        assert ended.exit_code == 143, ended.printed
-        assert "after step 4;" in ended.printed
-    # The evaluation is made up for, logged, and then a step is left: the log is ahead of the checkpoint.
-    ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("micro-batch", 2, signal.SIGTERM))
-    assert "after step 4;" in ended.printed
-    runs.finish("stopped")
-    assert_same(run, runs.folder("whole"))
+    runs.upscaled("stopped")
+    # At last the evaluation is made up for, logged, and then a step is left: the log is ahead of the checkpoint.
+    for place in ("evaluation", "evaluation", "micro-batch"):
+        assert "after step 4;" in stop(runs, SignalAt(place, 2, signal.SIGTERM)).printed
+    runs.finish_as("whole", "stopped")
 
 
 def test_a_second_sigint_stops_at_once_and_the_run_goes_on_from_its_last_checkpoint(runs: Runs) -> None:
     run = runs.upscaled("stopped")
-    ended = run_verb(*runs.arguments("train", "stopped"), hook=SignalAt("micro-batch", 18, signal.SIGINT, times=2))
-    assert ended.exit_code == 130, ended.printed
-    assert _GO_ON not in ended.printed
-    assert "Traceback" not in ended.printed
+    ended = stop(runs, SignalAt("micro-batch", 18, signal.SIGINT, times=2))
+    assert ended.exit_code == 130 and _GO_ON not in ended.printed
     assert not run.checkpoint(4).exists()
-    runs.finish("stopped")
-    assert_same(run, runs.folder("whole"))
+    runs.finish_as("whole", "stopped")
 
 
 def test_a_budget_that_is_over_at_once_still_makes_a_step_each_time(runs: Runs) -> None:
-    run = runs.upscaled("stopped")
+    runs.upscaled("stopped")
+    short = Runs(runs.root, runs.inputs, ("train.max_hours=1e-9",))
     for step in (1, 2):
-        ended = run_verb(*runs.arguments("train", "stopped"), "train.max_hours=1e-9")
-        assert ended.exit_code == 0, ended.printed
-        assert f"train.max_hours are over, after step {step};" in ended.printed
-    runs.finish("stopped")
-    assert_same(run, runs.folder("whole"))
+        assert f"train.max_hours are over, after step {step};" in short.do("train", "stopped").printed
+    runs.finish_as("whole", "stopped")
 
 
 def test_a_signal_while_tokenising_leaves_nothing_that_blocks_the_same_command(runs: Runs) -> None:
-    run = runs.upscaled("stopped")
-    shutil.rmtree(run.tokens)
-    ended = run_verb(*runs.arguments("prepare", "stopped"), hook=SignalAt("tokenisation", 2, signal.SIGTERM))
-    assert ended.exit_code == 143, ended.printed
-    assert "the same command" in ended.printed
-    assert run_verb(*runs.arguments("prepare", "stopped")).exit_code == 0
-    runs.finish("stopped")
-    assert_same(run, runs.folder("whole"))
+    shutil.rmtree(runs.upscaled("stopped").tokens)
+    ended = stop(runs, SignalAt("tokenisation", 2, signal.SIGTERM), "prepare")
+    assert ended.exit_code == 143 and "the same command" in ended.printed
+    runs.do("prepare", "stopped")
+    runs.finish_as("whole", "stopped")
 
 
 def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_property: Record) -> None:
@@ -103,9 +93,10 @@ def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_p
         timed = Runs(runs.root, runs.inputs, (f"train.compile={str(compile_it).lower()}",))
         whole = timed.upscaled("timed")
         started_s = time.monotonic()
-        timed.finish("timed")
+        timed.do("train", "timed")
         usual_s = time.monotonic() - started_s
-        run, stops = timed.upscaled("stopped"), 0
+        timed.upscaled("stopped")
+        stops = 0
         for part in range(num_signals):
             verb = timed.start("stopped")
             verb.process.join(usual_s * (part + 0.5) / num_signals)
@@ -114,10 +105,8 @@ def test_signals_at_any_instant_from_outside(runs: Runs, in_full: bool, record_p
             assert ended.exit_code in (0, 143, -signal.SIGTERM), ended.printed  # before main() runs, the system's way
             assert "Traceback" not in ended.printed
             stops += ended.exit_code != 0
-        timed.finish("stopped")
-        assert_same(run, whole)
-        for folder in (whole.root, run.root):
-            shutil.rmtree(folder)
+        timed.finish_as("timed", "stopped")
+        shutil.rmtree(whole.root)
         record_property(f"SIGTERMs from outside, train.compile {compile_it}", stops)
 
 

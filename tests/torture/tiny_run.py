@@ -6,11 +6,13 @@ import hashlib
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
@@ -19,19 +21,12 @@ from scale_cli.storage.atomic import MANIFEST, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
-from tests.torture.verbs import Verb, run_verb, start_group
+from tests.torture.faults import Fault
+from tests.torture.verbs import Ended, Hook, Verb, run_verb, start_group
 from tests.widening import tiny_llama
 
 # What two identical runs may differ in.
-CLOCK = (
-    "elapsed_s",
-    "tokens_per_s",
-    "data_wait_s",
-    "peak_memory_bytes",
-    "stepping_s",
-    "evaluating_s",
-    "saving_s",
-)
+CLOCK = ("elapsed_s", "tokens_per_s", "data_wait_s", "peak_memory_bytes", "stepping_s", "evaluating_s", "saving_s")
 MAX_STEPS, SAVED_STEPS = 12, (3, 6, 9, 12)
 MIDWAY = 6
 
@@ -66,58 +61,50 @@ def write_config_of_two_steps(root: Path, output: str, sources: list[Any], held_
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one config, each in a folder of its own below `root`.
-
-    Args:
-        root: of the runs.
-        inputs: where the base, the corpora and what `scale upscale` made of them are.
-        overrides: of the config.
-    """
+    """Runs of one config, each in a folder of its own below `root`."""
 
     root: Path
-    inputs: Path
-    overrides: tuple[str, ...] = ()
+    inputs: Path  # where the base, the corpora and what `scale upscale` made of them are
+    overrides: tuple[str, ...] = ()  # of the config
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(self.root / name)
 
     def config(self, name: str) -> Path:
         path = self.root / f"{name}.yaml"
-        source = {"language": "ko"}
-        config = RunConfig.model_validate(
-            {
-                "output_dir": self.root / name,
-                "model": {"base": str(self.inputs / "base")},
-                "method": {"variant": "route", "collaboration": {"layers": "top:1"}},
-                "corpus": {
-                    "sequence_length": 16,
-                    "sources": [
-                        {"name": "one", "path": str(self.inputs / "one.txt"), **source},
-                        {"name": "two", "path": str(self.inputs / "two.txt"), "weight": 0.5, **source},
-                    ],
-                },
-                "train": {
-                    "max_steps": MAX_STEPS,
-                    "global_batch_size": 4,
-                    "micro_batch_size": 1,
-                    "lr": 3e-3,
-                    "warmup_steps": 3,
-                    "log_every_steps": 1,
-                    "save_every_steps": 3,
-                    "keep_checkpoints": 2,
-                    "eval_every_steps": 4,
-                },
-                "evaluation": {
-                    "bootstrap_resamples": 100,
-                    "perplexity": [
-                        {"name": "held", "path": str(self.inputs / "held-out.txt"), "role": "acquisition", **source},
-                        {"name": "kept", "path": str(self.inputs / "one.txt"), "role": "retention", **source},
-                    ],
-                },
-                "export": {"format": "llama"},
-            }
-        )
-        path.write_text(dump_config(config), encoding="utf-8")
+        one, two, held_out = ({"path": str(self.inputs / f"{file}.txt")} for file in ("one", "two", "held-out"))
+        tree = {
+            "output_dir": self.root / name,
+            "model": {"base": str(self.inputs / "base")},
+            "method": {"variant": "route", "collaboration": {"layers": "top:1"}},
+            "corpus": {
+                "sequence_length": 16,
+                "sources": [
+                    {"name": "one", "language": "ko", **one},
+                    {"name": "two", "language": "ko", "weight": 0.5, **two},
+                ],
+            },
+            "train": {
+                "max_steps": MAX_STEPS,
+                "global_batch_size": 4,
+                "micro_batch_size": 1,
+                "lr": 3e-3,
+                "warmup_steps": 3,
+                "log_every_steps": 1,
+                "save_every_steps": 3,
+                "keep_checkpoints": 2,
+                "eval_every_steps": 4,
+            },
+            "evaluation": {
+                "bootstrap_resamples": 100,
+                "perplexity": [
+                    {"name": "held", "language": "ko", "role": "acquisition", **held_out},
+                    {"name": "kept", "language": "ko", "role": "retention", **one},
+                ],
+            },
+            "export": {"format": "llama"},
+        }
+        path.write_text(dump_config(RunConfig.model_validate(tree)), encoding="utf-8")
         return path
 
     def arguments(self, verb: str, name: str) -> list[str]:
@@ -130,10 +117,17 @@ class Runs:
     def start_two(self, name: str) -> list[Verb]:
         return start_group(*self.arguments("train", name), num_processes=2)
 
-    def finish(self, name: str) -> None:
-        """Run to the end, undisturbed."""
-        ended = run_verb(*self.arguments("train", name))
+    def do(self, verb: str, name: str, hook: Hook | None = None) -> Ended:
+        """Run a verb that has to end well."""
+        ended = run_verb(*self.arguments(verb, name), hook=hook)
         assert ended.exit_code == 0, ended.printed
+        return ended
+
+    def finish_as(self, whole: str, name: str) -> None:
+        """Train to the end, undisturbed, compare with another run, and remove the folder."""
+        self.do("train", name)
+        assert_same(self.folder(name), self.folder(whole))
+        shutil.rmtree(self.root / name)
 
     def upscaled(self, name: str) -> RunFolder:
         """Return a run of which only `scale upscale` is done."""
@@ -154,31 +148,21 @@ class Runs:
 def outcome(run: RunFolder) -> dict[str, Any]:
     """Return all that has to be the same in two runs, whatever happened to them on the way."""
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    last = run.checkpoint(MAX_STEPS)
     position = json.loads((run.final / "position.json").read_text(encoding="utf-8"))
+    names = ("trained.safetensors", "token_ledger.json", "corpora.json")
+    last = sorted(run.checkpoint(MAX_STEPS).rglob("*.safetensors"))
     return {
         "metrics": [{key: value for key, value in record.items() if key not in CLOCK} for record in records],
         "position": {key: value for key, value in position.items() if key not in CLOCK},
-        "weights": _hash(run.final / "trained.safetensors"),
-        "moments": _hashes_of_state(last),
-        "ledger": _hash(run.final / "token_ledger.json"),
-        "corpora": _hash(run.final / "corpora.json"),
+        "final": {name: hashlib.sha256((run.final / name).read_bytes()).hexdigest() for name in names},
+        # In what order a file holds its tensors is no matter.
+        "moments": {file.name: {name: tensor_sha256(t) for name, t in _tensors(file)} for file in last},
     }
 
 
-def _hashes_of_state(checkpoint: Path) -> dict[str, dict[str, str]]:
-    """Return the hash of every tensor; in what order a file holds them is no matter."""
-    return {file.name: _hashes_of_tensors(file) for file in sorted(checkpoint.rglob("*.safetensors"))}
-
-
-def _hashes_of_tensors(path: Path) -> dict[str, str]:
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
 
 
 def assert_same(run: RunFolder, whole: RunFolder) -> None:
@@ -189,3 +173,60 @@ def assert_same(run: RunFolder, whole: RunFolder) -> None:
     verify(run.final).require()
     rubbish = [path for path in run.root.rglob(".*") if not path.name.endswith(".progress.json")]
     assert not rubbish, rubbish
+
+
+# A verb that is disturbed, and comes to the same in the end.
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a verb does when nothing is wrong."""
+
+    written: dict[str, str]  # hashes of what it leaves; of `train`, the whole run tells
+    calls: list[str]  # the kinds of its calls that change the disk
+
+
+def beginning(runs: Runs, verb: str) -> RunFolder:
+    """Return a run in which a verb is the next one."""
+    if verb == "train":
+        return runs.midway("kept", "failing")
+    if verb == "prepare":
+        run = runs.upscaled("failing")
+        shutil.rmtree(run.tokens)  # which upscale fills
+        return run
+    return RunFolder(Path(shutil.copytree(runs.root / "whole", runs.root / "failing")))
+
+
+def written_by(verb: str, run: RunFolder) -> Path:
+    return {"prepare": run.tokens, "evaluate": run.evaluation, "export": run.exports}[verb]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return what has to be the same in two results: all but the config, which names its folder, and its hash.
+
+    How far a tokenisation had come may stay written down after its end, where the end was disturbed.
+    """
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in (MANIFEST, "scale.yaml") and file.suffixes != [".progress", ".json"]
+    }
+
+
+def undisturbed(runs: Runs, verb: str) -> Undisturbed:
+    run, counted = beginning(runs, verb), runs.root / "calls.jsonl"
+    runs.do(verb, "failing", Fault(run.root, 0, counted=counted))
+    written = {} if verb == "train" else hashes(written_by(verb, run))
+    shutil.rmtree(run.root)
+    return Undisturbed(written, [json.loads(line)[0] for line in counted.read_text(encoding="utf-8").splitlines()])
+
+
+def assert_as_undisturbed(runs: Runs, verb: str, expected: Undisturbed) -> None:
+    """Compare what a verb has left with what it leaves undisturbed, and remove the folder."""
+    run = runs.folder("failing")
+    if verb == "train":
+        assert_same(run, runs.folder("whole"))
+    else:
+        assert expected.written and hashes(written_by(verb, run)) == expected.written
+        verify(written_by(verb, run)).require()
+    shutil.rmtree(run.root)
