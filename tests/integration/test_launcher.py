@@ -1,4 +1,4 @@
-"""`scale run` as docs/processes.md starts it: by torchrun, in processes of its making."""
+"""`scale run` as docs/processes.md starts it: by torchrun, in processes of its making, and by recipes for clusters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
@@ -62,3 +63,69 @@ def test_a_launched_run_that_diverges_says_so_once(shared_data: Path, tmp_path: 
     assert ended.returncode == 1
     told = [line for line in ended.stderr.splitlines() if line.startswith(("error: ", "stopped by ", "terminate "))]
     assert len(told) == 1 and "not finite" in told[0], ended.stderr
+
+
+# Two machines, both this one. In place of Slurm's programs: start the command on each, name them, note a requeue.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+"$@" & first=$!
+"$@" & second=$!
+wait $first && wait $second
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; echo localhost; else echo "$@" >> "$REQUEUED"; fi
+"""
+LAUNCH = Path(__file__).parents[2] / "scripts" / "launch"
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "export").is_dir() and TrainState.load(RunFolder(folder).final).step > 0
+
+
+def cluster(tmp_path: Path, **variables: str) -> dict[str, str]:
+    programs = tmp_path / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
+
+
+def test_the_slurm_recipe_runs_on_two_machines_and_queues_itself_again_until_the_run_is_done(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one")
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    requeued, folder = tmp_path / "requeued", tmp_path / "run"
+    environment = cluster(tmp_path, SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="x", REQUEUED=str(requeued))
+
+    def submit(hours: str) -> None:
+        command = ["bash", str(LAUNCH / "slurm.sbatch"), str(tmp_path / "run.yaml"), str(folder), hours]
+        subprocess.run(command, env=environment, timeout=PATIENCE_S, check=True)
+
+    submit("1e-9")
+    assert requeued.read_text() == "requeue 7\n" and not finished(folder)
+    submit("1")
+    assert requeued.read_text() == "requeue 7\n" and finished(folder)
+
+
+def test_the_skypilot_recipe_runs_on_two_machines(shared_data: Path, tmp_path: Path) -> None:
+    config = configs_in(tmp_path, shared_data, tmp_path / "tokens")("one")
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    recipe = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    given = {"CONFIG": str(tmp_path / "run.yaml"), "RUN_FOLDER": str(tmp_path / "run")}
+    assert given.keys() <= recipe["envs"].keys()
+    of_cluster = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+    }
+    machines = [
+        subprocess.Popen(
+            ["bash", "-c", recipe["run"]], env=cluster(tmp_path / rank, **given, **of_cluster, SKYPILOT_NODE_RANK=rank)
+        )
+        for rank in ("0", "1")
+    ]
+    assert [machine.wait(PATIENCE_S) for machine in machines] == [0, 0]
+    assert finished(tmp_path / "run")
