@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,11 @@ from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.doubtful import one_document
 from scale_cli.errors import ConfigError, ForgettingError
-from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
-from scale_cli.evaluation.benchmark_summary import Item, MeasuredBenchmarks
-from scale_cli.evaluation.language_confusion import continue_prompts
+from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
+from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.extras import how_to_install, is_installed
 from scale_cli.processes import is_main, main_first, on_main, share, share_of_machine
 from scale_cli.report.figures import save, svg
@@ -65,13 +63,12 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         losses = score_corpus(model, corpus, config.method.router, passes, progress=shown, share=share())
         letters = None
         if answers is not None and asked is not None:
-            letters = continue_prompts(
+            letters = count_letters(
                 answers, HEADS, corpus, final.tokenizer, asked, passes, progress=shown, share=share()
             )
         results.append(summarise(source, losses, letters, num_resamples=num_resamples, seed=config.seed))
-    measured = MeasuredBenchmarks([], [], [], {})
-    if benchmarks is not None:
-        measured = benchmarks.measure(model, final.tokenizer, config)
+    items, skipped = ([], []) if benchmarks is None else benchmarks.measure(model, final.tokenizer, config, share())
+    of_benchmarks, averages = summarise_benchmarks(items, num_resamples=num_resamples, seed=config.seed)
     report = Report(
         variant=config.method.variant,
         served=config.method.definition.served(config.method.settings),
@@ -79,21 +76,20 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
         num_tokens_trained=final.state.num_tokens,
         trained_sha256=trained_sha256(final.path),
         corpora=results,
-        benchmarks=measured.results,
-        benchmark_averages=measured.averages,
-        skipped_benchmarks=measured.skipped,
+        benchmarks=of_benchmarks,
+        benchmark_averages=averages,
+        skipped_benchmarks=skipped,
     )
-    on_main(lambda: write_report(report, config, run.folder.evaluation, measured.items))
+    on_main(lambda: write_report(report, config, run.folder.evaluation, items))
     return EvaluationSummary(run.folder.evaluation, report)
 
 
-def write_report(
-    report: Report, config: RunConfig, folder: Path, items: Mapping[str, list[Item]] | None = None
-) -> None:
+def write_report(report: Report, config: RunConfig, folder: Path, benchmarks: Sequence[BenchmarkItems] = ()) -> None:
     """Write report.{json,md,html}, its picture where that can be drawn, and items/NAME.jsonl of every benchmark."""
     with new_folder(folder) as partial:
-        for name, of_benchmark in (items or {}).items():
-            write_text(partial / "items" / f"{name}.jsonl", "".join(item.to_json_line() for item in of_benchmark))
+        for benchmark in benchmarks:
+            lines = "".join(item.to_json_line() for item in benchmark.items)
+            write_text(partial / "items" / f"{benchmark.name}.jsonl", lines)
         report.save(partial)
         drawn = report.has_trade_off and is_installed("matplotlib")
         write_text(partial / "report.md", markdown(report, config.method, PICTURE if drawn else None))

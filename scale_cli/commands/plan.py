@@ -19,7 +19,7 @@ from scale_cli.data.documents import check_source
 from scale_cli.data.doubtful import idle_settings, num_readings, reading_warnings
 from scale_cli.data.tokens import already_tokenised, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
-from scale_cli.evaluation.benchmark_opening import check_task_file
+from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
 from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory

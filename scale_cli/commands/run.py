@@ -22,7 +22,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.errors import ConfigError
-from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
+from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.atomic import claimed

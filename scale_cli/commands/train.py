@@ -27,7 +27,7 @@ from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
-from scale_cli.evaluation.benchmark_opening import open_benchmarks_of
+from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.hooks import of_final
 from scale_cli.methods.recipes import copy_start
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
@@ -66,7 +66,7 @@ from scale_cli.upscale.window_scores import scores_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
+    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ Shapes: K heads (base, trained), H those and both routing rules, B requests of a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
@@ -26,11 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.errors import RunError
+from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.results import HEADS
-from scale_cli.evaluation.scoring import score_tokens
-from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.evaluation.scoring import observe, score_tokens
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.model.heads import HeadedModel, TokenLogProbs, token_log_probs
+from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.progress import progress_bar
 
@@ -52,18 +53,17 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         max_length: int,  # tokens that the model reads at once
         batch_size: int,  # requests at once
         mixed_precision: str,
+        progress: str | None = None,  # what to call it on a progress bar; None for no bar
         share: Share = ALONE,  # of the batches of requests, that is this process's; every one of them answers them all
     ) -> None:
         super().__init__()
         self.head = "base"
-        self.progress: str | None = None
         self.tokenizer: Any = tokenizer
         self._model, self._router = model, router
         self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
-        self._share = share
+        self._progress, self._share = progress, share
+        self._stderr = sys.stderr  # for the bar; what lm-eval writes there itself goes nowhere
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
-        # The answers of every head by request: several, in turn, where it is asked several times.
-        self._texts: dict[str, dict[tuple[str, str], list[str]]] = {}
 
     @property
     def eot_token_id(self) -> int:
@@ -90,11 +90,6 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             super().loglikelihood(list(unseen.values()), disable_tqdm=True)
         return [(self._scores[request.args][self.head], False) for request in requests]
 
-    def forget(self) -> None:
-        """Drop what has been observed."""
-        self._scores.clear()
-        self._texts.clear()
-
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of both; white space that ends a context goes to the continuation, and may be all of it."""
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
@@ -109,9 +104,7 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
         batches = [longest_first[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
-        with progress_bar(
-            total=len(requests), desc=self.progress, unit=" requests", disable=self.progress is None, leave=False
-        ) as bar:
+        with self._bar(len(requests), " requests") as bar:
             for (text, _context, _continuation), said_1H in shared_out(batches, self._share, self._observe, bar.update):
                 self._scores[text] = dict(zip(HEADS, said_1H[0].tolist(), strict=True))
         return [(self._scores[text][self.head], False) for text, _, _ in requests]
@@ -119,18 +112,12 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
         """Return (1, H) of each request of a batch: what each head and rule of HEADS said of it."""
         rows = [torch.tensor((context + continuation)[-self._max_length - 1 :]) for _, context, continuation in batch]
-        # Padding stands on the right, where causal attention keeps it out of every real position.
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        tokens = observe(self._model, self._mixed_precision, rows)
         ends_B = torch.tensor([len(row) - 1 for row in rows])
         starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
-        at_T = torch.arange(ids.shape[1] - 1)
+        at_T = torch.arange(int(ends_B.max()))
         scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
-        device = next(self._model.parameters()).device
-        ids = ids.to(device)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._mixed_precision == "bf16"):
-            tokens = token_log_probs(self._model, ids[:, :-1], ids[:, 1:])
-        on_cpu = TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu())
-        scores = score_tokens(on_cpu, self._router)
+        scores = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router)
         log_probs = scores.heads | scores.rules
         said_BH = torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
         return said_BH.split(1)
@@ -140,18 +127,9 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         raise NotImplementedError
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Return the chosen head's answer to each request, from what `generate` has collected before."""
-        texts, asked = self._texts[self.head], Counter[tuple[str, str]]()
-        answers = []
-        for request in requests:
-            key = _key(request)
-            answers.append(texts[key][asked[key]])
-            asked[key] += 1
-        return answers
-
-    def generate(self, requests: list[Any]) -> None:
-        """Let every head answer requests, each as often as it is there, by lm-eval's own `hf` model."""
+        """Return the chosen head's answer to each request, by lm-eval's own `hf` model."""
         answering = SelectableHeads(self._model, self._router)
+        answering.head = self.head
         lm_eval_model = HFLM(
             answering,
             backend="causal",
@@ -160,38 +138,38 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             batch_size=self._batch_size,
             mixed_precision_dtype=torch.bfloat16 if self._mixed_precision == "bf16" else None,
         )
-        batches = self._generation_batches(requests, lm_eval_model.max_gen_toks)
 
-        def answered(batch: Sequence[Any]) -> list[Tensor]:
+        def answer(batch: Sequence[int]) -> list[Tensor]:
             torch.manual_seed(_SEED)
-            texts = lm_eval_model.generate_until(list(batch), disable_tqdm=True)
+            texts = lm_eval_model.generate_until([requests[at] for at in batch], disable_tqdm=True)
             return [torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8) for text in texts]
 
-        shown = self.progress is not None
-        with progress_bar(
-            total=len(requests) * len(HEADS), desc=self.progress, unit=" answers", disable=not shown, leave=False
-        ) as bar:
-            for head in HEADS:
-                answering.head = head
-                texts = self._texts.setdefault(head, defaultdict(list))
-                for request, encoded in shared_out(batches, self._share, answered, bar.update):
-                    texts[_key(request)].append(bytes(encoded.tolist()).decode("utf-8", "surrogatepass"))
+        batches, answers = self._generation_batches(requests, lm_eval_model.max_gen_toks), [""] * len(requests)
+        with self._bar(len(requests), f" answers of {self.head}") as bar:
+            for at, encoded in shared_out(batches, self._share, answer, bar.update):
+                answers[at] = bytes(encoded.tolist()).decode("utf-8", "surrogatepass")
+        return answers
 
-    def _generation_batches(self, requests: list[Any], default_length: int) -> list[list[Any]]:
-        """Return requests in batches, cut before they are shared out: no answer hangs on how many share them."""
+    def _generation_batches(self, requests: list[Any], default_length: int) -> list[list[int]]:
+        """Return the places of requests in batches, cut before they are shared out: no answer hangs on how many do."""
         by_options = defaultdict(list)
-        for request in requests:
-            by_options[repr(request.args[1])].append(request)
+        for at, request in enumerate(requests):
+            by_options[repr(request.args[1])].append(at)
         batches = []
         for alike in by_options.values():
-            length = normalize_gen_kwargs(alike[0].args[1], default_length)["max_gen_toks"]
+            length = normalize_gen_kwargs(requests[alike[0]].args[1], default_length)["max_gen_toks"]
             if length >= self._max_length:
                 raise RunError(f"answers of {length:,} tokens are asked of a model that reads {self._max_length:,}")
-            alike.sort(key=lambda request: (-len(self.tok_encode(request.args[0])), request.args[0]))
+            contexts = {at: requests[at].args[0] for at in alike}
+            alike.sort(key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at]))
             batches += [alike[at : at + self._batch_size] for at in range(0, len(alike), self._batch_size)]
         return batches
 
-
-def _key(request: Instance) -> tuple[str, str]:
-    context, options = request.args
-    return context, repr(options)
+    @contextmanager
+    def _bar(self, total: int, unit: str) -> Iterator[Any]:
+        shown = self._progress is not None
+        with (
+            redirect_stderr(self._stderr),
+            progress_bar(total=total, desc=self._progress, unit=unit, disable=not shown, leave=False) as bar,
+        ):
+            yield bar

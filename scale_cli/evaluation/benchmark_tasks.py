@@ -1,11 +1,11 @@
-"""From the benchmarks that a config names to lm-eval's task objects, or to the reason why there is none."""
+"""Benchmarks by lm-eval: its tasks, and their items, answered by every head and marked by lm-eval's metrics."""
 
 from __future__ import annotations
 
-import difflib
 import io
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -15,22 +15,36 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
-import huggingface_hub
 import lm_eval.utils
+import numpy as np
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.safe_yaml import parse, read_text
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.errors import ConfigError, one_line
-from scale_cli.evaluation.benchmark_opening import check_task_file
-from scale_cli.evaluation.results import SkippedBenchmark
+from scale_cli.errors import ConfigError, RunError, one_line
+from scale_cli.evaluation.benchmark_heads import ObservedHeads
+from scale_cli.evaluation.benchmarks import (
+    BenchmarkItems,
+    Item,
+    ItemOutcome,
+    check_task_file,
+    judging_metric,
+    mean_scores,
+)
+from scale_cli.evaluation.results import HEADS, SkippedBenchmark
+from scale_cli.model.heads import HeadedModel
+from scale_cli.processes import Share, is_main
 from scale_cli.progress import progress_bar
+from scale_cli.storage.metrics import Losses
 
-_PROBE_TIMEOUT_S = 5.0
 _FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets knows others, pickles among them
 # lm-eval's own choice wherever few-shot examples are drawn.
 _FEWSHOT_SEED = 1234
@@ -38,6 +52,8 @@ _FEWSHOT_SEED = 1234
 _sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 _sandbox.filters.update(lm_eval.utils.env.filters)
 lm_eval.utils.env = _sandbox
+# By this package lm-eval would download a metric's Python from the hub and run it: importing it fails.
+sys.modules["evaluate"] = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -49,51 +65,94 @@ class Benchmark:
     tasks: dict[str, Any]  # lm-eval's tasks by name; several where the name is that of a group
 
     @property
-    def generates(self) -> bool:
-        """Whether its answers are generated; else they are chosen."""
-        return next(iter(self.tasks.values())).OUTPUT_TYPE == "generate_until"
-
-    @property
     def reports_macro_f1(self) -> bool:
         """Whether lm-eval reports macro-F1 of its tasks, as it does of KoBEST's."""
-        return not self.generates and any(_reports_macro_f1(task) for task in self.tasks.values())
-
-    def seed_examples(self) -> None:
-        """Make lm-eval draw, for the requests that it builds next, the few-shot examples that it drew before."""
-        for task in self.tasks.values():
-            task.set_fewshot_seed(_FEWSHOT_SEED)
+        return any(_reports_macro_f1(task) for task in self.tasks.values())
 
 
-def open_benchmarks(sources: list[BenchmarkSource]) -> tuple[list[Benchmark], list[SkippedBenchmark]]:
-    """Return the benchmarks that can be measured, and those that cannot, where that is not the config's mistake."""
-    benchmarks: list[Benchmark] = []
-    skipped: list[SkippedBenchmark] = []
+@dataclass(frozen=True)
+class OpenedBenchmarks:
+    """The benchmarks of a config, opened."""
+
+    ready: list[Benchmark]  # what can be measured
+    skipped: list[SkippedBenchmark]  # what cannot, and why
+
+    def measure(
+        self,
+        model: HeadedModel,  # in evaluation mode
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        share: Share,
+        max_items: int | None = None,  # of every task
+    ) -> tuple[list[BenchmarkItems], list[SkippedBenchmark]]:
+        """Return every benchmark's items under every head, and what could not be measured."""
+        measured, skipped = [], list(self.skipped)
+        for benchmark in self.ready:
+            answers = ObservedHeads(
+                model,
+                tokenizer,
+                config.method.router,
+                max_length=resolve_max_length(model.config, tokenizer),
+                batch_size=config.evaluation.batch_size,
+                mixed_precision=config.evaluation.mixed_precision,
+                progress=f"evaluating {benchmark.name}" if is_main() else None,
+                share=share,
+            )
+            try:
+                items = measure_items(benchmark, answers, max_items)
+                measured.append(BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1))
+            except RunError as error:
+                skipped.append(SkippedBenchmark(benchmark.name, str(error)))
+        return measured, skipped
+
+    def accuracies(
+        self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, share: Share
+    ) -> Losses:
+        """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
+        measured, _ = self.measure(model, tokenizer, config, share, config.train.eval_max_items)
+        return {benchmark.name: mean_scores(benchmark.items) for benchmark in measured}
+
+
+def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
+    """Open the benchmarks that can be measured; what cannot, where that is not the config's mistake, is told."""
+    opened = OpenedBenchmarks([], [])
     for source in sources:
         check_task_file(source)
     # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
     bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
-    with quiet_lm_eval(), _hub_code_refused():
+    with _quiet_lm_eval():
         for source in bar:
-            opened = _open_named(source) if source.path is None else _open_file(source)
-            if isinstance(opened, SkippedBenchmark):
-                skipped.append(opened)
+            try:
+                tasks = _find_tasks(source) if source.path is None else {source.name: _read_task(source, source.path)}
+                _check_measurable(tasks)
+            except RunError as error:
+                opened.skipped.append(SkippedBenchmark(source.name, str(error)))
+                continue
+            for task in tasks.values():
+                # As lm-eval itself does: a task that says 0 stays at 0.
+                if source.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+                    task.set_config("num_fewshot", source.num_fewshot)
+                if task.get_config("num_fewshot") is None:
+                    task.set_config("num_fewshot", 0)
+            # Items of a group's tasks are pooled, as lm-eval weighs them by size; F1 of different classes cannot be.
+            if any(_reports_macro_f1(task) for task in tasks.values()):
+                opened.ready.extend(Benchmark(name, source, {name: task}) for name, task in tasks.items())
             else:
-                benchmarks.extend(opened)
-    names = [benchmark.name for benchmark in benchmarks]
+                opened.ready.append(Benchmark(source.name, source, tasks))
+    names = [benchmark.name for benchmark in opened.ready]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"evaluation.benchmarks: {twice[0]} is named twice, once within a group")
-    return benchmarks, skipped
+    return opened
 
 
-def _open_file(source: BenchmarkSource) -> list[Benchmark]:
-    """Open a task that the user has written for lm-eval; its data are local files, and no code is run for it."""
-    assert source.path is not None
-    config = parse(read_text(Path(source.path)), source.path)
+def _read_task(source: BenchmarkSource, path: str) -> Any:
+    """Return a task that the user has written for lm-eval; its data are local files, and no code is run for it."""
+    config = parse(read_text(Path(path)), path)
     if not isinstance(config, dict) or {"group", "include"} & config.keys():
-        raise ConfigError(f"{source.path}: not a task of lm-eval that stands by itself")
+        raise ConfigError(f"{path}: not a task of lm-eval that stands by itself")
     form = config.get("dataset_path")
     if form not in _FORMS:
-        raise ConfigError(f"{source.path}: dataset_path: local files are read, as one of {', '.join(_FORMS)}")
+        raise ConfigError(f"{path}: dataset_path: local files are read, as one of {', '.join(_FORMS)}")
 
     def load(**kwargs: Any) -> Any:
         with TemporaryDirectory() as cache:  # nothing of it stays
@@ -103,61 +162,20 @@ def _open_file(source: BenchmarkSource) -> list[Benchmark]:
         for metric in config.get("metric_list") or []:
             if metric.get("aggregation") == "macro_f1":  # which lm-eval's YAML says by naming a function
                 metric["aggregation"] = macro_f1_score
-        task = ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
+        return ConfigurableTask(config=config | {"task": source.name, "custom_dataset": load})
     except Exception as error:  # of lm-eval, of datasets, of a template
-        raise ConfigError(f"{source.path}: {one_line(error)}") from None
-    _set_fewshot(task, source)
-    return [Benchmark(source.name, source, {source.name: task})]
+        raise ConfigError(f"{path}: {one_line(error)}") from None
 
 
-def _open_named(source: BenchmarkSource) -> list[Benchmark] | SkippedBenchmark:
-    manager = _all_tasks()
-    if source.name not in manager.task_index:
-        close = difflib.get_close_matches(source.name, manager.all_tasks, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}{hint}")
+def _find_tasks(source: BenchmarkSource) -> dict[str, Any]:
+    """Return lm-eval's tasks of a name; RunError where they cannot be opened."""
+    if source.name not in _all_tasks().task_index:
+        raise ConfigError(f"evaluation.benchmarks: lm-eval has no task {source.name!r}")
     try:
-        with _as_offline_as_the_hub() as is_online:
-            tasks: dict[str, Any] = manager.load([source.name])["tasks"]
+        tasks: dict[str, Any] = _all_tasks().load([source.name])["tasks"]
     except Exception as error:  # a task is YAML, Python and a download: it may fail in any way, and the rest still run
-        offline = "" if is_online else "its data is not here, and the hub cannot be reached "
-        return SkippedBenchmark(source.name, f"{offline}({one_line(error)})")
-    if (reason := _not_measured(tasks)) is not None:
-        return SkippedBenchmark(source.name, reason)
-    for task in tasks.values():
-        _set_fewshot(task, source)
-    # Items of a group's tasks are pooled, as lm-eval weighs them by size; the F1 of different classes cannot be.
-    if any(_reports_macro_f1(task) for task in tasks.values()):
-        return [Benchmark(name, source, {name: task}) for name, task in tasks.items()]
-    return [Benchmark(source.name, source, tasks)]
-
-
-def _not_measured(tasks: dict[str, Any]) -> str | None:
-    """Return why tasks cannot be measured; None where they can."""
-    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
-    if kinds not in (["multiple_choice"], ["generate_until"]):
-        return f"only multiple choice and generate_until are measured, one at a time, and this is {', '.join(kinds)}"
-    if any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values()):
-        return "it runs code that the model has written"
-    if kinds == ["generate_until"]:
-        metrics = {
-            name: metric for task in tasks.values() for name, metric in getattr(task, "_metric_fn_list", {}).items()
-        }
-        if lacking := sorted(name for name, metric in metrics.items() if metric is None):
-            return f"{lacking[0]} is no metric of lm-eval's own, and no code is fetched from the hub"
-    return None
-
-
-def _set_fewshot(task: Any, source: BenchmarkSource) -> None:
-    # As lm-eval itself does: a task that says 0 stays at 0.
-    if source.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-        task.set_config("num_fewshot", source.num_fewshot)
-    if task.get_config("num_fewshot") is None:
-        task.set_config("num_fewshot", 0)
-
-
-def _reports_macro_f1(task: Any) -> bool:
-    return getattr(task.aggregation().get("f1"), "__name__", None) == "macro_f1_score"
+        raise RunError(one_line(error)) from None
+    return tasks
 
 
 @cache
@@ -165,8 +183,26 @@ def _all_tasks() -> Any:
     return TaskManager()  # reads 14,000 files: seconds, so only for a task by name, and once
 
 
+def _check_measurable(tasks: dict[str, Any]) -> None:
+    kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
+    if kinds not in (["multiple_choice"], ["generate_until"]):
+        named = ", ".join(kinds)
+        raise RunError(f"only multiple choice and generate_until are measured, one at a time, and this is {named}")
+    for task in tasks.values():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise RunError("it runs code that the model has written")
+        for name, metric in getattr(task, "_metric_fn_list", {}).items():
+            # Of a multiple-choice task lm-eval calls no such function.
+            if metric is None and kinds == ["generate_until"]:
+                raise RunError(f"{name} is no metric of lm-eval's own, and no code is fetched from the hub")
+
+
+def _reports_macro_f1(task: Any) -> bool:
+    return task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
+
+
 @contextmanager
-def quiet_lm_eval() -> Iterator[None]:
+def _quiet_lm_eval() -> Iterator[None]:
     """Keep lm-eval's log and progress bars to itself: what matters of them is said in the report."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
@@ -178,42 +214,65 @@ def quiet_lm_eval() -> Iterator[None]:
         logger.setLevel(before)
 
 
-@contextmanager
-def _hub_code_refused() -> Iterator[None]:
-    """Hide the package `evaluate`, by which lm-eval would download a metric's Python and run it.
+def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
+    """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
 
-    Of a multiple-choice task it never calls such a metric: it aggregates the predictions itself.
+    Raises:
+        RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
     """
-    missing = object()
-    before = sys.modules.get("evaluate", missing)
-    sys.modules["evaluate"] = None  # type: ignore[assignment]  # Python's own way to make an import fail
-    try:
-        yield
-    finally:
-        if before is missing:
-            del sys.modules["evaluate"]
-        else:
-            sys.modules["evaluate"] = before  # type: ignore[assignment]
+    limit = min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
+    # Of every task and item what lm-eval logged of each head: once for each filter.
+    logged: dict[tuple[str, int], dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for answers.head in HEADS:
+        for task in benchmark.tasks.values():
+            task.set_fewshot_seed(_FEWSHOT_SEED)  # every head is asked the same
+        with _quiet_lm_eval():
+            found: Any = evaluate(answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0)
+        for name in benchmark.tasks:
+            for sample in found["samples"][name]:
+                logged[name, sample["doc_id"]][answers.head].append(sample)
+    items = []
+    for (name, doc_id), by_head in logged.items():
+        task = benchmark.tasks[name]
+        gold, outcomes = (_chosen if task.OUTPUT_TYPE == "multiple_choice" else _generated)(task, by_head)
+        items.append(Item(name, doc_id, gold, outcomes))
+    if judging_metric(items) is None:
+        raise RunError("lm-eval reports nothing by which an item is right or wrong")
+    return items
 
 
-@contextmanager
-def _as_offline_as_the_hub() -> Iterator[bool]:
-    """Yield whether the hub answers; where it does not, libraries look into their caches and retry nothing."""
-    if _hub_answers():
-        yield True
-        return
-    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield False
-    finally:
-        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], dict[str, ItemOutcome]]:
+    """Return the right choice of an item, and what every head made of it."""
+    sample = by_head["base"][0]
+    if "acc" not in sample:
+        raise RunError(f"lm-eval reports {', '.join(sample['metrics'])} of it, and no acc")
+    choices = task.doc_to_choice(sample["doc"])
+    # Where choices stand in the context (winogrande), what lm-eval calls text is the index of the right one.
+    gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
+    if isinstance(gold, str):
+        gold = choices.index(gold) if gold in choices else -100  # lm-eval's own mark of an answer that is no choice
+    outcomes = {}
+    for head, (of_head, *_) in by_head.items():
+        said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
+        metrics = {name: float(of_head[name]) for name in ("acc", "acc_norm") if name in of_head}
+        outcomes[head] = ItemOutcome(said, int(np.argmax(said)), metrics)
+    return gold, outcomes
 
 
-@cache
-def _hub_answers() -> bool:
-    try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PROBE_TIMEOUT_S)
-    except Exception:  # of whichever HTTP library the installed hub client uses
-        return False
-    return True
+def _generated(task: Any, by_head: dict[str, list[Any]]) -> tuple[str, dict[str, ItemOutcome]]:
+    """Return the answer that was asked for, and every head's, with those metrics that are means, more being better."""
+    means = [
+        metric
+        for metric, aggregated in task.aggregation().items()
+        if getattr(aggregated, "__name__", "") == "mean" and task.higher_is_better().get(metric, True)
+    ]
+    outcomes = {}
+    for head, samples in by_head.items():
+        metrics = {
+            metric if len(samples) == 1 else f"{metric}, {sample['filter']}": float(sample[metric])
+            for sample in samples
+            for metric in means
+            if isinstance(sample.get(metric), int | float | np.number)
+        }
+        outcomes[head] = ItemOutcome([], str(samples[0]["resps"][0][0]), metrics)
+    return str(by_head["base"][0]["target"]), outcomes

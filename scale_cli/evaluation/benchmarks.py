@@ -1,170 +1,202 @@
-"""Benchmarks through lm-eval: every request observed once, every head scored by lm-eval's own metrics."""
+"""From the items of benchmarks to figures, intervals, tests and averages.
+
+`benchmark_tasks.py` measures the items. It imports lm-eval, an extra that takes seconds to import, so it is imported
+only where a config names benchmarks.
+
+Shapes: N items, H heads (in the order of HEADS), R resamples.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from lm_eval.evaluator import evaluate
-from lm_eval.models.utils import resolve_max_length
-from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunError
-from scale_cli.evaluation.benchmark_heads import ObservedHeads
-from scale_cli.evaluation.benchmark_summary import (
-    BenchmarkItems,
-    Item,
-    ItemOutcome,
-    MeasuredBenchmarks,
-    judging_metric,
-    summarise_benchmarks,
+from scale_cli.config.schema import EvaluationConfig
+from scale_cli.config.sources import BenchmarkSource
+from scale_cli.errors import CorpusError
+from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, LanguageAverage
+from scale_cli.evaluation.statistics import (
+    Values,
+    finite,
+    holm,
+    macro_f1,
+    paired_p,
+    percentile_interval,
+    resampled_macro_f1,
+    resampled_means,
 )
-from scale_cli.evaluation.benchmark_tasks import Benchmark, quiet_lm_eval
-from scale_cli.evaluation.results import HEADS, SkippedBenchmark
-from scale_cli.evaluation.statistics import finite
-from scale_cli.model.heads import HeadedModel
-from scale_cli.processes import Share, is_main, share
-from scale_cli.storage.metrics import Losses
+from scale_cli.extras import require
+from scale_cli.report.numbers import Interval
+
+if TYPE_CHECKING:
+    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
+
+
+def check_task_file(source: BenchmarkSource) -> None:
+    """Find out whether the task's file is there, where the config names one."""
+    if source.path is not None and not Path(source.path).is_file():
+        raise CorpusError(f"{source.name}: no such file: {source.path}")
+
+
+def open_benchmarks_of(evaluation: EvaluationConfig) -> OpenedBenchmarks | None:
+    """Open every benchmark that a config names; None where it names none."""
+    if not evaluation.benchmarks:
+        return None
+    require("lm_eval", "evaluation.benchmarks")
+    from scale_cli.evaluation.benchmark_tasks import open_benchmarks
+
+    return open_benchmarks(evaluation.benchmarks)
 
 
 @dataclass(frozen=True)
-class OpenedBenchmarks:
-    """The benchmarks of a config, opened."""
+class ItemOutcome:
+    """What one head made of one item."""
 
-    ready: list[Benchmark]  # what can be measured
-    skipped: list[SkippedBenchmark]  # what cannot, and why
-
-    def measure(self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> MeasuredBenchmarks:
-        """Measure every benchmark under every head of a model in evaluation mode."""
-        measured, skipped = [], list(self.skipped)
-        for benchmark, items in self._items(model, tokenizer, config, share()):
-            if isinstance(items, RunError):
-                skipped.append(SkippedBenchmark(benchmark.name, str(items)))
-            else:
-                measured.append(BenchmarkItems(benchmark.name, benchmark.source, items, benchmark.reports_macro_f1))
-        results, averages = summarise_benchmarks(
-            measured, num_resamples=config.evaluation.bootstrap_resamples, seed=config.seed
-        )
-        return MeasuredBenchmarks(results, averages, skipped, {done.name: done.items for done in measured})
-
-    def accuracies(
-        self, model: HeadedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig, share: Share
-    ) -> Losses:
-        """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
-        return {
-            benchmark.name: {
-                head: finite(float(np.mean([item.heads[head].metrics[judged_by] for item in items]))) for head in HEADS
-            }
-            for benchmark, items in self._items(model, tokenizer, config, share, config.train.eval_max_items)
-            if not isinstance(items, RunError) and (judged_by := judging_metric(items)) is not None
-        }
-
-    def _items(
-        self,
-        model: HeadedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: RunConfig,
-        share: Share,
-        max_items: int | None = None,
-    ) -> Iterator[tuple[Benchmark, list[Item] | RunError]]:
-        """Yield every benchmark with its items, or with the reason why lm-eval cannot measure it."""
-        answers = ObservedHeads(
-            model,
-            tokenizer,
-            config.method.router,
-            max_length=resolve_max_length(model.config, tokenizer),
-            batch_size=config.evaluation.batch_size,
-            mixed_precision=config.evaluation.mixed_precision,
-            share=share,
-        )
-        for benchmark in self.ready:
-            answers.progress = f"evaluating {benchmark.name}" if is_main() else None
-            try:
-                yield benchmark, measure_items(benchmark, answers, max_items)
-            except RunError as error:
-                yield benchmark, error
-            answers.forget()
+    log_likelihoods: list[float]  # of every choice, nats; none where the answer is generated
+    prediction: int | str  # the most likely choice, or what was generated
+    metrics: dict[str, float]  # lm-eval's own, of this item: `acc`, ...
 
 
-def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
-    """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
+@dataclass(frozen=True)
+class Item:
+    """One item under every head."""
 
-    Raises:
-        RunError: lm-eval cannot score a request, or reports nothing by which an item is right or wrong.
-    """
-    tasks, limit = benchmark.tasks, min(benchmark.source.limit or sys.maxsize, max_items or sys.maxsize)
-    benchmark.seed_examples()
-    with quiet_lm_eval():
-        for task in tasks.values():
-            task.build_all_requests(limit=limit)
-    requests = [request for task in tasks.values() for request in task.instances]
-    if benchmark.generates:
-        answers.generate([request for request in requests for _ in range(request.repeats)])
-    else:
-        answers.loglikelihood(requests)
-    samples: dict[str, Any] = {}
-    for head in HEADS:
-        answers.head = head
-        benchmark.seed_examples()
-        with quiet_lm_eval():
-            samples[head] = evaluate(answers, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]
-    items = []
-    for name in tasks:
-        filters = list(dict.fromkeys(sample["filter"] for sample in samples["base"][name]))
-        by_filter = [
-            [[sample for sample in samples[head][name] if sample["filter"] == kept] for head in HEADS]
-            for kept in filters
-        ]
-        if benchmark.generates:
-            for of_item in zip(*(zip(*by_head, strict=True) for by_head in by_filter), strict=True):
-                items.append(_generated_item(tasks[name], name, dict(zip(filters, of_item, strict=True))))
-        else:
-            for logged in zip(*by_filter[0], strict=True):
-                items.append(_item(benchmark, name, dict(zip(HEADS, logged, strict=True))))
-    if judging_metric(items) is None:
-        raise RunError("lm-eval reports nothing by which an item is right or wrong")
-    return items
+    subtask: str  # the task that it is of, where the benchmark is a group
+    doc_id: int
+    gold: int | list[int] | str
+    heads: dict[str, ItemOutcome]
+
+    def to_json_line(self) -> str:
+        """Return it as a line of JSON, in which a log-likelihood of minus infinity is null."""
+        value = asdict(self)
+        for outcome in value["heads"].values():
+            outcome["log_likelihoods"] = [finite(said) for said in outcome["log_likelihoods"]]
+            outcome["metrics"] = {name: finite(score) for name, score in outcome["metrics"].items()}
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _generated_item(task: Any, task_name: str, logged: dict[str, Sequence[dict[str, Any]]]) -> Item:
-    """Return an item whose answers are generated, with those metrics that are means over items, larger being better.
+@dataclass(frozen=True)
+class BenchmarkItems:
+    """All items of one benchmark."""
 
-    Of what lm-eval logged, by filter, under every head.
-    """
-    means = [
-        metric
-        for metric, aggregated in task.aggregation().items()
-        if getattr(aggregated, "__name__", "") == "mean" and task.higher_is_better().get(metric, True)
+    source: BenchmarkSource  # the config's item that it comes from
+    name: str  # in the report: a task of a group may be a benchmark by itself
+    items: list[Item]
+    reports_macro_f1: bool  # whether lm-eval reports macro-F1 of it
+
+
+def judging_metric(items: list[Item]) -> str | None:
+    """Return the first metric by which every item is right, wrong or in between: `acc` of multiple choice."""
+    scores = {metric: _scores(items, metric) for metric in _metrics_of(items)}
+    return next((metric for metric, values in scores.items() if ((values >= 0.0) & (values <= 1.0)).all()), None)
+
+
+def mean_scores(items: list[Item]) -> dict[str, float | None]:
+    """Return every head's mean of the metric by which some items are judged."""
+    metric = judging_metric(items)
+    assert metric is not None, "such items are not measured"
+    return {head: finite(float(np.mean([item.heads[head].metrics[metric] for item in items]))) for head in HEADS}
+
+
+def _metrics_of(items: list[Item]) -> list[str]:
+    """Return the metrics that every item has."""
+    return [
+        name for name in items[0].heads["base"].metrics if all(name in item.heads["base"].metrics for item in items)
     ]
-    samples = next(iter(logged.values()))
-    outcomes = {}
-    for place, head in enumerate(HEADS):
-        metrics = {
-            metric if len(logged) == 1 else f"{metric}, {name}": float(of_filter[place][metric])
-            for name, of_filter in logged.items()
-            for metric in means
-            if isinstance(of_filter[place].get(metric), int | float | np.number)
+
+
+def _scores(items: list[Item], metric: str) -> Values:
+    """Return (N, H) per-item scores."""
+    return np.array([[item.heads[head].metrics[metric] for head in HEADS] for item in items])
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """One metric of every head, and the same of every resample."""
+
+    value_H: Values
+    resampled_RH: Values
+    num_items: int
+
+    def intervals(self) -> dict[str, Interval]:
+        columns = zip(self.value_H, self.resampled_RH.T, strict=True)
+        return {
+            head: percentile_interval(value, resampled_R, self.num_items)
+            for head, (value, resampled_R) in zip(HEADS, columns, strict=True)
         }
-        outcomes[head] = ItemOutcome([], str(samples[place]["resps"][0][0]), metrics)
-    return Item(task_name, samples[0]["doc_id"], str(samples[0]["target"]), outcomes)
+
+    def differences(self) -> dict[str, Interval]:
+        """Return how far every other head is from the base."""
+        from_base = self.value_H - self.value_H[0], self.resampled_RH - self.resampled_RH[:, :1]
+        intervals = _Metric(*from_base, self.num_items).intervals()
+        return {head: intervals[head] for head in HEADS[1:]}
 
 
-def _item(benchmark: Benchmark, task_name: str, logged: dict[str, Any]) -> Item:
-    task, sample = benchmark.tasks[task_name], logged["base"]
-    if "acc" not in sample:
-        raise RunError(f"lm-eval reports {', '.join(sample['metrics'])} of it, and no acc")
-    choices = task.doc_to_choice(sample["doc"])
-    # Where choices stand in the context (winogrande), what lm-eval calls text is the index of the right one.
-    gold = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
-    if isinstance(gold, str):
-        gold = choices.index(gold) if gold in choices else -100  # lm-eval's own mark of an answer that is no choice
-    outcomes = {}
-    for head, of_head in logged.items():
-        said = [float(response[0]) for response in of_head["filtered_resps"][: len(choices)]]
-        metrics = {name: float(of_head[name]) for name in ("acc", "acc_norm") if name in of_head}
-        outcomes[head] = ItemOutcome(said, int(np.argmax(said)), metrics)
-    return Item(task_name, sample["doc_id"], gold, outcomes)
+def summarise_benchmarks(
+    measured: list[BenchmarkItems], *, num_resamples: int, seed: int
+) -> tuple[list[BenchmarkResult], list[LanguageAverage]]:
+    """Return the figures of every benchmark, p-values adjusted over all of them, and the averages per language."""
+    results, judging = [], []
+    for index, benchmark in enumerate(measured):
+        # Each has random numbers of its own: an average over benchmarks needs independent resamples.
+        rng = np.random.default_rng([seed, index])
+        metrics = _resample(benchmark, num_resamples, rng)
+        results.append(_test(benchmark, metrics, rng))
+        judging.append(metrics[results[-1].judged_by])
+    p_holm = {head: holm([result.heads[head].p_value for result in results]) for head in HEADS}
+    adjusted = [
+        replace(result, heads={name: replace(head, p_holm=p_holm[name][index]) for name, head in result.heads.items()})
+        for index, result in enumerate(results)
+    ]
+    averages = [
+        _average(language, [metric for metric, one in zip(judging, results, strict=True) if one.language == language])
+        for language in dict.fromkeys(result.language for result in results)
+    ]
+    return adjusted, averages
+
+
+def _resample(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Metric]:
+    items, metrics = benchmark.items, {}
+    for name in _metrics_of(items):
+        scores_NH = _scores(items, name)
+        metrics[name] = _Metric(scores_NH.mean(axis=0), resampled_means(scores_NH, num_resamples, rng), len(items))
+    if benchmark.reports_macro_f1:
+        gold_N = np.array([item.gold for item in items])
+        predicted_NH = np.array([[item.heads[head].prediction for head in HEADS] for item in items])
+        once_N = np.ones(len(items), dtype=np.int64)
+        value_H = np.array([macro_f1(once_N, gold_N, predicted_N) for predicted_N in predicted_NH.T])
+        metrics["macro_f1"] = _Metric(value_H, resampled_macro_f1(gold_N, predicted_NH, num_resamples, rng), len(items))
+    return metrics
+
+
+def _test(benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random.Generator) -> BenchmarkResult:
+    judged_by = judging_metric(benchmark.items)
+    assert judged_by is not None, "a benchmark without one is not measured"
+    scores_NH = _scores(benchmark.items, judged_by)
+    right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
+    intervals = {name: metric.intervals() for name, metric in metrics.items()}
+    differences = {name: metric.differences() for name, metric in metrics.items()}
+    heads = {"base": BenchmarkHead({name: of_heads["base"] for name, of_heads in intervals.items()}, {})}
+    for head, after_N in zip(HEADS[1:], scores_NH.T[1:], strict=True):
+        heads[head] = BenchmarkHead(
+            metrics={name: of_heads[head] for name, of_heads in intervals.items()},
+            differences={name: of_heads[head] for name, of_heads in differences.items()},
+            gained=int((after_N > scores_NH[:, 0]).sum()) if right_or_wrong else None,
+            lost=int((after_N < scores_NH[:, 0]).sum()) if right_or_wrong else None,
+            p_value=paired_p(scores_NH[:, 0], after_N, rng),
+        )
+    source = benchmark.source
+    return BenchmarkResult(benchmark.name, source.language, source.role, len(benchmark.items), heads, judged_by)
+
+
+def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:
+    mean = _Metric(
+        np.mean([metric.value_H for metric in metrics], axis=0),
+        np.mean([metric.resampled_RH for metric in metrics], axis=0),
+        min(metric.num_items for metric in metrics),
+    )
+    return LanguageAverage(language, len(metrics), mean.intervals(), mean.differences())

@@ -13,7 +13,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.evaluation.statistics import finite, paired_difference
+from scale_cli.evaluation.statistics import Values, finite, paired_difference
 from scale_cli.report.numbers import DASH, Interval, bounds, number, percent, perplexity, worst_document
 from scale_cli.report.tables import Cell, share_cell
 from scale_cli.storage.atomic import file_sha256, is_whole
@@ -21,9 +21,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import RunRecord, trained_sha256
 
 if TYPE_CHECKING:
-    # They import torch, which a finished report does without.
-    from scale_cli.evaluation.language_confusion import Letters
-    from scale_cli.evaluation.scoring import DocumentLosses
+    from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
 
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
@@ -210,34 +208,35 @@ class Report(RunRecord):
 
 
 def summarise(
-    source: EvaluationSource, losses: DocumentLosses, letters: Letters | None = None, *, num_resamples: int, seed: int
+    source: EvaluationSource,
+    losses: DocumentLosses,
+    letters: dict[str, Values] | None = None,  # by head (P, 2): letters in the prompt's script, and letters
+    *,
+    num_resamples: int,
+    seed: int,
 ) -> CorpusResult:
     """Return the figures of one corpus from its documents' losses, and from what was said after its prompts."""
     bits, by_name = losses.num_bytes * math.log(2), losses.heads | losses.rules
 
+    def difference(before_N: Values, after_N: Values, units_N: Values) -> Interval:
+        return paired_difference(before_N, after_N, units_N, num_resamples=num_resamples, seed=seed)
+
+    def in_script(counts_P2: Values) -> Interval:
+        found_P, letters_P = counts_P2[counts_P2[:, 1] > 0].T
+        return difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else Interval(None, None, None)
+
     def head(name: str) -> HeadResult:
-        nats, nats_per_token = by_name[name], losses.nats_per_token(name)
-        per_token, per_byte = (
-            paired_difference(by_name["base"], nats, units, num_resamples=num_resamples, seed=seed)
-            for units in (losses.num_tokens, bits)
-        )
+        base, nats, nats_per_token = by_name["base"], by_name[name], losses.nats_per_token(name)
         return HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
             bits_per_byte=finite(losses.bits_per_byte(name)),
-            nats_per_token_difference=per_token,
-            bits_per_byte_difference=per_byte,
-            worst_document_nats=finite(np.max(nats - by_name["base"])),
+            nats_per_token_difference=difference(base, nats, losses.num_tokens),
+            bits_per_byte_difference=difference(base, nats, bits),
+            worst_document_nats=finite(np.max(nats - base)),
             base_share=losses.base_share(name) if name in losses.served else None,
-            in_script=None if letters is None else in_script(letters, name),
+            in_script=None if letters is None else in_script(letters[name]),
         )
-
-    def in_script(said: Letters, name: str) -> Interval:
-        spoke = said.all[name] > 0
-        if not spoke.any():
-            return Interval(None, None, None)
-        found, of_all = said.in_script[name][spoke], said.all[name][spoke]
-        return paired_difference(np.zeros_like(found), found, of_all, num_resamples=num_resamples, seed=seed)
 
     return CorpusResult(
         name=source.name,
@@ -247,7 +246,7 @@ def summarise(
         num_tokens=int(losses.num_tokens.sum()),
         num_bytes=int(losses.num_bytes.sum()),
         heads={name: head(name) for name in HEADS},
-        num_prompts=0 if letters is None else len(letters.all["base"]),
+        num_prompts=0 if letters is None else len(letters["base"]),
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -57,18 +56,15 @@ class DocumentLosses:
 
     def nats_per_token(self, name: str) -> float:
         """Return what a head, or a rule, pays per token of the corpus."""
-        return float(self._nats(name).sum() / self.num_tokens.sum())
+        return float((self.heads | self.rules)[name].sum() / self.num_tokens.sum())
 
     def bits_per_byte(self, name: str) -> float:
         """Return what a head, or a rule, pays per UTF-8 byte of the corpus."""
-        return float(self._nats(name).sum() / (self.num_bytes * math.log(2)).sum())
+        return float((self.heads | self.rules)[name].sum() / (self.num_bytes * math.log(2)).sum())
 
     def base_share(self, rule: str) -> float:
         """Return the share of tokens that the base head served under a rule."""
         return float(self.served[rule][0].sum() / self.num_tokens.sum())
-
-    def _nats(self, name: str) -> Values:
-        return self.heads[name] if name in self.heads else self.rules[name]
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,11 @@ class Passes:
 
 @dataclass(frozen=True)
 class _Window:
-    """Some consecutive tokens of one document: inputs, and the tokens that follow them."""
+    """Some consecutive tokens of one document, each predicted from those before it, but the first."""
 
     document: int
     start: int
-    input_ids: npt.NDArray[np.int64]
-    next_ids: npt.NDArray[np.int64]
+    ids: Tensor
 
 
 def score_tokens(tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[str] = TWO_HEADS) -> TokenScores:
@@ -117,78 +112,61 @@ def score_corpus(
     share: Share = ALONE,  # of the work, that is this process's; every one of them returns the whole
 ) -> DocumentLosses:
     """Score the first documents of a corpus, or all of them, by a model in evaluation mode."""
-    indices, scores = [], []
-    for index, tokens in score_documents(
-        model, corpus, passes, max_documents=max_documents, progress=progress, share=share
-    ):
-        indices.append(index)
-        scores.append(score_tokens(tokens, router, heads))
+    num_documents, scores = min(len(corpus), max_documents or len(corpus)), []
+    with progress_bar(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
+        for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
+            documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
+            observed = _observe_documents(model, corpus, documents, passes, share)
+            scores += [(index, score_tokens(tokens, router, heads)) for index, tokens in observed]
+            bar.update(len(documents))
     if not scores:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
-    rules = scores[0].rules
+    rules = scores[0][1].rules
     return DocumentLosses(
-        num_tokens=np.asarray([of_one.heads[heads[0]].numel() for of_one in scores], dtype=np.float64),
-        num_bytes=np.asarray([corpus.num_bytes[index] for index in indices], dtype=np.float64),
-        heads={head: np.asarray([-of_one.heads[head].sum().item() for of_one in scores]) for head in heads},
-        rules={rule: np.asarray([-of_one.rules[rule].sum().item() for of_one in scores]) for rule in rules},
+        num_tokens=np.asarray([of_one.heads[heads[0]].numel() for _, of_one in scores], dtype=np.float64),
+        num_bytes=np.asarray([corpus.num_bytes[index] for index, _ in scores], dtype=np.float64),
+        heads={head: np.asarray([-of_one.heads[head].sum().item() for _, of_one in scores]) for head in heads},
+        rules={rule: np.asarray([-of_one.rules[rule].sum().item() for _, of_one in scores]) for rule in rules},
         served={
-            rule: torch.stack([of_one.log_weights[rule].exp().sum(dim=(1, 2)) for of_one in scores], dim=1).numpy()
+            rule: torch.stack([of_one.log_weights[rule].exp().sum(dim=(1, 2)) for _, of_one in scores], dim=1).numpy()
             for rule in rules
         },
     )
 
 
-def score_documents(
-    model: HeadedModel,
-    corpus: TokenisedCorpus,
-    passes: Passes,
-    *,
-    max_documents: int | None = None,
-    progress: str | None = None,
-    share: Share = ALONE,
-) -> Iterator[tuple[int, TokenLogProbs]]:
-    """Yield the place of every document in a corpus, and what the heads say of its tokens; as for `score_corpus`."""
-    num_documents = min(len(corpus), max_documents or len(corpus))
-    with progress_bar(total=num_documents, desc=progress, unit=" docs", disable=progress is None, leave=False) as bar:
-        for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
-            documents = range(first, min(first + _DOCUMENTS_AT_ONCE, num_documents))
-            yield from _score_together(model, corpus, documents, passes, share)
-            bar.update(len(documents))
-
-
-def _score_together(
+def _observe_documents(
     model: HeadedModel, corpus: TokenisedCorpus, documents: range, passes: Passes, share: Share
 ) -> list[tuple[int, TokenLogProbs]]:
-    """Return what the heads said of some documents, each scored window by window."""
+    """Return the places of some documents, and what the heads said of each one's tokens, window by window."""
     windows = [window for index in documents for window in _windows(corpus, index, passes.sequence_length)]
-    sizes = {window.document: window.start + len(window.next_ids) for window in windows}  # the last one's end
-    windows.sort(key=lambda window: (-len(window.input_ids), window.document, window.start))
+    sizes = {window.document: window.start + len(window.ids) - 1 for window in windows}  # the last one's end
+    windows.sort(key=lambda window: (-len(window.ids), window.document, window.start))
     batches = [windows[first : first + passes.batch_size] for first in range(0, len(windows), passes.batch_size)]
+
+    def observe_windows(batch: Sequence[_Window]) -> list[Tensor]:
+        """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
+        tokens = observe(model, passes.mixed_precision, [window.ids for window in batch])
+        said_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT.unsqueeze(0)])
+        return [said_CBT[:, row, : len(window.ids) - 1].T for row, window in enumerate(batch)]
+
     said_CT: dict[int, Tensor] = {}
-    for window, said_TC in shared_out(batches, share, partial(_score_batch, model, passes.mixed_precision)):
+    for window, said_TC in shared_out(batches, share, observe_windows):
         whole_CT = said_CT.setdefault(window.document, torch.empty(said_TC.shape[1], sizes[window.document]))
         whole_CT[:, window.start : window.start + len(said_TC)] = said_TC.T
     return [(index, TokenLogProbs(said_CT[index][:-1, None], said_CT[index][-1:])) for index in sizes]
 
 
-def _score_batch(model: HeadedModel, mixed_precision: str, batch: Sequence[_Window]) -> list[Tensor]:
-    """Return (T, K + 1) for each window: what every head said of its tokens, and the cosine."""
-    device = next(model.parameters()).device
+def observe(model: HeadedModel, mixed_precision: str, rows: Sequence[Tensor]) -> TokenLogProbs:
+    """Return what the heads say of the tokens of some rows, from each one's second; shorter rows are padded."""
     # Padding stands on the right, where causal attention keeps it out of every real position.
-    input_ids, next_ids = (
-        pad_sequence([torch.from_numpy(getattr(window, name)) for window in batch], batch_first=True).to(device)
-        for name in ("input_ids", "next_ids")
-    )
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
-        tokens = token_log_probs(model, input_ids, next_ids)
-    said_CBT = torch.cat([tokens.log_probs_KBT, tokens.cosine_BT.unsqueeze(0)])
-    return [said_CBT[:, row, : len(window.next_ids)].T for row, window in enumerate(batch)]
+    ids = pad_sequence(list(rows), batch_first=True).to(next(model.parameters()).device)
+    with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        return token_log_probs(model, ids[:, :-1], ids[:, 1:])
 
 
 def _windows(corpus: TokenisedCorpus, index: int, sequence_length: int) -> Iterator[_Window]:
-    ids = corpus.document(index).astype(np.int64)
+    ids = torch.from_numpy(corpus.document(index).astype(np.int64))
     if corpus.markers.bos is None and corpus.markers.context is not None:
-        ids = np.concatenate([[corpus.markers.context], ids])
+        ids = torch.cat([torch.tensor([corpus.markers.context]), ids])
     for start in range(0, len(ids) - 1, sequence_length):
-        stop = min(start + sequence_length, len(ids) - 1)
-        yield _Window(index, start, ids[start:stop], ids[start + 1 : stop + 1])
+        yield _Window(index, start, ids[start : start + sequence_length + 1])

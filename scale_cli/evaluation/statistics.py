@@ -11,7 +11,7 @@ Shapes: N documents or items, H heads, U distinct rows, R resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -107,18 +107,12 @@ def percentile_interval(value: float, resampled_R: Values, num_items: int) -> In
     return Interval(float(value), float(low), float(high))
 
 
-def mcnemar_p(gained: int, lost: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test: a fair coin for every item on which two heads disagree."""
-    from scipy import stats
-
-    return 1.0 if gained + lost == 0 else float(stats.binomtest(gained, gained + lost, 0.5).pvalue)
-
-
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:
     """Return the p-value of a paired difference of scores; None where one is not finite.
 
-    McNemar's exact test where items are right or wrong. Where they score in between (truthfulqa_mc2 gives a share of
-    probability), random sign flips of the differences, which is the same test for such scores.
+    McNemar's exact test where items are right or wrong: a fair coin for every item on which the heads disagree. Where
+    they score in between (truthfulqa_mc2 gives a share of probability), random sign flips of the differences, which is
+    the same test for such scores.
     """
     from scipy import stats
 
@@ -126,7 +120,8 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
     if not np.isfinite(difference_N).all():
         return None
     if np.isin(difference_N, (-1.0, 0.0, 1.0)).all():
-        return mcnemar_p(int((difference_N > 0).sum()), int((difference_N < 0).sum()))
+        gained, differing = int((difference_N > 0).sum()), int((difference_N != 0).sum())
+        return float(stats.binomtest(gained, differing, 0.5).pvalue) if differing else 1.0
     tested = stats.permutation_test(
         (difference_N,),
         lambda sample, axis: np.mean(sample, axis=axis),
@@ -139,13 +134,14 @@ def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> flo
     return float(tested.pvalue)
 
 
-def holm(p_values: list[float]) -> list[float]:
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Return p-values adjusted so that, over all of them together, a false difference is shown in at most 5 % of cases.
 
-    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    None stands where nothing was tested. Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
+    tested = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(tested):
+        adjusted[index] = largest = max(largest, min(1.0, (len(tested) - rank) * p))
     return adjusted

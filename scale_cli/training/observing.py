@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import ContinuationsConfig, RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.language_confusion import continuations, prompts_of
+from scale_cli.evaluation.continuations import SelectableHeads, continuations, prompts_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
@@ -27,7 +26,7 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import attending_by_sdpa
 
 if TYPE_CHECKING:
-    from scale_cli.evaluation.benchmarks import OpenedBenchmarks
+    from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks
 
 
 _SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)

@@ -1,14 +1,25 @@
-"""The tasks of configs/benchmarks, on the data that lies beside the repository."""
+"""Tasks of lm-eval on data that is here: those of configs/benchmarks, and small ones by the names of a folder."""
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
+import pytest
 import yaml
+from lm_eval.tasks import TaskManager
+
+from scale_cli.config.sources import BenchmarkSource
+from scale_cli.evaluation import benchmark_tasks
+from scale_cli.evaluation.benchmark_tasks import Benchmark, open_benchmarks
 
 TASKS = Path(__file__).parents[2] / "configs" / "benchmarks"
+MEAN = {"aggregation": "mean", "higher_is_better": True}
+ACCURACY = [{"metric": "acc", **MEAN}]
 
 
 def task_of(shared_data: Path, folder: Path, name: str, *, limit: int | None = None, **keys: Any) -> dict[str, Any]:
@@ -20,7 +31,7 @@ def task_of(shared_data: Path, folder: Path, name: str, *, limit: int | None = N
     return {"name": name, "path": str(path), "language": language, "limit": limit}
 
 
-def some_of_blimp(shared_data: Path, folder: Path, num_of_each: int | None, **keys: Any) -> dict[str, Any]:
+def some_of_blimp(shared_data: Path, folder: Path, num_of_each: int) -> dict[str, Any]:
     """The first pairs of each of BLiMP's paradigms, in one file."""
     lines: list[str] = []
     with zipfile.ZipFile(shared_data / "eval-blimp" / "BLiMP.zip") as archive:
@@ -28,7 +39,40 @@ def some_of_blimp(shared_data: Path, folder: Path, num_of_each: int | None, **ke
             if name.startswith("data/") and name.endswith(".jsonl"):
                 lines += archive.read(name).decode().splitlines()[:num_of_each]
     (folder / "blimp.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    task = task_of(shared_data, folder, "blimp", **keys)
+    task = task_of(shared_data, folder, "blimp")
     path = Path(task["path"])
     path.write_text(path.read_text(encoding="utf-8").replace("blimp.jsonl", str(folder / "blimp.jsonl")))
     return task
+
+
+def opened(task: Any) -> Benchmark:
+    """Open one benchmark, which can be measured."""
+    found = open_benchmarks([BenchmarkSource.model_validate(task)])
+    assert found.skipped == []
+    (benchmark,) = found.ready
+    return benchmark
+
+
+def know_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the YAML files of a folder all the tasks that lm-eval knows by name (its own take seconds), offline."""
+    for constants in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(benchmark_tasks, "_all_tasks", lambda: TaskManager(include_path=folder, include_defaults=False))
+
+
+def add_task(folder: Path, name: str, rows: list[dict[str, Any]], **keys: Any) -> None:
+    """Write a task of multiple choice, or what `keys` say."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": ACCURACY,
+    } | keys
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

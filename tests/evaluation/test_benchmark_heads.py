@@ -1,5 +1,8 @@
+"""What every head says of a request of lm-eval, and what it answers, is what lm-eval's own model of that head does."""
+
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,72 +11,73 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import LlamaConfig
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
-from scale_cli.evaluation.benchmark_tasks import open_benchmarks
-from scale_cli.evaluation.benchmarks import measure_items
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.benchmark_tasks import Benchmark, measure_items
+from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, summarise_benchmarks
+from scale_cli.evaluation.render import markdown, terminal_lines
+from scale_cli.evaluation.results import HEADS, Report
 from scale_cli.export.dense import dense_model
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadLogits
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.tokenizer import load_tokenizer
-from tests.evaluation.task_files import some_of_blimp, task_of
+from tests.evaluation.task_files import MEAN, add_task, know_only, opened, some_of_blimp, task_of
+from tests.evaluation.test_benchmark_tasks import SUMS
+from tests.evaluation.test_render import ROUTE
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
 ROUTER = RouterConfig(prior=0.3, switch_rate=0.01, threshold=0.97)
+STORIES = "ckpt-stories260K"
+BEGUN = [
+    ("Once upon a time, there was a little", "girl named Lily. She loved to play"),
+    ("Tom had a big red", "ball. He liked to play"),
+    ("One day,", "a little girl named Lily went to the park."),
+    ("The dog ran to the", "park."),
+    ("Mom said,", '"I am sorry,'),
+]
 
 
-def sources(shared_data: Path, folder: Path) -> list[dict[str, Any]]:
-    return [
-        some_of_blimp(shared_data, folder, 1),
-        task_of(shared_data, folder, "arc_easy", limit=20, doc_to_text="{{query}}\nAnswer:"),
-        task_of(shared_data, folder, "kobest_copa", limit=20),
-    ]
+@pytest.fixture(scope="module")
+def models(shared_data: Path) -> dict[str, ScaleForCausalLM]:
+    names = (STORIES, "ckpt-eltec")
+    return {name: as_if_trained(widen(real_base(shared_data, name), "route", "top:1")) for name in names}
 
 
-def trained(shared_data: Path, checkpoint: str) -> ScaleForCausalLM:
-    return as_if_trained(widen(real_base(shared_data, checkpoint), "route", "top:1"))
-
-
-def answering(
-    shared_data: Path, checkpoint: str, model: Any, max_length: int = 512, batch_size: int = 8, share: Share = ALONE
-) -> ObservedHeads:
+def answering(shared_data: Path, model: Any, checkpoint: str = STORIES, **settings: Any) -> ObservedHeads:
     tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
-    return ObservedHeads(
-        model, tokenizer, ROUTER, max_length=max_length, batch_size=batch_size, mixed_precision="no", share=share
-    )
+    given: dict[str, Any] = {"max_length": 512, "batch_size": 8, "mixed_precision": "no"} | settings
+    return ObservedHeads(model, tokenizer, ROUTER, **given)
 
 
 def asked(*texts: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, text, index) for index, text in enumerate(texts)]
 
 
-def opened(source: dict[str, Any]) -> Any:
-    (benchmark,), _ = open_benchmarks([BenchmarkSource.model_validate(source)])
-    return benchmark
-
-
-@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])
+@pytest.mark.parametrize("checkpoint", [STORIES, "ckpt-eltec"])
 def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the_base_head_as_the_base(
-    shared_data: Path, tmp_path: Path, checkpoint: str
+    shared_data: Path, tmp_path: Path, models: dict[str, ScaleForCausalLM], checkpoint: str
 ) -> None:
-    model = trained(shared_data, checkpoint)
-    answers = answering(shared_data, checkpoint, model, max_length=model.base.config.max_position_embeddings)
+    model = models[checkpoint]
+    answers = answering(shared_data, model, checkpoint, max_length=model.base.config.max_position_embeddings)
     dense_model(model, "float32").save_pretrained(tmp_path)
     answers.tokenizer.save_pretrained(tmp_path)
     folders = {"adapted": str(tmp_path), "base": str(shared_data / checkpoint / "hf")}
     theirs = {head: HFLM(folder, device="cpu", dtype="float32", batch_size=8) for head, folder in folders.items()}
-    measured = sources(shared_data, tmp_path)
-    for source in measured if checkpoint == "ckpt-stories260K" else measured[1:]:
+    sources = [
+        task_of(shared_data, tmp_path, "arc_easy", limit=10, doc_to_text="{{query}}\nAnswer:"),
+        task_of(shared_data, tmp_path, "kobest_copa", limit=10),
+        *([some_of_blimp(shared_data, tmp_path, 1)] if checkpoint == STORIES else []),
+    ]
+    for source in sources:
         benchmark = opened(source)
         items = measure_items(benchmark, answers)
         (task,) = benchmark.tasks.values()
@@ -87,21 +91,20 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
                 assert item.heads[head].metrics["acc"] == float(np.argmax(said) == item.gold)
 
 
-def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(shared_data: Path) -> None:
-    model = trained(shared_data, "ckpt-stories260K")
-    folder = str(shared_data / "ckpt-stories260K" / "hf")
+def test_what_is_too_long_loses_the_tokens_that_it_loses_in_lm_eval(
+    shared_data: Path, models: dict[str, ScaleForCausalLM]
+) -> None:
     requests = asked(("Once upon a time there was a cat. " * 8, " It sat."), ("", " The cat sat."), ("<s>One", " day"))
-    answers = answering(shared_data, "ckpt-stories260K", model, max_length=32)
-    hf = HFLM(folder, device="cpu", dtype="float32", max_length=32, batch_size=4)
+    answers = answering(shared_data, models[STORIES], max_length=32)
+    hf = HFLM(str(shared_data / STORIES / "hf"), device="cpu", dtype="float32", max_length=32, batch_size=4)
     ours = [said for said, _ in answers.loglikelihood(requests)]
     theirs = [said for said, _ in hf.loglikelihood(requests, disable_tqdm=True)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_context_of_white_space_alone_loses_no_token(shared_data: Path) -> None:
+def test_a_context_of_white_space_alone_loses_no_token(shared_data: Path, models: dict[str, ScaleForCausalLM]) -> None:
     """A tokenizer without BOS puts nothing before a text, and lm-eval the white space before the continuation."""
-    model = trained(shared_data, "ckpt-eltec")
-    answers = answering(shared_data, "ckpt-eltec", model)
+    answers = answering(shared_data, models["ckpt-eltec"], "ckpt-eltec")
     assert not answers.tok_encode("")
     requests = asked((" ", "The old house."), ("", " The old house."), ("\n\n", "The"), ("", "\n\nThe"))
     white, empty, white_2, empty_2 = (said for said, _ in answers.loglikelihood(requests))
@@ -132,20 +135,15 @@ def by_hand(
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_router_judges_context_and_continuation_and_the_score_is_the_continuations(
-    shared_data: Path, batch_size: int
+    shared_data: Path, models: dict[str, ScaleForCausalLM], batch_size: int
 ) -> None:
-    model = trained(shared_data, "ckpt-stories260K")
-    answers = answering(shared_data, "ckpt-stories260K", model, batch_size=batch_size)
-    texts = [
-        ("Once upon a time, there was a little girl", " named Lily."),
-        ("Anna", " sat down and was sad."),
-        ("", " A"),
-    ]
+    answers = answering(shared_data, models[STORIES], batch_size=batch_size)
+    texts = [("Once upon a time, there was a little girl", " named Lily."), ("Anna", " sat down, sad."), ("", " A")]
     for text in texts:
         ids = answers.tok_encode("".join(text), add_special_tokens=False)
         start = len(answers.tok_encode(text[0])) if text[0] else 0
         context = ids[:start] or [answers.prefix_token_id]
-        expected = by_hand(model, context, ids[start:], ROUTER)
+        expected = by_hand(models[STORIES], context, ids[start:], ROUTER)
         got = {}
         for answers.head in HEADS:
             got[answers.head] = answers.loglikelihood(asked(*texts))[texts.index(text)][0]
@@ -170,21 +168,21 @@ class CountingHeads:
         return lambda at: [even[:, at], torch.full_like(even[:, at], math.nan)]
 
 
-def test_a_request_is_observed_once_for_all_heads(shared_data: Path) -> None:
+def test_every_head_is_asked_the_same_and_a_request_is_observed_once_for_all(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know_only(tmp_path, monkeypatch)
+    add_task(tmp_path, "sums", SUMS)
     model = CountingHeads()
-    answers = answering(shared_data, "ckpt-stories260K", model)
-    requests = asked(("One", " day"), ("One", " night"), ("One", " day"))
-    for answers.head in HEADS:
-        answers.loglikelihood(requests)
-    assert model.num_rows == 2
+    measure_items(opened({"name": "sums", "num_fewshot": 2}), answering(shared_data, model))
+    assert model.num_rows == 2 * len(SUMS), "two choices each"
 
 
 def test_a_broken_head_says_minus_infinity_and_routing_survives_it(shared_data: Path) -> None:
-    answers = answering(shared_data, "ckpt-stories260K", CountingHeads())
+    answers = answering(shared_data, CountingHeads())
     got = {}
     for answers.head in HEADS:
-        ((got[answers.head], is_greedy),) = answers.loglikelihood(asked(("One fine", " day")))
-        assert not is_greedy
+        ((got[answers.head], _),) = answers.loglikelihood(asked(("One fine", " day")))
     num_tokens = -got["base"] / math.log(CountingHeads.config.vocab_size)
     assert got["adapted"] == -math.inf
     assert got["cosine"] == got["base"]
@@ -193,26 +191,97 @@ def test_a_broken_head_says_minus_infinity_and_routing_survives_it(shared_data: 
 
 @pytest.mark.parametrize(("max_length", "continuation"), [(2, " a long day it was"), (64, "")])
 def test_a_continuation_that_cannot_be_scored_is_named(shared_data: Path, max_length: int, continuation: str) -> None:
-    answers = answering(shared_data, "ckpt-stories260K", CountingHeads(), max_length=max_length)
+    answers = answering(shared_data, CountingHeads(), max_length=max_length)
     with pytest.raises(RunError, match=f"{continuation!r} after 'One'"):
         answers.loglikelihood(asked(("One", continuation)))
 
 
-def test_several_processes_that_share_the_requests_answer_as_one_does(
-    shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = trained(shared_data, "ckpt-stories260K")
-    requests = asked(
-        *((f"Once upon a time {word}", " there was a cat" * count) for count, word in enumerate("abcde", 1))
-    )
+@pytest.fixture
+def make_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A task whose answers are generated."""
+    know_only(tmp_path, monkeypatch)
 
-    def answers(share: Share) -> list[list[tuple[float, bool]]]:
-        heads = answering(shared_data, "ckpt-stories260K", model, batch_size=2, share=share)
-        answered = []
+    def make(**keys: Any) -> Benchmark:
+        config = {
+            "output_type": "generate_until",
+            "doc_to_choice": None,
+            "doc_to_text": "{{begun}}",
+            "doc_to_target": "{{ended}}",
+            "generation_kwargs": {"until": ["\n", " and", ". "], "max_gen_toks": 24, "do_sample": False},
+            "filter_list": [
+                {"name": "first-words", "filter": [{"function": "regex", "regex_pattern": r"^\s*(\S+ \S+)"}]},
+                {"name": "whole", "filter": [{"function": "take_first"}]},
+            ],
+            "metric_list": [
+                {"metric": "exact_match", **MEAN, "ignore_case": True, "ignore_punctuation": True},
+                {"metric": "bleu", "aggregation": "bleu", "higher_is_better": True},
+            ],
+        } | keys
+        add_task(tmp_path, "endings", [{"begun": begun, "ended": ended} for begun, ended in BEGUN], **config)
+        return opened("endings")
+
+    return make
+
+
+def texts_of(items: list[Item], head: str) -> list[int | str]:
+    return [item.heads[head].prediction for item in items]
+
+
+def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, shared_data: Path) -> None:
+    """The base, and the model as it serves, each by lm-eval's `hf` model as if nobody had heard of heads."""
+    model = as_if_trained(widen(real_base(shared_data, STORIES), "route", "top:1"), std=0.15)
+    benchmark = make_task()
+    tokenizer, served = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf"))), model
+    answers = ObservedHeads(model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no")
+    items = measure_items(benchmark, answers)
+    for head, alone in (("base", served.base), ("posterior", served)):
+        theirs = HFLM(alone, backend="causal", tokenizer=tokenizer, max_length=128, batch_size=2)
+        found: Any = evaluate(theirs, {"tasks": benchmark.tasks}, bootstrap_iters=0)
+        logged = [sample for sample in found["samples"]["endings"] if sample["filter"] == "whole"]
+        assert texts_of(items, head) == [sample["resps"][0][0] for sample in logged]
+        for kept in ("first-words", "whole"):
+            mean = np.mean([item.heads[head].metrics[f"exact_match, {kept}"] for item in items])
+            assert mean == pytest.approx(found["results"]["endings"][f"exact_match,{kept}"])
+    assert len({tuple(texts_of(items, head)) for head in HEADS}) > 1, "heads that differ"
+    assert all(len(outcome.metrics) == 2 for item in items for outcome in item.heads.values()), "bleu is no mean"
+    assert not any(stop in str(text) for text in texts_of(items, "base") for stop in ("\n", " and", ". "))
+
+    results, averages = summarise_benchmarks(
+        [BenchmarkItems(benchmark.source, benchmark.name, items, False)], num_resamples=200, seed=0
+    )
+    assert results[0].judged_by == "exact_match, first-words"
+    report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert "| endings | 5 | exact_match, first-words |" in markdown(report, ROUTE, None).replace("\\", "")
+    assert any("exact_match, whole" in line for line in terminal_lines(report))
+
+
+def test_a_generative_task_that_says_nothing_of_right_or_wrong_or_asks_too_much_is_one_line(
+    make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM]
+) -> None:
+    benchmark = make_task(metric_list=[{"metric": "bleu", "aggregation": "bleu", "higher_is_better": True}])
+    with pytest.raises(RunError, match="lm-eval reports nothing by which an item is right or wrong"):
+        measure_items(benchmark, answering(shared_data, models[STORIES]))
+    with pytest.raises(RunError, match="answers of 24 tokens are asked of a model that reads 24"):
+        measure_items(benchmark, answering(shared_data, models[STORIES], max_length=24))
+
+
+def test_several_processes_that_share_the_requests_answer_as_one_does(
+    make_task: Any, shared_data: Path, models: dict[str, ScaleForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = asked(*((f"Once upon a time {word}", " there was a cat" * count) for count, word in enumerate("abcde", 1)))
+    (task,) = make_task(generation_kwargs={"until": ["."], "max_gen_toks": 6, "do_sample": False}).tasks.values()
+    task.build_all_requests()
+    generated = [request for request in task.instances for _ in range(2)]  # as of a task that repeats them
+
+    def answers(share: Share) -> list[Any]:
+        heads = answering(shared_data, models[STORIES], batch_size=2, share=share)
+        answered: list[Any] = [heads.generate_until(generated)]
         for heads.head in HEADS:
-            answered.append(heads.loglikelihood(requests))
+            answered.append(heads.loglikelihood(scored))
         return answered
 
     alone = answers(ALONE)
-    assert in_processes(monkeypatch, 2, answers) == [alone, alone]
+    assert len(alone[0]) == 2 * len(BEGUN) and any(alone[0])
+    assert in_processes(monkeypatch, 2, answers) == [alone] * 2
     assert in_processes(monkeypatch, 4, answers) == [alone] * 4  # more processes than batches

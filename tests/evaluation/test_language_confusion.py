@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scale_cli.config.schema import ContinuationsConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
-from scale_cli.evaluation.language_confusion import Letters, continue_prompts, scripts_of
+from scale_cli.evaluation.continuations import SelectableHeads, count_letters, scripts_of
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import Passes
-from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.evaluation.statistics import Values
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import ALONE, Share
@@ -73,10 +73,12 @@ def tokenizer_of(shared_data: Path) -> Any:
     return load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf")))
 
 
-def counted(model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, share: Share = ALONE) -> Letters:
+def counted(
+    model: ScaleForCausalLM, corpus: TokenisedCorpus, shared_data: Path, share: Share = ALONE
+) -> dict[str, Values]:
     answers = SelectableHeads(model, RouterConfig())
     passes = Passes(sequence_length=64, batch_size=2, mixed_precision="no")
-    return continue_prompts(answers, HEADS, corpus, tokenizer_of(shared_data), ASKED, passes, share=share)
+    return count_letters(answers, HEADS, corpus, tokenizer_of(shared_data), ASKED, passes, share=share)
 
 
 def test_letters_are_those_of_the_heads_own_greedy_continuations(
@@ -100,8 +102,8 @@ def test_letters_are_those_of_the_heads_own_greedy_continuations(
             expected[name].append((sum(letter.isascii() == is_latin for letter in letters), len(letters)))
     assert len(expected["base"]) == 5, "a text without a letter is no prompt"
     for name, counts in expected.items():
-        assert sorted(zip(said.in_script[name], said.all[name], strict=True)) == sorted(counts)
-    assert set(said.all) == set(HEADS)
+        assert said[name].tolist() == [list(count) for count in counts]
+    assert set(said) == set(HEADS)
 
 
 def test_the_counts_do_not_hang_on_how_many_processes_share_the_prompts(
@@ -111,5 +113,4 @@ def test_the_counts_do_not_hang_on_how_many_processes_share_the_prompts(
     together = in_processes(monkeypatch, 4, lambda share: counted(model, corpus, shared_data, share))  # one has none
     for letters in together:
         for name in HEADS:
-            np.testing.assert_array_equal(letters.in_script[name], alone.in_script[name])
-            np.testing.assert_array_equal(letters.all[name], alone.all[name])
+            np.testing.assert_array_equal(letters[name], alone[name])

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.evaluation.language_confusion import Letters
 from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
@@ -66,8 +65,9 @@ def report(served: str = "posterior", **of_losses: Any) -> Report:
 
 def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_said_any() -> None:
     said = {"base": [9.0, 0.0], "adapted": [1.0, 1.0], "posterior": [10.0, 10.0], "cosine": [0.0, 0.0]}
-    of_all = {name: np.array([10.0, 10.0]) for name in HEADS} | {"cosine": np.zeros(2)}
-    letters = Letters({name: np.array(counts) for name, counts in said.items()}, of_all)
+    letters = {
+        name: np.array([counts, [0.0, 0.0] if name == "cosine" else [10.0, 10.0]]).T for name, counts in said.items()
+    }
     source = EvaluationSource(name="petitions", path="unused.txt", language="ko", role="acquisition")
     of_corpus = summarise(source, losses(0, 2.0), letters, num_resamples=200, seed=0)
     shares = {name: head.in_script.value for name, head in of_corpus.heads.items() if head.in_script is not None}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
+from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.scoring import TWO_HEADS
-from scale_cli.evaluation.selectable_heads import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_cli.evaluation.selectable_heads import SelectableHeads
+from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routing
 from scale_cli.model.heads import token_log_probs

@@ -1,24 +1,41 @@
 """Every head of a model, and every routing rule over them, as a model that transformers' `generate` takes.
 
-Shapes: K heads, B batch, T positions, V vocabulary.
+Language confusion is counted with it: of the letters that each head goes on with after a held-out prompt, those in the
+prompt's script. A letter's script is the first word of its name in Unicode, after compatibility forms have become plain
+ones; Han and kana, which Japanese mixes, are one. What is no letter of a script (digits, signs, half a character) is
+not counted.
+
+Shapes: K heads, B batch, T positions, V vocabulary; P prompts, H heads and rules.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scale_cli.evaluation.scoring import TWO_HEADS
+from scale_cli.config.schema import ContinuationsConfig
+from scale_cli.data.tokens import TokenisedCorpus
+from scale_cli.evaluation.scoring import TWO_HEADS, Passes
+from scale_cli.evaluation.statistics import Values
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, HeadLogits, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
+from scale_cli.processes import ALONE, Share, shared_out
+from scale_cli.progress import progress_bar
+
+_HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
 
 
 def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
@@ -114,3 +131,95 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         )
         cache.router = routed.memory
         return routed.scores_BTV
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a document."""
+
+    ids: list[int]
+    script: str  # of most of its letters
+
+
+def count_letters(
+    answers: SelectableHeads,
+    names: Sequence[str],  # of the heads and rules that are asked
+    corpus: TokenisedCorpus,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ContinuationsConfig,
+    passes: Passes,  # how many prompts at once, and how precisely
+    *,
+    progress: str | None = None,  # what to call it on a progress bar; None for no bar
+    share: Share = ALONE,  # of the prompts' batches, that is this process's; every one of them returns the whole
+) -> dict[str, Values]:
+    """Return of each head (P, 2): after every prompt, its letters in the prompt's script, and all its letters."""
+    prompts = list(prompts_of(corpus, tokenizer, asked))
+    longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place].ids))
+    batches = [longest_first[at : at + passes.batch_size] for at in range(0, len(prompts), passes.batch_size)]
+
+    def count(batch: Sequence[int]) -> list[Tensor]:
+        """Return (H, 2) of every prompt."""
+        begun = [prompts[place] for place in batch]
+        said = [
+            continuations(answers, name, tokenizer, asked.new_tokens, passes.mixed_precision, begun) for name in names
+        ]
+        scripts = [[scripts_of(text) for text in of_prompt] for of_prompt in zip(*said, strict=True)]
+        return [
+            torch.tensor([(of_head.count(prompt.script), len(of_head)) for of_head in of_prompt])
+            for prompt, of_prompt in zip(begun, scripts, strict=True)
+        ]
+
+    counts_PH2 = np.empty((len(prompts), len(names), 2))
+    with progress_bar(total=len(prompts), desc=progress, unit=" prompts", disable=progress is None, leave=False) as bar:
+        for place, counts_H2 in shared_out(batches, share, count, bar.update):
+            counts_PH2[place] = counts_H2
+    return {name: counts_PH2[:, column] for column, name in enumerate(names)}
+
+
+def prompts_of(corpus: TokenisedCorpus, tokenizer: Any, asked: ContinuationsConfig) -> Iterator[Prompt]:
+    """Yield the beginnings of a corpus's first documents that have a letter."""
+    num_found, markers = 0, corpus.markers
+    before = [markers.context] if markers.bos is None and markers.context is not None else []
+    for index in range(len(corpus)):
+        if num_found == asked.prompts:
+            return
+        ids = corpus.document(index).tolist()[: asked.prompt_tokens]
+        if ids and ids[-1] == markers.eos:
+            ids = ids[:-1]  # of a document that is shorter
+        if scripts := scripts_of(tokenizer.decode(ids, skip_special_tokens=True)):
+            yield Prompt(before + ids, Counter(scripts).most_common(1)[0][0])
+            num_found += 1
+
+
+@torch.no_grad()
+def continuations(
+    answers: SelectableHeads,
+    head: str,  # or rule, by name
+    tokenizer: Any,
+    new_tokens: int,
+    mixed_precision: str,
+    batch: Sequence[Prompt],
+) -> list[str]:
+    """Return how a head goes on after some prompts, taking the likeliest token every time."""
+    ends = ends_of(answers.own_generation_config, tokenizer)
+    answers.generation_config = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=next(iter(ends), 0)
+    )
+    answers.head = head
+    ids_BT, mask_BT = padded_left([torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0)
+    with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        generated = answers.answers(ids_BT, mask_BT)
+    return [tokenizer.decode(before_end(ends, row), skip_special_tokens=True) for row in generated.cpu()]
+
+
+def scripts_of(text: str) -> list[str]:
+    """Return the script of every letter."""
+    plain = unicodedata.normalize("NFKC", text)
+    return [script for letter in plain if letter.isalpha() and (script := _script(letter))]
+
+
+@cache
+def _script(letter: str) -> str:
+    """Return a letter's script; nothing where it is of none."""
+    word = unicodedata.name(letter, "").partition(" ")[0]
+    return "" if word == "MODIFIER" else "HAN AND KANA" if word in _HAN_AND_KANA else word
