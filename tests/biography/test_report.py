@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from scale_cli.evaluation.results import HEADS
 from scripts.biography.report import MethodResult, served_lines, verdicts
 
@@ -21,22 +23,20 @@ def test_route_is_shown_under_both_rules_and_every_other_method_once() -> None:
     ]
 
 
-def test_a_dip_on_the_way_counts_against_what_was_kept() -> None:
-    lines = served_lines(
-        [a_result("full", [1.0, 0.1, 0.1], [0.0, 0.5, 1.0]), a_result("route", [0.9, 0.8, 0.9], [0, 0, 1])]
-    )
+@pytest.mark.parametrize(
+    ("full", "task_0", "task_1", "kept", "learned"),
+    [
+        ([0.0, 0.5, 1.0], [0.9, 0.8, 0.9], [0.0, 0.0, 1.0], "88.9 % of Task 0 (bar 95 %: missed)", "100.0 %"),
+        ([0.0, 1.0], [1.0, 1.0], [0.0, 0.85], "100.0 % of Task 0 (bar 95 %: met)", "85.0 %"),
+        ([0.0, 1.0], [0.0, 0.0], [0.0, 1.0], "nothing of Task 0 (bar 95 %: missed)", "100.0 %"),
+    ],
+    ids=["a dip on the way counts", "less was learned than the bar", "never learned"],
+)
+def test_what_was_kept_at_every_step_and_learned_in_the_end_is_held_to_the_bars(
+    full: list[float], task_0: list[float], task_1: list[float], kept: str, learned: str
+) -> None:
+    lines = served_lines([a_result("full", [1.0] * len(full), full), a_result("route", task_0, task_1)])
     (sentence,) = verdicts(lines)
-    assert "88.9 % of Task 0 (bar 95 %: missed)" in sentence
-    assert "100.0 % of what full learned of Task 1 (bar 90 %: met)" in sentence
-
-
-def test_learning_less_than_the_bar_is_said() -> None:
-    lines = served_lines([a_result("full", [1.0, 0.1], [0.0, 1.0]), a_result("route", [1.0, 1.0], [0.0, 0.85])])
-    (sentence,) = verdicts(lines)
-    assert "100.0 % of Task 0 (bar 95 %: met)" in sentence
-    assert "85.0 % of what full learned of Task 1 (bar 90 %: missed)" in sentence
-
-
-def test_a_base_that_never_learned_task_0_keeps_nothing() -> None:
-    (sentence,) = verdicts(served_lines([a_result("route", [0.0, 0.0], [0.0, 1.0])]))
-    assert "nothing of Task 0 (bar 95 %: missed)" in sentence
+    met = "met" if learned == "100.0 %" else "missed"
+    assert kept in sentence
+    assert f"{learned} of what full learned of Task 1 (bar 90 %: {met})" in sentence

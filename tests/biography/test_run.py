@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from scale_cli.config.load import checked
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.evaluation.results import HEADS
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.run import run_biography
 
 
-def quietly(line: str) -> None:
-    del line
+def quietly(_line: str) -> None:
+    pass
 
 
 def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(small: BiographyConfig) -> None:
@@ -68,13 +67,6 @@ def test_every_rival_starts_as_the_base_and_is_measured_at_the_same_steps(small:
             assert accuracy["adapted"][0] == accuracy["base"][0]
 
 
-def test_nothing_is_drawn_to_a_base_that_it_trains_none_of() -> None:
-    with pytest.raises(ValueError, match="decay_to_base: preserve trains none of the base's weights"):
-        ComparedMethod.model_validate(
-            {"name": "p", "lr": 1.0e-3, "method": {"variant": "preserve"}, "decay_to_base": True}
-        )
-
-
 @pytest.mark.parametrize(
     ("method", "told"),
     [
@@ -92,20 +84,3 @@ def test_a_method_that_the_base_cannot_have_is_refused_before_the_base_is_learne
         run_biography(small.model_copy(update={"methods": [*small.methods, rival]}), quietly)
     assert "\n" not in str(caught.value)
     assert not small.output_dir.exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"lookahead": {"every_steps": 6}}, r"methods: mer: lookahead.every_steps 6 is beyond"),
-        ({"method": {"variant": "full", "vocabulary": {}}}, r"methods.0.method: vocabulary: the benchmark's tokenizer"),
-        ({"method": {"variant": "preserve", "distillation": {"weight": 1.0}}}, "distillation.weight: the benchmark"),
-    ],
-)
-def test_what_no_method_can_do_in_these_steps_is_one_line(
-    small: BiographyConfig, changes: dict[str, Any], told: str
-) -> None:
-    method = {"name": "mer", "lr": 1.0e-2, "method": {"variant": "full"}} | changes
-    with pytest.raises(ConfigError, match=told) as caught:
-        checked(BiographyConfig, {**small.model_dump(exclude={"methods"}), "methods": [method]}, "b.yaml")
-    assert "\n" not in str(caught.value)

@@ -50,17 +50,35 @@ def write_config(folder: Path, base: Path, news: Path | None = None, **changes: 
     return folder / "config.yaml"
 
 
+def write_benchmark(folder: Path, **changes: Any) -> dict[str, str]:
+    """Write a task of one item; return the entry of evaluation.benchmarks that names it."""
+    items = folder / "items.jsonl"
+    if not items.exists():
+        items.write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8")
+    task = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(items)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        **changes,
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    return {"name": "mine", "path": str(folder / "mine.yaml"), "language": "en"}
+
+
 def reseal(folder: Path) -> None:
     """Write the manifest that a folder would have, had it been written as it is now."""
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]
-    entries = {
-        file.relative_to(folder).as_posix(): {
-            "bytes": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        }
-        for file in files
-    }
-    write_manifest(folder, entries)
+    write_manifest(folder, {file.relative_to(folder).as_posix(): entry_of(file) for file in files})
+
+
+def entry_of(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -13,10 +13,12 @@ import pytest
 
 from tests.command_line import Scale
 from tests.torture.attacker import (
+    entry_of,
     evil_pickle,
     evil_python,
     remote_model_of_its_own_family,
     reseal,
+    write_benchmark,
     write_config,
     write_manifest,
 )
@@ -74,17 +76,6 @@ def test_a_yaml_tag_in_the_config_of_a_run_runs_nothing(
     assert not canary.exists()
 
 
-ITEMS = {
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": "FOLDER/items.jsonl"}},
-    "test_split": "test",
-    "output_type": "multiple_choice",
-    "doc_to_choice": "choices",
-    "doc_to_target": "gold",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -99,15 +90,34 @@ ITEMS = {
 def test_the_template_of_a_benchmark_runs_in_a_sandbox(
     scale: Scale, finished: Configured, tmp_path: Path, canary: Path, template: str
 ) -> None:
-    row = {"query": "One", "choices": ["a", "b"], "gold": 0}
-    (tmp_path / "items.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    task = json.dumps(ITEMS | {"doc_to_text": template.format(canary=str(canary))}).replace("FOLDER", str(tmp_path))
-    (tmp_path / "mine.yaml").write_text(task, encoding="utf-8")
-    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
+    benchmark = write_benchmark(tmp_path, doc_to_text=template.format(canary=str(canary)))
     done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
     assert f"{tmp_path / 'mine.yaml'}: " in done.stderr
     assert done.exit_code == 2
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("tag", ["!function os.getcwd", "!!python/object/apply:os.getcwd []"])
+def test_a_task_of_a_benchmark_names_no_code(scale: Scale, finished: Configured, tmp_path: Path, tag: str) -> None:
+    benchmark = write_benchmark(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"dataset_path: json\ndoc_to_text: {tag}\n", encoding="utf-8")
+    done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
+    assert done.exit_code == 2
+    assert re.search(r"mine\.yaml(:2)?: not valid YAML", done.stderr)
+
+
+@pytest.mark.parametrize("member", ["../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"])
+def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
+    scale: Scale, finished: Configured, tmp_path: Path, member: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
+        archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
+    config = finished(evaluation={"benchmarks": [write_benchmark(tmp_path)]})
+    before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
+    done = scale("evaluate", config)
+    assert done.exit_code in (0, 2), done.stderr
+    assert {path for path in tmp_path.rglob("*") if "run" not in path.parts} == before
+    assert not Path("/tmp/evil.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>"])
@@ -165,9 +175,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(
     (final / "link").symlink_to(tmp_path / "run" / "secret")
     (final / "linked").symlink_to(tmp_path / "outside")
     manifest = json.loads((final / "manifest.json").read_text(encoding="utf-8"))
-    content = Path(final, name).read_bytes()
-    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    write_manifest(final, manifest["files"])
+    write_manifest(final, manifest["files"] | {name: entry_of(final / name)})
     done = scale("verify", final)
     assert f"{name} leads out of the folder" in done.stdout
     assert done.exit_code == 3
@@ -230,32 +238,6 @@ def test_a_link_that_stays_inside_is_no_escape(scale: Scale, base: Path, tmp_pat
     config = write_config(tmp_path, base)
     assert scale("prepare", config, f"output_dir={tmp_path / 'link'}").exit_code == 0
     assert list((tmp_path / "run" / "elsewhere").iterdir())
-
-
-@pytest.mark.parametrize("member", ["../evil.jsonl", "/tmp/evil.jsonl", "a/../../evil.jsonl", "C:\\evil.jsonl"])
-def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
-    scale: Scale, finished: Configured, tmp_path: Path, member: str
-) -> None:
-    with zipfile.ZipFile(tmp_path / "items.jsonl", "w") as archive:
-        archive.writestr(member, json.dumps({"query": "One", "choices": ["a", "b"], "gold": 0}) + "\n")
-    task = json.dumps(ITEMS | {"doc_to_text": "{{query}}"}).replace("FOLDER", str(tmp_path))
-    (tmp_path / "mine.yaml").write_text(task, encoding="utf-8")
-    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
-    config = finished(evaluation={"benchmarks": [benchmark]})
-    before = {path for path in tmp_path.rglob("*") if "run" not in path.parts}
-    done = scale("evaluate", config)
-    assert done.exit_code in (0, 2), done.stderr
-    assert {path for path in tmp_path.rglob("*") if "run" not in path.parts} == before
-    assert not Path("/tmp/evil.jsonl").exists()
-
-
-@pytest.mark.parametrize("tag", ["!function os.getcwd", "!!python/object/apply:os.getcwd []"])
-def test_a_task_of_a_benchmark_names_no_code(scale: Scale, finished: Configured, tmp_path: Path, tag: str) -> None:
-    (tmp_path / "mine.yaml").write_text(f"dataset_path: json\ndoc_to_text: {tag}\n", encoding="utf-8")
-    benchmark = {"name": "mine", "path": str(tmp_path / "mine.yaml"), "language": "en"}
-    done = scale("evaluate", finished(evaluation={"benchmarks": [benchmark]}))
-    assert "mine.yaml: not valid YAML" in done.stderr or "mine.yaml:2: not valid YAML" in done.stderr
-    assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("script", ["{}.py", "dataset.py"])

@@ -18,6 +18,7 @@ import yaml
 
 from scale_cli.config import safe_yaml
 from tests.command_line import Scale
+from tests.torture.attacker import write_benchmark, write_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for part in ("scale_cli", "scripts") for path in (REPOSITORY / part).rglob("*.py"))
@@ -25,43 +26,19 @@ NAMES = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCE
 NAMES += ["GITHUB_TOKEN", "SCALE_SECRET", "PGPASSWORD"]
 
 
-def write_config(folder: Path, base: Path) -> Path:
+def write_whole_config(folder: Path, base: Path) -> Path:
+    """Write a config that reads, evaluates and exports."""
     (folder / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    (folder / "items.jsonl").write_text('{"query": "One", "choices": ["cat", "dog"], "gold": 0}\n', encoding="utf-8")
     source = {"name": "news", "path": str(folder / "news.txt"), "language": "en"}
-    task = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "query",
-        "doc_to_choice": "choices",
-        "doc_to_target": "gold",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (folder / "items.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    items = {"name": "items", "path": str(folder / "items.yaml"), "language": "en"}
-    acquired = source | {"role": "acquisition", "name": "again"}
-    tree = {
-        "output_dir": str(folder / "run"),
-        "model": {"base": str(base)},
-        "corpus": {"sequence_length": 16, "sources": [source], "num_workers": 1},
-        "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 1, "save_every_steps": 1},
-        "evaluation": {
-            "perplexity": [source | {"role": "retention"}, acquired],
-            "benchmarks": [items],
-            "bootstrap_resamples": 100,
-        },
-        "export": {"format": "transformers"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return folder / "config.yaml"
+    held_out = [source | {"role": "retention"}, source | {"role": "acquisition", "name": "again"}]
+    evaluation = {"perplexity": held_out, "benchmarks": [write_benchmark(folder)], "bootstrap_resamples": 100}
+    return write_config(folder, base, folder / "news.txt", evaluation=evaluation, export={"format": "transformers"})
 
 
 def test_a_token_in_the_environment_is_in_nothing_that_is_written_or_said(
     tmp_path: Path, shared_data: Path, in_full: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    config = write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+    config = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
     planted = {name: f"hf_{secrets.token_hex(17)}" for name in NAMES}
     stored = f"hf_{secrets.token_hex(17)}"  # as `hf auth login` leaves it
     (tmp_path / "hub").mkdir()
@@ -95,7 +72,7 @@ def test_a_token_in_the_environment_is_in_nothing_that_is_written_or_said(
 
 
 def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
-    config = write_config(tmp_path, tmp_path / "absent")
+    config = write_whole_config(tmp_path, tmp_path / "absent")
     url = "https://user:hunter2@example.org/x.jsonl"
     for key in (
         "model.base",
@@ -119,7 +96,7 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
     monkeypatch: pytest.MonkeyPatch, scale: Scale, tmp_path: Path, shared_data: Path
 ) -> None:
     """Of files, that is: several processes of one run talk to each other in pickles, which is not tried here."""
-    config = write_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+    config = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
 
     def refused(*_: object, **__: object) -> Any:
         raise AssertionError("a pickle")
