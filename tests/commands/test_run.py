@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands import plan
+from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.atomic import read_json
@@ -20,6 +21,20 @@ from tests.export.conftest import configured
 @pytest.fixture
 def config(shared_data: Path, tmp_path: Path) -> RunConfig:
     return configured(shared_data, tmp_path / "run", {"variant": "route"})
+
+
+@pytest.fixture(scope="module")
+def finished_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = configured(shared_data, tmp_path_factory.mktemp("finished") / "run", {"variant": "route"})
+    run_pipeline(config, lambda _: None)
+    return config.output_dir
+
+
+@pytest.fixture
+def finished(config: RunConfig, finished_once: Path) -> RunConfig:
+    """The config of a run that is finished."""
+    shutil.copytree(finished_once, config.output_dir)
+    return config
 
 
 @pytest.fixture
@@ -79,9 +94,8 @@ def test_a_routed_run_exports_both_heads_and_its_cards_follow_the_report(
 
 
 def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says(
-    config: RunConfig, of_config: Scale
+    finished: RunConfig, of_config: Scale
 ) -> None:
-    assert of_config("run").exit_code == 0
     done = of_config("run", "train.max_steps=14")
     assert done.exit_code == 2
     assert "(--accept train.max_steps)" in done.stderr
@@ -89,32 +103,26 @@ def test_a_finished_run_goes_on_where_the_change_is_accepted_as_the_refusal_says
     assert done.exit_code == 2
     assert "--accept" not in done.stderr, "evaluate does not know it"
     assert of_config("run", "train.max_steps=14", "--accept", "train.max_steps").exit_code == 0
-    position = read_json(config.output_dir / "final" / "position.json")
+    position = read_json(finished.output_dir / "final" / "position.json")
     assert position["step"] == 14
-    report = read_json(RunFolder(config.output_dir).evaluation / "report.json")
+    report = read_json(RunFolder(finished.output_dir).evaluation / "report.json")
     assert report["num_tokens_trained"] == position["num_tokens"]
 
 
 def test_the_folder_of_a_run_stands_for_its_config_wherever_it_lies(
-    config: RunConfig, of_config: Scale, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    finished: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert of_config("run").exit_code == 0
-    moved = config.output_dir.rename(tmp_path / "moved")
+    moved = finished.output_dir.rename(tmp_path / "moved")
     monkeypatch.setattr(plan, "methods_beside", lambda _: [])
     for verb, *options in (["evaluate"], ["export", "export.format=adapter"], ["verify"], ["plan"]):
         assert scale(verb, moved, *options).exit_code == 0
     assert (moved / "export" / "adapter").is_dir()
-    assert not config.output_dir.exists()
+    assert not finished.output_dir.exists()
+    assert scale("evaluate", tmp_path).exit_code == 2, "no run"
 
 
-def test_a_folder_that_is_no_run_is_told_so(scale: Scale, tmp_path: Path) -> None:
-    assert scale("evaluate", tmp_path).exit_code == 2
-
-
-def test_another_tokenizer_is_refused_by_every_verb(config: RunConfig, of_config: Scale, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(config.model.base, base)
-    assert of_config("run", f"model.base={base}").exit_code == 0
+def test_another_tokenizer_is_refused_by_every_verb(finished: RunConfig, of_config: Scale, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(finished.model.base, tmp_path / "base"))
     changed = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
     changed["model"]["merges"].pop()
     (base / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
