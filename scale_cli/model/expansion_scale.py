@@ -16,7 +16,7 @@ Source: SCALE, arXiv 2511.03270; the norm of both streams by the base stream's R
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,8 +28,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
-from .fused_scale import add_product, frozen_norm, gated, product_dtype, rotate
+from .fused_scale import add_product, frozen_norm, gated, lower_weights, product_dtype, rotate, rotation_angles
 from .vocabulary_scale import NewTokens
+
+Weights = dict[Tensor, Tensor]  # what products read of an expansion's parameters (`lower_weights`)
 
 
 class ExpansionLinear(nn.Module):
@@ -66,16 +68,18 @@ class ExpansionLinear(nn.Module):
         bias_2 = None if base_linear.bias is None else torch.empty(out_features)
         self.bias_2 = None if bias_2 is None else nn.Parameter(bias_2)
 
-    def forward(self, x: Tensor, u: Tensor) -> Tensor:
+    def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y' = W21 x + W22 u: two products, so that none computes a gradient for a frozen x."""
-        read = F.linear(x.flatten(0, -2).to(product_dtype(self.weight_21)), self.weight_21, self.bias_2)
-        return add_product(read, u.flatten(0, -2), self.weight_22).unflatten(0, x.shape[:-1])
+        weight_21, bias_2 = weights[self.weight_21], None if self.bias_2 is None else weights[self.bias_2]
+        read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
+        return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(0, x.shape[:-1])
 
-    def collaborate(self, base_linear: nn.Linear, x: Tensor, u: Tensor) -> Tensor:
+    def collaborate(self, base_linear: nn.Linear, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y = W x + W12 u, or W x alone where W12 does not exist."""
         if self.weight_12 is None:
             return base_linear(x)
-        return add_product(base_linear(x.flatten(0, -2)), u.flatten(0, -2), self.weight_12).unflatten(0, x.shape[:-1])
+        y = base_linear(x.flatten(0, -2))
+        return add_product(y, u.flatten(0, -2), weights[self.weight_12]).unflatten(0, x.shape[:-1])
 
 
 class ExpansionNorm(nn.Module):
@@ -103,6 +107,10 @@ class LayerContext:
     cache: ScaleCache | None
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
+    angles: tuple[Tensor, Tensor] = field(init=False)  # of `rotate`
+
+    def __post_init__(self) -> None:
+        self.angles = rotation_angles(*self.position_embeddings)
 
     def slot(self, stream: int, layer_index: int) -> int:
         """Return the cache's place for one stream's heads in one layer; stream 0 is the base."""
@@ -137,8 +145,7 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
     if hasattr(attention, "q_norm"):
         q_BTNA, k_BTNA = attention.q_norm(q_BTNA), attention.k_norm(k_BTNA)
-    q_BNTA, k_BNTA, v_BNTA = (states.transpose(1, 2) for states in (q_BTNA, k_BTNA, v_BTNA))
-    q_BNTA, k_BNTA = rotate(q_BNTA, k_BNTA, *context.position_embeddings)
+    (q_BNTA, k_BNTA), v_BNTA = rotate(q_BTNA, k_BTNA, context.angles), v_BTNA.transpose(1, 2)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
     implementation = attention.config._attn_implementation
@@ -253,44 +260,52 @@ class ExpansionLayer(nn.Module):
     def _added(
         self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
     ) -> tuple[Tensor, LayerStep]:
+        weights = self._weights()
         u = self.input_layernorm(read.attention_inverse_rms_BT1, u_BTE)
-        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, context, own_slot)
-        u_BTE = u_BTE + self.o_proj(read.heads, heads)
+        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, weights, context, own_slot)
+        u_BTE = u_BTE + self.o_proj(read.heads, heads, weights)
         y = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
-        channels = self._channels(base_layer.mlp, read.mlp_BTD, y)
+        channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights)
         own = LayerReads(u, read.attention_inverse_rms_BT1, heads, y, read.mlp_inverse_rms_BT1, channels)
-        return u_BTE + self.down_proj(read.channels, channels), LayerStep(read, own)
+        return u_BTE + self.down_proj(read.channels, channels, weights), LayerStep(read, own)
 
     def _both(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
     ) -> tuple[Tensor, Tensor, LayerStep]:
-        attention, mlp = base_layer.self_attn, base_layer.mlp
+        attention, mlp, weights = base_layer.self_attn, base_layer.mlp, self._weights()
         x, inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
         u = self.input_layernorm(inverse_rms, u_BTE)
-        q = self.q_proj.collaborate(attention.q_proj, x, u)
-        k = self.k_proj.collaborate(attention.k_proj, x, u)
-        v = self.v_proj.collaborate(attention.v_proj, x, u)
+        q = self.q_proj.collaborate(attention.q_proj, x, u, weights)
+        k = self.k_proj.collaborate(attention.k_proj, x, u, weights)
+        v = self.v_proj.collaborate(attention.v_proj, x, u, weights)
         base_heads = attend(attention, q, k, v, context, base_slot)
-        added_heads = self._heads(attention, x, u, context, own_slot)
-        x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads)
-        u_BTE = u_BTE + self.o_proj(base_heads, added_heads)
+        added_heads = self._heads(attention, x, u, weights, context, own_slot)
+        x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads, weights)
+        u_BTE = u_BTE + self.o_proj(base_heads, added_heads, weights)
         y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
         z = self.post_attention_layernorm(mlp_inverse_rms, u_BTE)
-        gate = self.gate_proj.collaborate(mlp.gate_proj, y, z)
-        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, y, z))
-        added_channels = self._channels(mlp, y, z)
+        gate = self.gate_proj.collaborate(mlp.gate_proj, y, z, weights)
+        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, y, z, weights))
+        added_channels = self._channels(mlp, y, z, weights)
         step = LayerStep(
             LayerReads(x, inverse_rms, base_heads, y, mlp_inverse_rms, base_channels),
             LayerReads(u, inverse_rms, added_heads, z, mlp_inverse_rms, added_channels),
         )
-        x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels)
-        return x_BTD, u_BTE + self.down_proj(base_channels, added_channels), step
+        x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels, weights)
+        return x_BTD, u_BTE + self.down_proj(base_channels, added_channels, weights), step
 
-    def _heads(self, attention: Any, x: Tensor, u: Tensor, context: LayerContext, slot: int) -> Tensor:
-        return attend(attention, self.q_proj(x, u), self.k_proj(x, u), self.v_proj(x, u), context, slot)
+    def _weights(self) -> Weights:
+        linears = (child for child in self.children() if isinstance(child, ExpansionLinear))
+        return lower_weights(weight for linear in linears for weight in linear.parameters())
 
-    def _channels(self, mlp: Any, x: Tensor, u: Tensor) -> Tensor:
-        return gated(mlp.act_fn, self.gate_proj(x, u), self.up_proj(x, u))
+    def _heads(
+        self, attention: Any, x: Tensor, u: Tensor, weights: Weights, context: LayerContext, slot: int
+    ) -> Tensor:
+        q, k, v = (linear(x, u, weights) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return attend(attention, q, k, v, context, slot)
+
+    def _channels(self, mlp: Any, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
+        return gated(mlp.act_fn, self.gate_proj(x, u, weights), self.up_proj(x, u, weights))
 
 
 class Expansion(nn.Module):

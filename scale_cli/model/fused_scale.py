@@ -8,6 +8,7 @@ Shapes: B batch, T positions, D base channels, E expansion channels, C MLP chann
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -24,6 +24,35 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     if weight.is_meta or not torch.is_autocast_enabled(weight.device.type):
         return weight.dtype
     return torch.get_autocast_dtype(weight.device.type)
+
+
+class _Lowered(torch.autograd.Function):
+    """Tensors in a lower precision, all by one kernel, and so are their gradients back in their own."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        lowered = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(lowered, weights)
+        return tuple(lowered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_weights = [torch.empty_like(grad, dtype=dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        torch._foreach_copy_(of_weights, grads)
+        return None, *of_weights
+
+
+def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return what products read of some weights: each in the dtype in which its products are computed."""
+    read = {weight: weight for weight in weights}
+    higher = [weight for weight in read if weight.dtype != product_dtype(weight)]
+    if torch.compiler.is_compiling():  # which makes one kernel of the casts and what reads them
+        return read | {weight: weight.to(product_dtype(weight)) for weight in higher}
+    if higher:
+        read |= zip(higher, _Lowered.apply(product_dtype(higher[0]), *higher), strict=True)
+    return read
 
 
 def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
@@ -47,7 +76,7 @@ class _FrozenNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        wide = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         norms_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=wide).float()
         inverse_BT1 = norms_BT1.square_().div_(x_BTD.shape[-1]).add_(base_norm.variance_epsilon).rsqrt_()
         ctx.save_for_backward(x_BTD, inverse_BT1, base_norm.weight)
@@ -74,24 +103,39 @@ def frozen_norm(base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Rotation(torch.autograd.Function):
-    """Transformers' rotary embedding; a rotation's gradient is turned back by the opposite angle."""
+    """Transformers' rotary embedding, bit for bit; a rotation's gradient is turned back by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return apply_rotary_pos_emb(q, k, cos, sin)
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, signed_sin)
+        joined = torch.cat([q, k], dim=2)
+        across = joined.roll(joined.shape[-1] // 2, dims=-1) * signed_sin
+        return _apart((joined * cos).add_(across), q.shape[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        of_q, of_k = apply_rotary_pos_emb(grad_q, grad_k, cos, -sin)
-        return of_q, of_k, None, None
+        cos, signed_sin = ctx.saved_tensors
+        joined = torch.cat([grad_q.transpose(1, 2), grad_k.transpose(1, 2)], dim=2)
+        across = joined.roll(joined.shape[-1] // 2, dims=-1) * signed_sin
+        of_q, of_k = _apart((joined * cos).sub_(across), grad_q.shape[1])
+        return of_q.transpose(1, 2), of_k.transpose(1, 2), None, None
 
 
-def rotate(q_BNTA: Tensor, k_BNTA: Tensor, cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys turned by their positions' angles."""
-    return _Rotation.apply(q_BNTA, k_BNTA, cos_BTA, sin_BTA)
+def _apart(joined_BTNA: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+    joined_BNTA = joined_BTNA.transpose(1, 2)
+    return joined_BNTA[:, :num_queries], joined_BNTA[:, num_queries:]
+
+
+def rotate(q_BTNA: Tensor, k_BTNA: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (B, N, T, A) queries and keys turned by their positions' angles, as `rotation_angles` gives them."""
+    return _Rotation.apply(q_BTNA, k_BTNA, *angles)
+
+
+def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (B, T, 1, A) cosines, and the sines that the other half of a head's channels is multiplied with."""
+    first, second = sin_BTA.chunk(2, dim=-1)
+    return cos_BTA.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 class _GatedSilu(torch.autograd.Function):

@@ -53,8 +53,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ]
         lowered = [head.to(product_dtype(head)) for head in heads]
         loss = torch.zeros((), dtype=torch.float32, device=targets_N.device)
+        losses_N = torch.empty(len(targets_N), device=targets_N.device) if token_losses_N is None else token_losses_N
         num_rows = rows_at_once(device, len(lowered[-1]))
         columns = _columns(lowered)
+        ignored_N1 = (targets_N == IGNORED).unsqueeze(1)
+        places_N1 = targets_N.unsqueeze(1).masked_fill(ignored_N1, 0)
         # Made once: what a chunk's logits say, and, in the precision of the products that read it, its gradient.
         shape = min(num_rows, len(targets_N)), len(lowered[-1])
         said_MV = torch.empty(shape, dtype=torch.float32, device=targets_N.device)
@@ -66,26 +69,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             places = list(_within(distilled, rows))
             logits_NV, bases = _logits_and_bases(read, lowered, [some for some, _ in places], of_base)
             divergences = [
-                _divergence_and_gradient(base_SV, logits_NV[some].float(), targets_N[rows][some])
+                _divergence_and_gradient(base_SV, logits_NV[some].float(), ignored_N1[rows][some])
                 for base_SV, (some, _) in zip(bases, places, strict=True)
             ]
-            num_here = len(logits_NV)
-            losses_N, grad_NV = _losses_and_gradient(logits_NV, targets_N[rows], said_MV[:num_here], grad_MV[:num_here])
+            num_here, ignored_here_N1 = len(logits_NV), ignored_N1[rows]
+            grad_NV = grad_MV[:num_here]
+            losses_M = losses_N[rows]
+            _fill_losses(losses_M, logits_NV, places_N1[rows], ignored_here_N1, said_MV[:num_here], grad_NV)
             for (some, weight), (divergence_S, of_divergence_SV) in zip(places, divergences, strict=True):
-                losses_N[some] += weight * divergence_S
+                losses_M[some] += weight * divergence_S
                 grad_NV[some].add_(of_divergence_SV, alpha=weight)
-            loss += losses_N.sum()
-            if token_losses_N is not None:
-                token_losses_N[rows] = losses_N
+            loss += losses_M.sum()
             del logits_NV
-            grad, counted_N1 = grad_NV, (targets_N[rows] != IGNORED).unsqueeze(1)
+            grad = grad_NV
             for stream, head, own, of_stream, of_head in zip(read, lowered, columns, of_streams, of_heads, strict=True):
                 if grad.dtype != head.dtype:
                     grad = grad_NV.to(head.dtype)
                 if of_stream is not None:
-                    of_stream[rows] = torch.where(counted_N1, grad[:, own] @ head, 0.0)
+                    of_stream[rows] = (grad[:, own] @ head).masked_fill_(ignored_here_N1, 0.0)
                 if of_head is not None:
-                    _add_product(of_head, grad[:, own].T, torch.where(counted_N1, stream, 0.0))
+                    _add_product(of_head, grad[:, own].T, stream.masked_fill(ignored_here_N1, 0.0))
         ends = [None if grad is None else grad.to(head.dtype) for grad, head in zip(of_heads, heads, strict=True)]
         ctx.save_for_backward(*(grad for pair in zip(of_streams, ends, strict=True) for grad in pair))
         return loss
@@ -122,39 +125,39 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
     return [slice(num_first), slice(num_first, None), *[slice(None)] * (len(heads) - 2)]
 
 
-def _losses_and_gradient(
-    logits_NV: Tensor, targets_N: Tensor, said_NV: Tensor, grad_NV: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return -log p(target), 0 where there is none, and d / d logits: softmax - one-hot, of no meaning where none is.
+def _fill_losses(
+    losses_N: Tensor, logits_NV: Tensor, places_N1: Tensor, ignored_N1: Tensor, said_NV: Tensor, grad_NV: Tensor
+) -> None:
+    """Compute the losses of some tokens and their gradients.
 
     Args:
+        losses_N: filled with -log p(target), 0 where there is none.
         logits_NV: as the products gave them; a GPU's kernel reads them so.
-        targets_N: IGNORED where there is none.
+        places_N1: of the targets in the vocabulary; any where they are ignored.
+        ignored_N1: where there is no target.
         said_NV: filled with log p, float32.
-        grad_NV: filled with the gradient, in its own precision; may be `said_NV`.
+        grad_NV: filled with d / d logits, softmax - one-hot, in its own precision, of no meaning where there is no
+            target; may be `said_NV`.
     """
-    counted_N1 = (targets_N != IGNORED).unsqueeze(1)
-    places_N1 = targets_N.unsqueeze(1).where(counted_N1, 0)
     torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
     of_targets_N1 = said_NV.gather(1, places_N1)
     torch.exp(said_NV, out=grad_NV)
-    grad_NV.scatter_(1, places_N1, of_targets_N1.expm1().to(grad_NV.dtype))
-    return torch.where(counted_N1, -of_targets_N1, 0.0).squeeze(1), grad_NV
+    grad_NV.scatter_(1, places_N1, torch.expm1(of_targets_N1, out=grad_NV.new_empty(places_N1.shape)))
+    torch.neg(of_targets_N1, out=losses_N.unsqueeze(1)).masked_fill_(ignored_N1, 0.0)
 
 
-def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(p_base || p), and its d / d logits: p - p_base, both 0 where there is no target.
 
     Args:
         base_SV: log p_base; overwritten.
         logits_SV: of p.
-        targets_S: IGNORED where there is none.
+        ignored_S1: where there is no target.
     """
-    counted_S1 = (targets_S != IGNORED).unsqueeze(1)
     log_p_SV, p_base_SV = logits_SV.log_softmax(dim=1), base_SV.exp()
     divergence_S1 = base_SV.sub_(log_p_SV).mul_(p_base_SV).sum(dim=1, keepdim=True)
-    gradient_SV = log_p_SV.exp_().sub_(p_base_SV).mul_(counted_S1)
-    return torch.where(counted_S1, divergence_S1, 0.0).squeeze(1), gradient_SV
+    gradient_SV = log_p_SV.exp_().sub_(p_base_SV).mul_(~ignored_S1)
+    return divergence_S1.masked_fill_(ignored_S1, 0.0).squeeze(1), gradient_SV
 
 
 def _within(places: Sequence[tuple[slice, float]], rows: slice) -> Iterator[tuple[slice, float]]:

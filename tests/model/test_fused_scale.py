@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from scale_cli.model.fused_scale import add_product, frozen_norm, gated, rotate
+from scale_cli.model import routing
+from scale_cli.model.fused_scale import add_product, frozen_norm, gated, lower_weights, rotate, rotation_angles
+from tests.widening import tiny_llama, widen
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -49,14 +52,54 @@ def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32()
     assert gradients((normed, inverse), [x])[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_key_value_heads", [4, 2])
-def test_a_rotation_is_transformers_own_and_its_gradient_autograds(num_key_value_heads: int) -> None:
-    q, k = random(2, 4, 5, 8).requires_grad_(), random(2, num_key_value_heads, 5, 8, seed=1).requires_grad_()
-    angles = random(1, 5, 4, seed=2).repeat(1, 1, 2)
-    expected = apply_rotary_pos_emb(q, k, 1.3 * angles.cos(), 1.3 * angles.sin())
-    outputs = rotate(q, k, 1.3 * angles.cos(), 1.3 * angles.sin())
+def test_a_rotation_is_transformers_own_bit_for_bit_and_its_gradient_autograds(
+    num_key_value_heads: int, dtype: torch.dtype
+) -> None:
+    q, k = (random(2, 5, heads, 8, seed=heads).to(dtype).requires_grad_() for heads in (4, num_key_value_heads))
+    angles = random(2, 5, 4, seed=2).repeat(1, 1, 2)
+    cos, sin = (1.3 * angles.cos()).to(dtype), (1.3 * angles.sin()).to(dtype)
+    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    outputs = rotate(q, k, rotation_angles(cos, sin))
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
     torch.testing.assert_close(gradients(outputs, [q, k]), gradients(expected, [q, k]))
+
+
+def test_weights_are_lowered_and_their_gradients_raised_as_autocast_does_it() -> None:
+    weights = [random(3, 4).requires_grad_(), random(5, 2, seed=1).requires_grad_()]
+    assert lower_weights(weights) == dict(zip(weights, weights, strict=True)), "without autocast nothing is copied"
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = lower_weights(weights)
+    outputs, expected = tuple(lowered.values()), tuple(weight.bfloat16() for weight in weights)
+    for one, other in zip(outputs, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other)
+    for one, other in zip(gradients(outputs, weights), gradients(expected, weights), strict=True):
+        assert torch.equal(one, other)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts what a device would be given to do: every operation that is no view and no allocation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        self.count += not (func.is_view or name in ("_unsafe_view", "detach", "lift_fresh") or "empty" in name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_training_forward_of_sixteen_layers_launches_at_most_1500_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 8 * 61)
+    monkeypatch.setattr(routing, "FEWEST_ROWS", 8)  # 16 chunks of the loss, as a GPU has of 8,192 tokens
+    model = widen(tiny_llama(num_hidden_layers=16).bfloat16(), "preserve")
+    ids = torch.randint(0, 61, (1, 128), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16), _Kernels() as kernels:
+        model.train()(ids, labels=ids, shift_labels=ids, num_items_in_batch=128, token_losses=torch.empty(1, 128))
+    assert kernels.count <= 1500
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
