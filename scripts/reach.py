@@ -51,7 +51,16 @@ class Cost:
 
 def shrink(config: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     """Return the reference config with a local base and text, and as few steps and tokens as show every verb."""
-    sources = [{"name": "korean", "path": f"{folder}/text/korean-train.txt", "language": "ko"}]
+    sources = [
+        {"name": "korean", "path": f"{folder}/text/korean-train.txt", "language": "ko", "weight": 0.9},
+        {
+            "name": "english",
+            "path": f"{folder}/text/english-train.txt",
+            "language": "en",
+            "weight": 0.1,
+            "role": "replay",
+        },
+    ]
     roles = {"english": ("en", "retention"), "korean": ("ko", "acquisition")}
     held_out = [
         {
@@ -63,14 +72,14 @@ def shrink(config: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
         }
         for name, (language, role) in roles.items()
     ]
-    few = {"max_steps": steps, "global_batch_size": 1, "warmup_steps": 1, "save_every_steps": 1, "log_every_steps": 1}
+    few = {"max_steps": steps, "global_batch_size": 1, "micro_batch_size": 1, "warmup_steps": 1, "save_every_steps": 1}
     return {
         **config,
         "output_dir": f"{folder}/run",
         "model": {**config["model"], "base": f"{folder}/base"},
         "corpus": {**config["corpus"], "sequence_length": LENGTH, "sources": sources},
-        "train": {**config["train"], **few},
-        "evaluation": {**config["evaluation"], "perplexity": held_out},
+        "train": {**config["train"], **few, "log_every_steps": 1},
+        "evaluation": {**config["evaluation"], "perplexity": held_out, "benchmarks": []},
     }
 
 

@@ -32,13 +32,24 @@ def write_small_config(folder: Path, shared_data: Path) -> None:
     config = yaml.safe_load((PAGE.parents[1] / CONFIG).read_text(encoding="utf-8"))
     korean = {"path": str(shared_data / "ko-petitions" / "valid.txt.xz"), "language": "ko"}
     english = {"path": str(shared_data / "en-tinystories" / "tinystories_val.txt"), "language": "en"}
+    sources = [
+        {"name": "petitions", **korean, "weight": 0.9, "max_documents": 8},
+        {"name": "stories", **english, "weight": 0.1, "role": "replay", "skip_documents": 4, "max_documents": 8},
+    ]
     config["model"]["base"] = str(shared_data / "ckpt-stories260K" / "hf")
-    config["corpus"] |= {"sequence_length": 64, "sources": [{"name": "petitions", **korean, "max_documents": 8}]}
-    config["train"] |= {"max_steps": 6, "global_batch_size": 4, "warmup_steps": 2, "eval_every_steps": 3}
+    config["corpus"] |= {"sequence_length": 64, "sources": sources}
+    config["train"] |= {
+        "max_steps": 6,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "warmup_steps": 2,
+        "eval_every_steps": 3,
+    }
     config["evaluation"]["perplexity"] = [
         {"name": "stories", **english, "role": "retention", "max_documents": 4},
         {"name": "held-out", **korean, "role": "acquisition", "max_documents": 4},
     ]
+    config["evaluation"]["benchmarks"] = []
     path = folder / CONFIG
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
