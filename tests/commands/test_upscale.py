@@ -12,24 +12,22 @@ from torch import Tensor
 
 from scale_cli.commands.upscale import upscale, upscale_is_finished
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.errors import BaseModelError, PreservationError, RunFolderError, StorageError
+from scale_cli.errors import BaseModelError, PreservationError, RunFolderError
 from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.run import Run, open_folder
+from scale_cli.upscale.run import Run
 from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
 from tests.widening import load_model
+
+ROUTE: dict[str, Any] = {"variant": "route", "collaboration": {"layers": "top:1"}}
 
 
 @pytest.fixture
 def base(shared_data: Path, tmp_path: Path) -> Path:
     """A copy of a real checkpoint that may be tampered with."""
-    folder = tmp_path / "base"
-    folder.mkdir()
-    for file in (shared_data / "ckpt-stories260K" / "hf").iterdir():
-        shutil.copyfile(file, folder / file.name)
-    return folder
+    return Path(shutil.copytree(shared_data / "ckpt-stories260K" / "hf", tmp_path / "base"))
 
 
 def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int = 0, **method: Any) -> RunConfig:
@@ -40,7 +38,7 @@ def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int =
             "output_dir": output_dir,
             "seed": seed,
             "model": {"base": str(base), "dtype": dtype},
-            "method": method,
+            "method": method or ROUTE,
             "corpus": {"sequence_length": 32, "sources": [{"name": "text", "path": str(text), "language": "ko"}]},
             "train": {"max_steps": 1},
         }
@@ -49,7 +47,7 @@ def configured(base: Path, output_dir: Path, dtype: str = "float32", seed: int =
 
 @pytest.fixture
 def config(base: Path, tmp_path: Path) -> RunConfig:
-    return configured(base, tmp_path / "run", variant="route", collaboration={"layers": "top:1"})
+    return configured(base, tmp_path / "run")
 
 
 def served(model: MethodModel) -> Tensor:
@@ -60,10 +58,7 @@ def served(model: MethodModel) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "method",
-    [{"variant": "preserve"}, {"variant": "adapt"}, {"variant": "route", "collaboration": {"layers": "top:2"}}],
-)
+@pytest.mark.parametrize("method", [{"variant": "preserve"}, {"variant": "adapt"}, ROUTE])
 def test_what_is_loaded_is_what_was_made_bit_for_bit(
     base: Path, tmp_path: Path, dtype: str, method: dict[str, Any]
 ) -> None:
@@ -81,33 +76,22 @@ def test_what_is_loaded_is_what_was_made_bit_for_bit(
     )
 
 
-def test_the_folder_holds_the_expansion_and_what_it_belongs_to_but_no_base_weights(config: RunConfig) -> None:
-    summary = upscale(config)
+def test_the_folder_holds_the_expansion_and_what_it_belongs_to_and_the_base_is_as_it_was(
+    config: RunConfig, base: Path
+) -> None:
+    summary, before = upscale(config), load_file(base / "model.safetensors")
     names = {file.name for file in summary.folder.iterdir()}
-    assert names >= {
-        "config.json",
-        "base.json",
-        "trained.safetensors",
-        "manifest.json",
-        "scale.yaml",
-        "tokenizer.json",
-    }
+    assert names >= {"config.json", "base.json", "trained.safetensors", "manifest.json", "scale.yaml", "tokenizer.json"}
     assert not any(file.suffix in (".bin", ".pt", ".pkl", ".py") for file in summary.folder.iterdir())
-    assert load_file(summary.folder / "trained.safetensors").keys() == {
-        name for name, parameter in summary.model.named_parameters() if parameter.requires_grad
-    }
+    parameters = dict(summary.model.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    assert load_file(summary.folder / "trained.safetensors").keys() == trained.keys()
     assert BaseRecord.load(summary.folder) == summary.record
-    assert {f"base.{name}" for name in summary.record.tensors} == {
-        name for name, parameter in summary.model.named_parameters() if not parameter.requires_grad
-    }
-
-
-def test_the_summary_counts_what_is_frozen_and_what_trains(config: RunConfig) -> None:
-    summary = upscale(config)
+    assert {f"base.{name}" for name in summary.record.tensors} == parameters.keys() - trained.keys()
+    assert all(torch.equal(parameters[f"base.{name}"], before[name]) for name in summary.record.tensors)
     lines = dict(line.split(maxsplit=1) for line in summary.lines() if not line.startswith("base hash"))
-    num_added = sum(parameter.numel() for parameter in summary.model.parameters() if parameter.requires_grad)
     assert lines["frozen"] == "260,032 parameters"
-    assert lines["trainable"] == f"{num_added:,} parameters"
+    assert lines["trainable"] == f"{sum(parameter.numel() for parameter in trained.values()):,} parameters"
     assert lines["sizes"] == "hidden 64 + 16, MLP 172 + 43, heads 8 + 2, KV heads 4 + 1"
     assert lines["collaboration"] == "layers 4"
 
@@ -121,44 +105,28 @@ def test_the_same_config_makes_the_same_files(base: Path, tmp_path: Path) -> Non
     assert one.read_bytes() != other.read_bytes()
 
 
-def test_a_base_with_one_bit_changed_is_refused_by_the_tensors_name(config: RunConfig, base: Path) -> None:
-    folder = upscale(config).folder
-    weights = base / "model.safetensors"
+def test_a_base_in_another_dtype_or_of_another_bit_configuration_or_tokenizer_is_refused(
+    config: RunConfig, base: Path
+) -> None:
+    summary, weights, told = upscale(config), base / "model.safetensors", base / "config.json"
+    with pytest.raises(BaseModelError, match="not the base that was widened"):
+        load_model(summary.folder, ModelConfig(base=config.model.base, dtype="bfloat16"))
+    before = told.read_text(encoding="utf-8")
+    told.write_text(json.dumps(json.loads(before) | {"rms_norm_eps": 1e-3}), encoding="utf-8")
+    with pytest.raises(BaseModelError, match=r"config\.json differs"):
+        load_model(summary.folder, config.model)
+    told.write_text(before, encoding="utf-8")
+    load_model(summary.folder, config.model)
+    check_tokenizer(load_tokenizer(config.model), summary.record)
+    changed = load_tokenizer(config.model)
+    changed.add_tokens(["Lily"])
+    with pytest.raises(BaseModelError, match="tokenizer"):
+        check_tokenizer(changed, summary.record)
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(BaseModelError, match=r"not the base that was widened .* differs"):
-        load_model(folder, config.model)
-
-
-def test_a_base_in_another_dtype_is_refused(config: RunConfig) -> None:
-    folder = upscale(config).folder
-    with pytest.raises(BaseModelError, match="not the base that was widened"):
-        load_model(folder, ModelConfig(base=config.model.base, dtype="bfloat16"))
-
-
-def test_another_base_is_refused(config: RunConfig, shared_data: Path) -> None:
-    folder = upscale(config).folder
-    with pytest.raises(BaseModelError, match="not the base that was widened"):
-        load_model(folder, ModelConfig(base=str(shared_data / "ckpt-eltec" / "hf")))
-
-
-@pytest.mark.parametrize("name", ["trained.safetensors", "base.json", "config.json"])
-def test_a_damaged_folder_is_refused_by_the_files_name(config: RunConfig, name: str) -> None:
-    folder = upscale(config).folder
-    content = bytearray((folder / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / name).write_bytes(content)
-    with pytest.raises(StorageError, match=rf"{name}: damaged"):
-        load_model(folder, config.model)
-    (folder / name).unlink()
-    with pytest.raises(StorageError, match=rf"{name}: missing"):
-        load_model(folder, config.model)
-
-
-def test_a_folder_that_is_not_there_says_what_makes_it(config: RunConfig) -> None:
-    with pytest.raises(RunFolderError, match="run the verb that makes it first"):
-        open_folder(config.output_dir / "upscaled")
+        load_model(summary.folder, config.model)
 
 
 def test_base_logits_that_are_not_preserved_leave_nothing_behind(
@@ -177,19 +145,17 @@ def test_base_logits_that_are_not_preserved_leave_nothing_behind(
     assert not (config.output_dir / "upscaled").exists()
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("variant", ["route", "lora"])
 def test_a_base_with_a_weight_that_is_not_finite_is_refused_by_its_name(
-    base: Path, tmp_path: Path, variant: str, value: float
+    base: Path, tmp_path: Path, variant: str
 ) -> None:
     tensors = load_file(base / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name][3, 4] = value
+    tensors[name][3, 4] = torch.nan
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    config = configured(base, tmp_path / "run", variant=variant)
     with pytest.raises(BaseModelError, match=rf"{name} of .*base holds numbers that are not finite \(1 of 11,008\)"):
-        upscale(config)
-    assert not (config.output_dir / "upscaled").exists()
+        upscale(configured(base, tmp_path / "run", variant=variant))
+    assert not (tmp_path / "run" / "upscaled").exists()
 
 
 def test_upscaling_again_replaces_the_folder_until_training_has_begun(config: RunConfig) -> None:
@@ -208,46 +174,10 @@ def test_upscaling_is_finished_for_the_same_base_and_method_only(base: Path, con
     assert upscale_is_finished(Run(config))
     others = [
         configured(base, config.output_dir, variant="adapt"),
-        configured(base, config.output_dir, seed=1, variant="route", collaboration={"layers": "top:1"}),
-        configured(base, config.output_dir, "bfloat16", variant="route", collaboration={"layers": "top:1"}),
+        configured(base, config.output_dir, seed=1),
+        configured(base, config.output_dir, "bfloat16"),
     ]
     assert not any(upscale_is_finished(Run(other)) for other in others)
-
-
-def test_nothing_of_the_base_is_changed_by_widening_it(config: RunConfig, base: Path) -> None:
-    before = load_file(base / "model.safetensors")
-    summary = upscale(config)
-    tensors = dict(summary.model.named_parameters())
-    assert all(torch.equal(tensors[f"base.{name}"], before[name]) for name in summary.record.tensors)
-
-
-def test_the_record_is_plain_json_with_a_hash_for_every_tensor(config: RunConfig) -> None:
-    value = json.loads((upscale(config).folder / "base.json").read_text(encoding="utf-8"))
-    assert value.keys() == {
-        "name",
-        "revision",
-        "dtype",
-        "content_sha256",
-        "config_sha256",
-        "tokenizer_sha256",
-        "tensors",
-    }
-    assert all(len(sha256) == 64 for sha256 in value["tensors"].values())
-
-
-def test_a_base_whose_config_or_tokenizer_has_changed_is_refused(base: Path, config: RunConfig) -> None:
-    summary = upscale(config)
-    told = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    (base / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 1e-3}), encoding="utf-8")
-    with pytest.raises(BaseModelError, match=r"config\.json differs"):
-        load_model(summary.folder, config.model)
-    (base / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    load_model(summary.folder, config.model)
-    check_tokenizer(load_tokenizer(config.model), summary.record)
-    changed = load_tokenizer(config.model)
-    changed.add_tokens(["Lily"])
-    with pytest.raises(BaseModelError, match="tokenizer"):
-        check_tokenizer(changed, summary.record)
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(base: Path, config: RunConfig) -> None:

@@ -33,8 +33,7 @@ from tests.widening import tiny_llama
 Configured = Callable[..., RunConfig]
 
 
-def say_nothing(line: str) -> None:
-    del line
+def say_nothing(_: str) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +84,8 @@ OF_THE_BASE = [
         "evaluation.continuations: 129, but the base has 128 positions",
     ),
     ("method.collaboration.layers=[3]", "but the base has 3 layers"),
+    ("method={{variant: freeze, freeze: {{num_layers: 4}}}}", r"method\.freeze\.num_layers"),
+    ("method={{variant: lora, lora: {{targets: [none]}}}}", r"method\.lora\.targets"),
 ]
 OF_TRAINING = [
     ("corpus.sources.0.path={here}/nowhere.txt", r"one: no file matches .*nowhere\.txt"),
@@ -93,21 +94,28 @@ OF_TRAINING = [
     ("corpus.cache_dir={here}/trained.txt", r"corpus\.cache_dir .*trained\.txt is not a folder"),
 ]
 OF_WHAT_IS_HELD_OUT = [("evaluation.perplexity.0.path={here}/nowhere.txt", r"kept: no file matches .*nowhere\.txt")]
+OF_THE_PIPELINE = [
+    ("evaluation.benchmarks=[{{name: b, path: '{here}/no.yaml', language: en}}]", r"b: no such file: .*no\.yaml")
+]
 
 
-@pytest.mark.parametrize(("override", "message"), [*OF_THE_BASE, *OF_TRAINING, *OF_WHAT_IS_HELD_OUT])
-@pytest.mark.parametrize("verb", ["upscale", "prepare", "run"])
+VERBS: dict[str, Callable[[RunConfig], Any]] = {
+    "upscale": upscale,
+    "prepare": prepare,
+    "run": lambda config: run_pipeline(config, say_nothing),
+}
+OF_ALL = [*OF_THE_BASE, *OF_TRAINING, *OF_WHAT_IS_HELD_OUT]
+
+
+@pytest.mark.parametrize(
+    ("verb", "override", "message"),
+    [*((verb, *case) for verb in VERBS for case in OF_ALL), *(("run", *case) for case in OF_THE_PIPELINE)],
+)
 def test_nothing_is_written_before_what_is_certain_to_fail(
     configured: Configured, tmp_path: Path, verb: str, override: str, message: str
 ) -> None:
-    config = configured(override)
-    verbs: dict[str, Callable[[], Any]] = {
-        "upscale": lambda: upscale(config),
-        "prepare": lambda: prepare(config),
-        "run": lambda: run_pipeline(config, say_nothing),
-    }
     with pytest.raises(ScaleError, match=message):
-        verbs[verb]()
+        VERBS[verb](configured(override))
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -124,15 +132,6 @@ def test_what_is_trained_is_not_loaded_before_what_is_certain_to_fail(
         verb(config)
 
 
-def test_a_benchmark_that_is_not_there_is_found_before_anything_is_written(
-    configured: Configured, tmp_path: Path
-) -> None:
-    config = configured("evaluation.benchmarks=[{{name: b, path: '{here}/no.yaml', language: en}}]")
-    with pytest.raises(ScaleError, match=r"b: no such file: .*no\.yaml"):
-        run_pipeline(config, say_nothing)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     configured: Configured, tmp_path: Path, broken: Callable[[], Tokenizer]
@@ -146,7 +145,7 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     for dropped in places:
         paths = (f"{place}={tmp_path / ('ko' if place == dropped else 'en')}.txt" for place in places)
         config = configured(f"model.base={tmp_path / 'base'}", *paths)
-        for verb in (upscale, prepare, lambda config: run_pipeline(config, say_nothing)):
+        for verb in VERBS.values():
             with pytest.raises(CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"):
                 verb(config)
     assert sorted({*tmp_path.rglob("*")} - {tmp_path / "config.yaml"}) == before
@@ -181,16 +180,6 @@ def test_a_file_where_a_folder_is_to_be_is_found_first(configured: Configured, n
     write_text(config.output_dir / name, "")
     with pytest.raises(ScaleError, match=f"{name}: is not a folder"):
         Run(config).check(training_sources(config))
-
-
-def test_baselines_are_held_to_the_bases_sizes_too(configured: Configured) -> None:
-    for override in (
-        "method={{variant: freeze, freeze: {{num_layers: 4}}}}",
-        "method={{variant: lora, lora: {{targets: [none]}}}}",
-    ):
-        config = configured(override)
-        with pytest.raises(ScaleError, match=r"method\.(freeze\.num_layers|lora\.targets)"):
-            Run(config).check(training_sources(config))
 
 
 def test_what_was_trained_on_need_not_be_there_to_evaluate(configured: Configured) -> None:
