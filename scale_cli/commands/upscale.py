@@ -13,8 +13,8 @@ from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError
 from scale_cli.processes import placed
-from scale_cli.storage.atomic import claimed, new_folder, write_json, write_text
-from scale_cli.storage.records import CORPORA, BaseRecord
+from scale_cli.storage.atomic import claimed, new_folder, write_text
+from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
 from scale_cli.upscale.folder import describe_method, load_any_base, write_trained
 from scale_cli.upscale.method import MethodModel, new_pieces, start_model
@@ -116,7 +116,6 @@ def _upscale(run: Run) -> UpscaleSummary:
     new = new_pieces(config, of_base, tokenizer)
     model = placed(start_model(base, method, config.seed, new, tokenizer, counted))
     check_preservation(definition.as_base(model), prompts, base_logits)
-    found_in = run.text_to_find_in()
     with new_folder(upscaled) as partial:
         if definition.widens or method.vocabulary is not None:
             write_trained(partial, model, method, record)
@@ -126,8 +125,6 @@ def _upscale(run: Run) -> UpscaleSummary:
             tokenizer.save_pretrained(partial)
         else:
             write_grown_tokenizer(partial, config.model, tokenizer)
-        if found_in:
-            write_json(partial / CORPORA, found_in)
         write_text(partial / "scale.yaml", dump_config(config))
     return UpscaleSummary(upscaled, method, model, record, len(tokenizer) - len(of_base), num_texts)
 

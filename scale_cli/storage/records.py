@@ -9,8 +9,8 @@
 | Cost         | cost.json     | `final/`                                                                     |
 | ExportRecord | parity.json   | exports                                                                      |
 
-`Corpora` (corpora.json) is a list of names, in `upscaled/` of the text in which layers, tokens or codes were found; the
-token ledger is of `data/ledger.py`, the log of `storage/metrics.py`.
+`corpora.json`, beside the state, names the text that was trained on; the token ledger is of `data/ledger.py`,
+the log of `storage/metrics.py`.
 """
 
 from __future__ import annotations

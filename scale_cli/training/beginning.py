@@ -39,8 +39,6 @@ def starting_point(
         """Return what the others are told: 0 for the beginning, else 1 + the steps done."""
         if (start := _find(run.folder, resume, log)) is not None:
             return 1 + _hold_to(MethodFolder(start, run), log, accepted)
-        for warning in run.other_text_warnings():
-            log(f"warning: {warning}")
         check_init_from(run)
         if (trunk := init_from(run)) is not None:
             _check_same_start(trunk, MethodFolder(run.folder.upscaled, run))

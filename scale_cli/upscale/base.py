@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,10 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 
 # Fields that change no computation; a widened base's router acts when it is served only.
-_NOT_COMPUTING = {
-    "_name_or_path",
-    "architectures",
-    "attn_implementation",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "router_prior",
-    "router_rule",
-    "router_switch_rate",
-    "router_threshold",
-    "transformers_version",
-    "use_cache",
-    "variant",
-}
+_NOT_COMPUTING = re.compile(
+    r"_name_or_path|architectures|attn_implementation|dtype|transformers_version|use_cache|variant"
+    r"|(bos|eos|pad)_token_id|router_(prior|rule|switch_rate|threshold)"
+)
 REMEDY = "give back the one that was, or start anew in another output_dir"
 _LARGEST = 2**24  # well above any size of any model that there is
 _SIZES = (
@@ -86,15 +75,10 @@ def root_model(model: ModelConfig) -> ModelConfig:
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
     """Load a plain base model, frozen and in evaluation mode."""
-    config = load_base_config(model)
+    config, dtype = load_base_config(model), getattr(torch, model.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.base,
-            revision=model.revision,
-            config=config,
-            dtype=getattr(torch, model.dtype),
-            output_loading_info=True,
-            **_PLAIN_WEIGHTS,
+            model.base, revision=model.revision, config=config, dtype=dtype, output_loading_info=True, **_PLAIN_WEIGHTS
         )
     except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
@@ -115,13 +99,10 @@ def check_weights(model: ModelConfig) -> None:
             with safe_open(folder / name, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise BaseModelError(
-                f"model.base: the weights in {folder / name} cannot be loaded: {one_line(error)}"
-            ) from None
+            raise BaseModelError(f"model.base: {folder / name} cannot be loaded: {one_line(error)}") from None
 
 
 def load_written(loader: Any, folder: Path) -> Any:
-    """Load a whole model that was exported."""
     try:
         return loader.from_pretrained(folder, dtype="auto", **_PLAIN_WEIGHTS)
     except Exception as error:  # of a damaged folder it may say anything
@@ -129,7 +110,7 @@ def load_written(loader: Any, folder: Path) -> Any:
 
 
 def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
-    """Return a base model of shapes and dtypes alone, on the meta device, frozen as a loaded one is."""
+    """Return a frozen base model of shapes and dtypes alone, on the meta device."""
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return base.requires_grad_(False).eval()
@@ -190,8 +171,7 @@ def _shards(folder: Path) -> list[str]:
     return sorted(set(shards))
 
 
-def looks_local(name: str) -> bool:
-    """Return whether a base is meant as a folder rather than as a hub id."""
+def looks_local(name: str) -> bool:  # rather than a hub id
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
@@ -205,15 +185,12 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 def config_sha256(base: PreTrainedModel) -> str:
     """Return one hash over what a configuration says about computing; names, versions and token ids do not count."""
-    return json_sha256(_computing(base.config.to_diff_dict()))
 
+    def computing(fields: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in fields.items() if not _NOT_COMPUTING.fullmatch(name)}
+        return kept | ({"base_config": computing(kept["base_config"])} if "base_config" in kept else {})
 
-def _computing(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a configuration, and of that of a base that it holds, what is not computed with."""
-    kept = {name: value for name, value in fields.items() if name not in _NOT_COMPUTING}
-    if "base_config" in kept:
-        kept["base_config"] = _computing(kept["base_config"])
-    return kept
+    return json_sha256(computing(base.config.to_diff_dict()))
 
 
 def record_base(
@@ -253,11 +230,10 @@ def check_finite(base: PreTrainedModel, name: str) -> None:
 
 def check_same_base(base: PreTrainedModel, record: BaseRecord, where: str, of_machine: Share | None = None) -> None:
     """Check that a base model is the one that was recorded; ChangedBaseError names the first tensor that differs."""
-    if changed := changed_tensors(base, record, of_machine):
+    changed = changed_tensors(base, record, of_machine)
+    if record.config_sha256 and config_sha256(base) != record.config_sha256:
+        changed.append("its config.json")
+    if changed:
         raise ChangedBaseError(
             f"{where}: not the base that was widened ({record.name} in {record.dtype}): {changed[0]} differs; {REMEDY}"
-        )
-    if record.config_sha256 and config_sha256(base) != record.config_sha256:
-        raise ChangedBaseError(
-            f"{where}: not the base that was widened ({record.name}): its config.json differs; {REMEDY}"
         )

@@ -28,13 +28,7 @@ from scale_cli.processes import Share
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.records import TRAINED, BaseRecord
 from scale_cli.storage.shards import has_shards, load_shards
-from scale_cli.upscale.base import (
-    base_without_weights,
-    check_same_base,
-    load_base,
-    load_base_config,
-    stages_below,
-)
+from scale_cli.upscale.base import base_without_weights, check_same_base, load_base, load_base_config, stages_below
 from scale_cli.upscale.method import MethodModel, NewPieces, grow_plainly
 
 # As PEFT keeps adapters, which `PeftModel.from_pretrained` and servers of adapters load: rank, alpha, targets and the

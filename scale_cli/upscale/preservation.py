@@ -31,10 +31,7 @@ def sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
 
 @torch.no_grad()
 def own_logits(model: MethodModel, prompts: list[Tensor]) -> list[Tensor]:
-    """Return a model's logits on (1, T) prompts on its device, each at its own shape; a widened one's trained head's.
-
-    They are what stays when the model becomes the base of another.
-    """
+    """Return what stays when a model becomes the base of another: its trained head's logits on (1, T) prompts."""
     model.eval()
     return [trained_logits(model, ids) for ids in prompts]
 
@@ -50,12 +47,8 @@ def trained_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
 def check_preservation(model: MethodModel, prompts: list[Tensor], base_logits: list[Tensor]) -> None:
     """Compare a method's model with its base, bit for bit: the base head of a widened one, any other's only head.
 
-    Where the base is widened too, it is held to its own base likewise.
-
-    Args:
-        model: at its start; a widened one at any time.
-        prompts: the sample texts, as the base's tokenizer has them.
-        base_logits: the base's own on them, from before it became a part of the model.
+    A widened model is held to it at any time, any other at its start. Where the base is widened too, it is held to its
+    own base likewise. `base_logits` are the base's own on `prompts` (`sample_ids`), from before it became a part.
     """
     model.eval()
     for text, ids, expected in zip(SAMPLE_TEXTS, prompts, base_logits, strict=True):

@@ -28,12 +28,12 @@ from scale_cli.config.sources import TextSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.documents import check_source
-from scale_cli.data.tokens import DocumentMarkers, check_sample, content_name
+from scale_cli.data.tokens import DocumentMarkers, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
-from scale_cli.storage.records import CORPORA, BaseRecord, TrainState, read_corpora
+from scale_cli.storage.records import BaseRecord, TrainState
 from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
 from scale_cli.upscale.folder import any_base_without_weights, load_onto_base, read_method
 from scale_cli.upscale.method import MethodModel, build_model, set_router
@@ -52,13 +52,11 @@ class Run:
         return RunFolder(self.config.output_dir)
 
     @cached_property
-    def base_config(self) -> Any:
-        """The configuration of the plain model at the bottom."""
+    def base_config(self) -> Any:  # of the plain model at the bottom
         return load_base_config(self.config.model)
 
     @cached_property
     def base_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base's, without what the run adds to it."""
         return load_tokenizer(self.config.model)
 
     @cached_property
@@ -94,9 +92,8 @@ class Run:
 
     @property
     def _has_grown(self) -> bool:
-        start, vocabulary = MethodFolder(self.folder.upscaled, self), self.config.method.vocabulary
-        written = vocabulary is not None and (start.path / "scale.yaml").is_file()
-        return written and start.config.method.vocabulary == vocabulary
+        vocabulary, written = self.config.method.vocabulary, self.folder.upscaled / "scale.yaml"
+        return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
 
     def open_start(self) -> MethodFolder:
         """Open what the run begins with, made with this config."""
@@ -145,28 +142,6 @@ class Run:
             check_source(source)
             check_sample(source, tokenizer, config.corpus)
 
-    def text_to_find_in(self) -> list[str]:
-        """Return what names every source in which layers, tokens or codes are found, by its content; often none."""
-        config, method = self.config, self.config.method
-        read = learned_on(config) if method.vocabulary is not None and method.vocabulary.folder is None else []
-        if method.definition.counts_text(method.settings):
-            read += [source for source in config.corpus.new if source not in read]
-        if method.definition.probe_windows(method.settings):
-            read += [source for source in config.corpus.replay if source not in read]
-        return [content_name(source, self.base_tokenizer, cache_dir(config), config.corpus) for source in read]
-
-    def other_text_warnings(self) -> list[str]:
-        """Return a line where what the run begins with was found in other text than its config names now."""
-        upscaled = self.folder.upscaled
-        if not (upscaled / CORPORA).is_file():  # nothing was looked for
-            return []
-        before, now = read_corpora(upscaled), self.text_to_find_in()
-        gone, come = [name for name in before if name not in now], [name for name in now if name not in before]
-        told = (
-            f"{upscaled}: its layers, tokens or codes were found in other text: {', '.join(gone)} -> {', '.join(come)}"
-        )
-        return [f"{told}; they stay, and `scale upscale` finds them anew"] if gone or come else []
-
 
 @dataclass(frozen=True)
 class MethodFolder:
@@ -180,13 +155,11 @@ class MethodFolder:
         return cls(path, Run(load_config(path / "scale.yaml")))
 
     @cached_property
-    def config(self) -> RunConfig:
-        """The config that it was made with; the run's own may have changed since."""
+    def config(self) -> RunConfig:  # that it was made with; the run's own may have changed since
         return load_config(self.path / "scale.yaml")
 
     @cached_property
-    def method(self) -> MethodConfig:
-        """The method that it was made with, and what was found to upscale."""
+    def method(self) -> MethodConfig:  # likewise, with what was found to upscale
         return read_method(self.path)
 
     @cached_property
@@ -224,10 +197,7 @@ class MethodFolder:
         return model
 
     def load_to_train(self) -> MethodModel:
-        """Return the model where it was read to, to be placed or sharded; a baseline's start is drawn by the seed.
-
-        All processes have to call this.
-        """
+        """Return the model where it was read to, to be placed or sharded; all processes have to call this."""
         config = self.run.config
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
 
