@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,12 +12,12 @@ import torch
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
 from scale_cli.planning import counting
 from scale_cli.planning.counting import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.metrics import read_records
 from scale_cli.storage.records import TrainState
 from scale_cli.training import checkpoint, loop
 from scale_cli.training.observing import Observer
@@ -26,38 +25,28 @@ from scale_cli.training.step import TakenStep, train_step
 from scale_cli.vocabulary import proofs
 from tests.data.test_conversations import PLAIN, talk
 from tests.torture.tiny_run import CLOCK
+from tests.training.conftest import (
+    MakeConfig,
+    are_equal,
+    around_steps,
+    finished,
+    go_on,
+    raise_signal_after,
+    take_steps,
+    trained,
+    upscaled,
+)
 from tests.training.test_tensor_rates import ADEPT
 from tests.widening import lower_stories
 
-MakeConfig = Callable[..., RunConfig]
 
-
-def said_nothing(line: str) -> None:
-    """Swallow what a verb would print."""
-
-
-def metrics(run: RunFolder) -> list[dict[str, object]]:
-    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in record.items() if key not in CLOCK} for record in records]
-
-
-def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
-    """Send ourselves a signal from inside a step, as a scheduler would."""
-
-    def step_then_signal(*args: Any, **kwargs: Any) -> TakenStep:
-        result = train_step(*args, **kwargs)
-        if args[3].step == step - 1:
-            os.kill(os.getpid(), number)
-        return result
-
-    monkeypatch.setattr(loop, "train_step", step_then_signal)
+def metrics(run: RunFolder) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key not in CLOCK} for record in read_records(run.metrics)]
 
 
 def assert_same_run(one: RunFolder, other: RunFolder) -> None:
     assert metrics(one) == metrics(other)
-    left, right = (load_tensors(run.final / "trained.safetensors") for run in (one, other))
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert are_equal(trained(one.final), trained(other.final))
 
 
 OTHERWISE = (
@@ -84,26 +73,28 @@ TO_THE_BASE = (
 )
 
 
-@pytest.mark.parametrize("overrides", [(), OTHERWISE], ids=["adamw", "muon, distilled, averaged, lookahead, staged"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), OTHERWISE, ("train.log_every_steps=4",)],
+    ids=["adamw", "muon, distilled, averaged, lookahead, staged", "logged seldom"],
+)
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     whole, cut = (make_config(name, "train.eval_every_steps=4", *overrides) for name in ("whole", "cut"))
-    upscale(whole)
     said: list[str] = []
-    train(whole, None, said.append)
+    uninterrupted, run = finished(whole, said), upscaled(cut)
     (warning,) = [line for line in said if line.startswith("warning")]
     assert "held-out tiny: 4 of its 4 documents (100.0 %) are in tiny, which is trained on" in warning
-    upscale(cut)
-    for step, number, resume in ((2, signal.SIGTERM, None), (5, signal.SIGINT, "auto")):
+    for step, number in ((2, signal.SIGTERM), (5, signal.SIGINT)):
         raise_signal_after(monkeypatch, number, step)
         with pytest.raises(Interrupted) as stopped:
-            train(cut, resume, said_nothing)
+            go_on(cut)
         assert stopped.value.exit_code == 128 + number
-        assert RunFolder(cut.output_dir).checkpoint(step).is_dir()
-    monkeypatch.setattr(loop, "train_step", train_step)
-    train(cut, "auto", said_nothing)
-    assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
+        assert run.checkpoint(step).is_dir()
+    take_steps(monkeypatch)
+    go_on(cut)
+    assert_same_run(uninterrupted, run)
 
 
 def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_same(
@@ -126,11 +117,9 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     monkeypatch.setattr(Observer, "losses", takes(7200.0, Observer.losses))
     monkeypatch.setattr(checkpoint, "take_snapshot", takes(3600.0, checkpoint.take_snapshot))
     config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
-    upscale(config)
-    summary = train(config, None, said_nothing)
-    run = RunFolder(config.output_dir)
-    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    logged = [record for record in records if "loss" in record]
+    run = upscaled(config)
+    summary = train(config, None, print)
+    logged = [record for record in read_records(run.metrics) if "loss" in record]
     before = [0, *(record["num_tokens"] for record in logged)]
     steps = [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
     assert [record["tokens_per_s"] for record in logged] == [
@@ -209,104 +198,80 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     if kind == "everything":
         overrides = request.getfixturevalue("everything")
     whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
-    for config in (whole, cut):
-        upscale(config)
     kill_at: list[int] = []
 
     class Killed(BaseException):
         """Stands for SIGKILL: nothing of ours handles it."""
 
-    def step_until_killed(*args: Any, **kwargs: Any) -> TakenStep:
-        if args[3].step in kill_at:
+    def step_until_killed(done: int, model: Any, take: Callable[[], TakenStep]) -> TakenStep:
+        if done in kill_at:
             raise Killed
-        if kind != "everything" or args[3].step != 4:
-            return train_step(*args, **kwargs)
-        trained = next(parameter for parameter in args[1].parameters() if parameter.requires_grad)
-        poison = trained.register_hook(lambda gradient: gradient * torch.nan)
-        taken = train_step(*args, **kwargs)
+        if kind != "everything" or done != 4:
+            return take()
+        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        poison = parameter.register_hook(lambda gradient: gradient * torch.nan)
+        taken = take()
         poison.remove()
         return taken
 
-    monkeypatch.setattr(loop, "train_step", step_until_killed)
-    train(whole, None, said_nothing)
-    for resume, step in ((None, 5), ("auto", 7)):
+    around_steps(monkeypatch, step_until_killed)
+    uninterrupted, run = finished(whole), upscaled(cut)
+    for step in (5, 7):
         kill_at[:] = [step]
         with pytest.raises(Killed):
-            train(cut, resume, said_nothing)
-        logged = [int(str(record["step"])) for record in metrics(RunFolder(cut.output_dir)) if "loss" in record]
+            go_on(cut)
+        logged = [record["step"] for record in metrics(run) if "loss" in record]
         assert logged[-1] == step - step % whole.train.log_every_steps and logged == sorted(set(logged))
     kill_at.clear()
-    train(cut, "auto", said_nothing)
-    assert TrainState.load(RunFolder(cut.output_dir).checkpoint(9)).skipped_steps == (kind == "everything")
-    assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
+    go_on(cut)
+    assert TrainState.load(run.checkpoint(9)).skipped_steps == (kind == "everything")
+    assert_same_run(uninterrupted, run)
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(make_config: MakeConfig) -> None:
     whole, cut = make_config("whole"), make_config("cut")
-    for config in (whole, cut):
-        upscale(config)
-        train(config, None, said_nothing)
-    run = RunFolder(cut.output_dir)
-    newest = sorted(run.checkpoints.iterdir())[-1]
-    damaged = newest / "optimiser.safetensors"
+    run = finished(cut)
+    damaged = run.checkpoint(9) / "optimiser.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(bytes(content))
     run.final.rename(run.root / "put-aside")
-    said: list[str] = []
-    train(cut, "auto", said.append)
-    assert any(newest.name in line and "skipped" in line for line in said)
-    assert_same_run(RunFolder(whole.output_dir), run)
+    assert any(run.checkpoint(9).name in line and "skipped" in line for line in go_on(cut))
+    assert_same_run(finished(whole), run)
 
 
-def test_resume_auto_with_nothing_to_resume_starts_from_the_beginning(make_config: MakeConfig) -> None:
-    config = make_config("run")
-    upscale(config)
-    assert train(config, "auto", said_nothing).state.step == config.train.max_steps
-
-
-def test_a_run_that_exists_is_never_overwritten(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config("run")
-    upscale(config)
-    raise_signal_after(monkeypatch, signal.SIGTERM, 1)
-    with pytest.raises(Interrupted):
-        train(config, None, said_nothing)
-    with pytest.raises(RunFolderError, match="--resume auto"):
-        train(config, None, said_nothing)
-    with pytest.raises(RunFolderError, match="training has begun"):
-        upscale(config)
-    monkeypatch.setattr(loop, "train_step", train_step)
-    train(config, "auto", said_nothing)
-    with pytest.raises(RunFolderError, match="finished run"):
-        train(config, None, said_nothing)
-
-
-@pytest.mark.parametrize("override", ["train.lr=1e-4", "seed=1", "corpus.sequence_length=16"])
-def test_resuming_with_a_config_that_makes_another_run_is_refused(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, override: str
+def test_a_run_that_exists_is_never_overwritten_nor_becomes_another(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config("run")
-    upscale(config)
+    upscaled(config)
     raise_signal_after(monkeypatch, signal.SIGTERM, 1)
     with pytest.raises(Interrupted):
-        train(config, None, said_nothing)
-    with pytest.raises(RunFolderError, match=override.partition("=")[0]):
-        train(make_config("run", override), "auto", said_nothing)
+        go_on(config)  # with nothing to resume it starts from the beginning
+    with pytest.raises(RunFolderError, match="--resume auto"):
+        train(config, None, print)
+    with pytest.raises(RunFolderError, match="training has begun"):
+        upscale(config)
+    for override in ("train.lr=1e-4", "seed=1", "corpus.sequence_length=16"):
+        with pytest.raises(RunFolderError, match=override.partition("=")[0]):
+            go_on(make_config("run", override))
+    take_steps(monkeypatch)
+    go_on(config)
+    with pytest.raises(RunFolderError, match="finished run"):
+        train(config, None, print)
 
 
 def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConfig) -> None:
     config = make_config("run")
-    summary = upscale(config)
-    train(config, None, said_nothing)
-    added = {name for name, parameter in summary.model.named_parameters() if parameter.requires_grad}
+    added = {name for name, parameter in upscale(config).model.named_parameters() if parameter.requires_grad}
+    train(config, None, print)
     assert all(name.startswith("expansion.") for name in added)
     run = RunFolder(config.output_dir)
     kept = sorted(run.checkpoints.iterdir())
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000009"]
-    assert set(load_tensors(kept[-1] / "trained.safetensors")) == added
-    moments = {name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")}
-    assert moments == added
-    assert not [file for file in Path(run.root).rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")]
+    assert set(trained(kept[-1])) == added
+    assert {name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")} == added
+    assert not [file for file in run.root.rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")]
 
 
 def test_text_that_changed_between_two_resumes_is_refused(
@@ -315,33 +280,18 @@ def test_text_that_changed_between_two_resumes_is_refused(
     text = tmp_path / "corpus.txt"
     text.write_text("One text to begin with.\n" * 200, encoding="utf-8")
     config = make_config("run", f"corpus.sources.0.path={text}")
-    upscale(config)
+    upscaled(config)
     raise_signal_after(monkeypatch, signal.SIGTERM, 1)
     with pytest.raises(Interrupted):
-        train(config, None, said_nothing)
+        train(config, None, print)
     text.write_text("Another text to go on with.\n" * 200, encoding="utf-8")
     with pytest.raises(RunFolderError, match="other text was trained on: petitions-"):
-        train(config, "auto", said_nothing)
-
-
-def test_logged_losses_do_not_hang_on_where_a_run_was_interrupted(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, cut = make_config("whole", "train.log_every_steps=4"), make_config("cut", "train.log_every_steps=4")
-    for config in (whole, cut):
-        upscale(config)
-    train(whole, None, said_nothing)
-    raise_signal_after(monkeypatch, signal.SIGTERM, 6)
-    with pytest.raises(Interrupted):
-        train(cut, None, said_nothing)
-    monkeypatch.setattr(loop, "train_step", train_step)
-    train(cut, "auto", said_nothing)
-    assert_same_run(RunFolder(whole.output_dir), RunFolder(cut.output_dir))
+        go_on(config)
 
 
 def test_windows_longer_than_the_bases_context_are_refused(make_config: MakeConfig) -> None:
-    upscale(make_config("run"))
+    upscaled(make_config("run"))
     longer = make_config("run", "corpus.sequence_length=1024")
-    for verb in (upscale, lambda config: train(config, None, said_nothing)):
+    for verb in (upscale, lambda config: train(config, None, print)):
         with pytest.raises(ConfigError, match=r"corpus\.sequence_length: 1024, but the base has 512"):
             verb(longer)

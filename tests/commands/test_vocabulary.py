@@ -29,7 +29,7 @@ from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
 from tests.command_line import ModelLoads, model_loads
-from tests.commands.test_train import raise_signal_after
+from tests.training.conftest import raise_signal_after
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
+from scale_cli.storage.atomic import load_tensors
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import TRAINED
+from scale_cli.training import loop
+from scale_cli.training.step import TakenStep, train_step
 from tests.widening import lower_stories
 
 MakeConfig = Callable[..., RunConfig]
+_STARTS: dict[str, Path] = {}  # what was upscaled, by what decides it
 
 _YAML = """
 model: {{base: {base}}}
@@ -54,3 +66,67 @@ def configs_in(folder: Path, shared_data: Path, cache: Path) -> MakeConfig:
         return load_config(path, list(overrides))
 
     return make
+
+
+def upscaled(config: RunConfig) -> RunFolder:
+    """Upscale; what was upscaled once alike is copied."""
+    run, key = RunFolder(config.output_dir), config.model_dump_json(include={"seed", "model", "method", "corpus"})
+    if key in _STARTS and _STARTS[key].is_dir():
+        shutil.copytree(_STARTS[key], run.upscaled)
+    else:
+        upscale(config)
+        _STARTS[key] = run.upscaled
+    return run
+
+
+def finished(config: RunConfig, said: list[str] | None = None) -> RunFolder:
+    """Upscale and train."""
+    run = upscaled(config)
+    train(config, None, (said if said is not None else []).append)
+    return run
+
+
+def go_on(config: RunConfig, *accepted: str) -> list[str]:
+    """Train with `--resume auto`, and return what is said."""
+    said: list[str] = []
+    train(config, "auto", said.append, accepted)
+    return said
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    return load_tensors(folder / TRAINED)
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def around_steps(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any, Callable[[], TakenStep]], Any]) -> None:
+    """Put something in the place of every step: it is given the steps done, the model, and the step to take."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return act(args[3].step, args[1], lambda: train_step(*args, **kwargs))
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def before_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], object]) -> None:
+    """Call something with the number of steps done and the model, before every step."""
+    around_steps(monkeypatch, lambda done, model, take: (act(done, model), take())[1])
+
+
+def raise_signal_after(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
+    """Send ourselves a signal from inside a step, as a scheduler would."""
+
+    def signalled(done: int, _model: Any, take: Callable[[], TakenStep]) -> TakenStep:
+        taken = take()
+        if done == step - 1:
+            os.kill(os.getpid(), number)
+        return taken
+
+    around_steps(monkeypatch, signalled)
+
+
+def take_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps be steps again."""
+    monkeypatch.setattr(loop, "train_step", train_step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
-from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.methods.hooks import Update, of_final
@@ -23,9 +19,8 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE, read_records
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from tests.hooks import training_of
+from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained
 from tests.training.test_muon import give_gradients, methods, model_of
-
-MakeConfig = Callable[..., RunConfig]
 
 
 def settings_of(kind: str, steps: int | None, max_steps: int, **others: Any) -> TrainConfig:
@@ -74,45 +69,42 @@ def test_it_is_of_everything_that_trains_and_no_step_is_another_for_it(method: d
     assert all(torch.equal(p, seen[-1][name]) for name, p in trainable_parameters(model).items())
 
 
-def trained(make_config: MakeConfig, name: str, *overrides: str) -> RunFolder:
-    config = make_config(name, "train.max_steps=4", "train.save_every_steps=1", "train.keep_checkpoints=9", *overrides)
-    upscale(config)
-    train(config, None, lambda _: None)
-    return RunFolder(config.output_dir)
+def averaged_run(make_config: MakeConfig, name: str, *overrides: str) -> RunFolder:
+    return finished(
+        make_config(name, "train.max_steps=4", "train.save_every_steps=1", "train.keep_checkpoints=9", *overrides)
+    )
 
 
 def test_final_holds_the_average_and_everything_else_is_as_without_one(make_config: MakeConfig) -> None:
     evaluated = "train.eval_every_steps=2"
-    plain = trained(make_config, "plain", evaluated)
-    tail = trained(make_config, "tail", evaluated, "train.average={kind: tail, steps: 2}")
-    steps = [load_tensors(tail.checkpoint(step) / "trained.safetensors") for step in (3, 4)]
-    for name, tensor in load_tensors(tail.final / "trained.safetensors").items():
-        torch.testing.assert_close(tensor, (steps[0][name] + steps[1][name]) / 2)
+    plain = averaged_run(make_config, "plain", evaluated)
+    tail = averaged_run(make_config, "tail", evaluated, "train.average={kind: tail, steps: 2}")
+    third, last = (trained(tail.checkpoint(step)) for step in (3, 4))
+    for name, tensor in trained(tail.final).items():
+        torch.testing.assert_close(tensor, (third[name] + last[name]) / 2)
     for step in (2, 4):
-        before, now = (load_tensors(run.checkpoint(step) / "trained.safetensors") for run in (plain, tail))
-        assert all(torch.equal(before[name], now[name]) for name in before)
-    moments = [load_tensors(run.checkpoint(4) / "optimiser.safetensors") for run in (plain, tail)]
-    assert moments[1].keys() - moments[0].keys() == {f"average.{name}" for name in steps[0]}
-    assert not load_tensors(tail.checkpoint(2) / "optimiser.safetensors").keys() - moments[0].keys()
-    records = [
+        assert are_equal(trained(plain.checkpoint(step)), trained(tail.checkpoint(step)))
+    moments = [load_tensors(run.checkpoint(4) / "optimiser.safetensors").keys() for run in (plain, tail)]
+    assert moments[1] - moments[0] == {f"average.{name}" for name in last}
+    assert not load_tensors(tail.checkpoint(2) / "optimiser.safetensors").keys() - moments[0]
+    without, with_one = (
         {record["step"]: record for record in read_records(r.metrics) if EVALUATION in record} for r in (plain, tail)
-    ]
-    assert [step for step, record in records[1].items() if EVALUATION_OF_AVERAGE in record] == [4]
-    assert all(records[1][step][EVALUATION] == records[0][step][EVALUATION] for step in (2, 4))
-    assert records[1][4][EVALUATION_OF_AVERAGE] != records[1][4][EVALUATION]
+    )
+    assert [step for step, record in with_one.items() if EVALUATION_OF_AVERAGE in record] == [4]
+    assert all(with_one[step][EVALUATION] == without[step][EVALUATION] for step in (2, 4))
+    assert with_one[4][EVALUATION_OF_AVERAGE] != with_one[4][EVALUATION]
 
 
 def test_a_longer_run_has_an_average_of_its_own_last_steps_or_is_refused(make_config: MakeConfig) -> None:
     average = "train.average={kind: tail, steps: 3}"
-    run = trained(make_config, "run", average)
-    accepted = ["train.max_steps"]
+    run = averaged_run(make_config, "run", average)
     with pytest.raises(RunFolderError, match=r"its steps, from 4 on, were not averaged; give at least .*=7") as caught:
-        train(make_config("run", "train.max_steps=6", average), "auto", lambda _: None, accepted)
+        go_on(make_config("run", "train.max_steps=6", average), "train.max_steps")
     assert "\n" not in str(caught.value)
     kept = ("train.save_every_steps=1", "train.keep_checkpoints=9", "train.eval_every_steps=1")
-    train(make_config("run", "train.max_steps=8", *kept, average), "auto", lambda _: None, accepted)
+    go_on(make_config("run", "train.max_steps=8", *kept, average), "train.max_steps")
     measured = [record["step"] for record in read_records(run.metrics) if EVALUATION_OF_AVERAGE in record]
     assert measured == [6, 7, 8], "the shorter run's average is of no step of this one"
-    steps = [load_tensors(run.checkpoint(step) / "trained.safetensors") for step in (6, 7, 8)]
-    for name, tensor in load_tensors(run.final / "trained.safetensors").items():
+    steps = [trained(run.checkpoint(step)) for step in (6, 7, 8)]
+    for name, tensor in trained(run.final).items():
         torch.testing.assert_close(tensor, sum(step[name] for step in steps) / 3)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ConfigError, RunFolderError, ScaleError, StorageError
-from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors
+from scale_cli.errors import ConfigError, RunFolderError, StorageError
+from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_json
 from scale_cli.storage.layout import RunFolder
-from tests.training.conftest import configs_in
+from tests.training.conftest import MakeConfig, are_equal, configs_in, finished, go_on, trained
 
-MakeConfig = Callable[..., RunConfig]
 TRUNK = ("train.schedule=constant", "train.max_steps=6", "train.save_every_steps=2", "train.keep_checkpoints=9")
 
 
@@ -27,9 +21,7 @@ TRUNK = ("train.schedule=constant", "train.max_steps=6", "train.save_every_steps
 def trunk_once(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trunk")
     config = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")("trunk", *TRUNK)
-    upscale(config)
-    train(config, None, lambda _: None)
-    return config.output_dir
+    return finished(config).root
 
 
 @pytest.fixture
@@ -41,17 +33,7 @@ def trunk(trunk_once: Path, tmp_path: Path) -> RunFolder:
 
 def begun(config: RunConfig) -> tuple[RunFolder, list[str]]:
     said: list[str] = []
-    upscale(config)
-    train(config, None, said.append)
-    return RunFolder(config.output_dir), said
-
-
-def trained(folder: Path) -> dict[str, torch.Tensor]:
-    return load_tensors(folder / "trained.safetensors")
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return finished(config, said), said
 
 
 def test_kept_moments_are_gone_on_with(make_config: MakeConfig, trunk: RunFolder) -> None:
@@ -71,10 +53,10 @@ def test_a_branch_of_no_rate_ends_as_the_trunk_was_and_says_what_it_began_with(
     branch, _ = begun(make_config("branch", *keys, f"train.init_from={trunk.final}"))
     assert are_equal(trained(branch.final), trained(trunk.final))
     assert not are_equal(trained(branch.final), trained(branch.upscaled))
-    record = json.loads((branch.final / "init_from.json").read_text(encoding="utf-8"))
+    record = read_json(branch.final / "init_from.json")
     assert (record["step"], record["moments"]) == (6, "fresh")
     assert record["content_sha256"] == file_sha256(trunk.final / MANIFEST)
-    rms = [json.loads((run.final / "config.json").read_text())["expansion_embedding_rms"] for run in (branch, trunk)]
+    rms = [read_json(run.final / "config.json")["expansion_embedding_rms"] for run in (branch, trunk)]
     assert rms[0] == rms[1], "the rates follow the start of the trunk"
 
 
@@ -86,12 +68,12 @@ def test_a_branch_goes_on_bitwise_without_what_it_began_with(make_config: MakeCo
     before, record = trained(run.final), (run.final / "init_from.json").read_bytes()
     for gone in (trunk.root, run.final, run.checkpoint(2), run.checkpoint(3)):
         shutil.rmtree(gone)
-    train(config, "auto", lambda _: None)
+    go_on(config)
     assert are_equal(trained(run.final), before)
     assert (run.final / "init_from.json").read_bytes() == record
     shutil.rmtree(run.final)
     with pytest.raises(RunFolderError, match=r"train\.init_from: .* -> None"):
-        train(make_config("branch", *keys, *kept), "auto", lambda _: None)
+        go_on(make_config("branch", *keys, *kept))
 
 
 def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(make_config: MakeConfig) -> None:
@@ -104,26 +86,22 @@ def test_a_branch_with_kept_moments_leaves_the_trunks_average_where_it_is(make_c
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind", "told"),
+    ("keys", "told"),
     [
-        (("method.expansion.ratio=0.5",), RunFolderError, r"method\.expansion\.ratio: 0\.25 -> 0\.5"),
-        (
-            ("method.variant=full", "method.collaboration.layers=null"),
-            RunFolderError,
-            "method.variant: 'route' -> 'full'",
-        ),
-        (("train.init_moments=kept",), RunFolderError, "no moments to keep"),
-        (("train.init_from=nowhere",), RunFolderError, "nowhere: is neither a checkpoint"),
+        (("method.expansion.ratio=0.5",), r"method\.expansion\.ratio: 0\.25 -> 0\.5"),
+        (("method.variant=full", "method.collaboration.layers=null"), "method.variant: 'route' -> 'full'"),
+        (("train.init_moments=kept",), "no moments to keep"),
+        (("train.init_from=nowhere",), "nowhere: is neither a checkpoint"),
+        (("train.init_from=https://example.org/x",), "is a URL"),
     ],
 )
 def test_what_a_run_cannot_begin_with_is_refused_in_one_line_before_anything_is_written(
-    make_config: MakeConfig, trunk_once: Path, keys: tuple[str, ...], kind: type[ScaleError], told: str
+    make_config: MakeConfig, trunk_once: Path, tmp_path: Path, keys: tuple[str, ...], told: str
 ) -> None:
-    config = make_config("branch", f"train.init_from={trunk_once / 'final'}", *keys)
-    with pytest.raises(kind, match=told) as caught:
-        run_pipeline(config, lambda _: None)
+    with pytest.raises((ConfigError, RunFolderError), match=told) as caught:
+        run_pipeline(make_config("branch", f"train.init_from={trunk_once / 'final'}", *keys), lambda _: None)
     assert "\n" not in str(caught.value)
-    assert not (config.output_dir / "upscaled").exists()
+    assert not (tmp_path / "branch" / "upscaled").exists()
 
 
 def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refused(
@@ -137,8 +115,3 @@ def test_moments_of_another_optimiser_another_base_and_a_damaged_trunk_are_refus
     (trunk.checkpoint(6) / "trained.safetensors").write_bytes(b"")
     with pytest.raises(StorageError, match=r"trained\.safetensors"):
         begun(make_config("damaged", checkpoint))
-
-
-def test_a_url_is_nothing_to_begin_with(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"train\.init_from: is a URL"):
-        make_config("branch", "train.init_from=https://example.org/x")

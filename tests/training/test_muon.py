@@ -65,20 +65,23 @@ def test_it_moves_matrices_as_torchs_muon_and_the_rest_as_adamw(method: dict[str
         assert torch.equal(parameter, (by_muon if is_matrix(name, parameter) else by_adamw)[name]), name
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @methods
-def test_its_state_is_one_momentum_a_matrix_and_goes_back_bitwise(method: dict[str, Any]) -> None:
-    model = model_of(method)
-    optimiser = build_optimiser(model, TRAIN)
+def test_the_state_is_of_what_trains_and_goes_back_bitwise(method: dict[str, Any], name: Any) -> None:
+    model, settings = model_of(method), TRAIN.model_copy(update={"optimiser": name})
+    optimiser = build_optimiser(model, settings)
     give_gradients(model, 0)
     optimiser.step()
     tensors = {name: tensor.clone() for name, tensor in optimiser_tensors(optimiser, model).items()}
     trained = trainable_parameters(model)
-    matrices = {name for name, parameter in trained.items() if is_matrix(name, parameter)}
+    matrices = {
+        name for name, parameter in trained.items() if settings.optimiser == "muon" and is_matrix(name, parameter)
+    }
     kept = {f"momentum_buffer.{name}" for name in matrices}
     kept |= {f"{moment}.{name}" for name in trained.keys() - matrices for moment in ("exp_avg", "exp_avg_sq", "step")}
     assert tensors.keys() == kept
     other = copy.deepcopy(model)
-    restored = build_optimiser(other, TRAIN)
+    restored = build_optimiser(other, settings)
     load_optimiser_tensors(restored, other, tensors)
     for subject, optim in ((model, optimiser), (other, restored)):
         give_gradients(subject, 1)

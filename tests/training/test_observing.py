@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.storage.atomic import file_sha256, remove_folder
-from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import (
     BENCHMARKS,
     BITS,
@@ -37,7 +35,7 @@ from scale_cli.training.observing import HeldOutLosses, Observer, better_of
 from scale_cli.upscale.run import Run
 from tests.config.small_config import EVALUATED, error_of
 from tests.evaluation.task_files import task_of
-from tests.training.conftest import MakeConfig
+from tests.training.conftest import MakeConfig, finished, go_on, upscaled
 
 OF_BITS = st.floats(-2.0, 9.0).map(lambda bits: round(bits, 1))
 SCORES = st.lists(st.tuples(OF_BITS, OF_BITS), max_size=12).map(
@@ -130,10 +128,7 @@ def test_what_is_observed_on_the_way_changes_no_bit_of_what_is_trained(make_conf
     settings = ("train.max_steps=3", "train.global_batch_size=4", "evaluation.perplexity.0.max_documents=1")
     hashes = []
     for name, *more in (("unseen",), ("observed", "train.eval_every_steps=1")):
-        config = make_config(name, *settings, *more)
-        upscale(config)
-        train(config, None, print)
-        hashes.append(file_sha256(RunFolder(config.output_dir).final / TRAINED))
+        hashes.append(file_sha256(finished(make_config(name, *settings, *more)).final / TRAINED))
     assert hashes[0] == hashes[1]
 
 
@@ -148,9 +143,7 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
         return Score(step, *scores[step])
 
     monkeypatch.setattr(Observer, "score", scored)
-    upscale(whole)
-    train(whole, None, print)
-    run = RunFolder(whole.output_dir)
+    run = finished(whole)
     assert [step_of(folder) for folder in checkpoints(run)] == [4, 9]
     assert file_sha256(run.final / TRAINED) == file_sha256(run.checkpoint(4) / TRAINED)
     assert file_sha256(run.final / TRAINED) != file_sha256(run.checkpoint(9) / TRAINED)
@@ -188,26 +181,22 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
         if record["step"] == 8:
             raise Killed
 
-    upscale(cut)
+    resumed = upscaled(cut)
     monkeypatch.setattr(MetricsLog, "append", killed_at_8)
     with pytest.raises(Killed):
         train(cut, None, print)
     monkeypatch.setattr(MetricsLog, "append", append)
-    train(cut, "auto", print)
-    resumed = RunFolder(cut.output_dir)
+    go_on(cut)
     assert file_sha256(resumed.final / TRAINED) == file_sha256(run.final / TRAINED)
     assert [(r["step"], r["best_step"], r[SAMPLES]) for r in read_records(resumed.metrics) if EVALUATION in r] == [
         (record["step"], record["best_step"], record[SAMPLES]) for record in records
     ]
     remove_folder(resumed.final)
-    said: list[str] = []
     fewer = cut.model_copy(update={"train": cut.train.model_copy(update={"eval_max_documents": 1})})
-    train(fewer, "auto", said.append)
-    assert any("the best so far was scored otherwise (train.eval_max_documents: 32 -> 1)" in line for line in said)
+    warning = "the best so far was scored otherwise (train.eval_max_documents: 32 -> 1)"
+    assert any(warning in line for line in go_on(fewer))
     assert TrainState.load(resumed.final).step == 9 and TrainState.load(resumed.final).best is None
     remove_folder(resumed.final)
     remove_folder(resumed.checkpoint(4))
-    said.clear()
-    train(cut, "auto", said.append)
-    assert any("the best so far is not there" in line for line in said)
+    assert any("the best so far is not there" in line for line in go_on(cut))
     assert TrainState.load(resumed.final).step == 9

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.errors import NonFiniteError, TrainingError
 from scale_cli.training.optimiser import (
     build_optimiser,
-    load_optimiser_tensors,
     optimiser_tensors,
     trainable_parameters,
 )
-from scale_cli.training.step import StepResult, loss_share, train_step
+from scale_cli.training.step import StepResult, loss_share, measured_update_norm, train_step
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from tests.hooks import hooks_for
@@ -72,66 +71,56 @@ def test_gradient_accumulation_equals_the_large_batch(model: LlamaForCausalLM, m
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0.0)
 
 
+def mixed(micro_batch_size: int, weight: float, *lengths: int) -> Batches:
+    """A step of two sources, the second of which is distilled."""
+    streams = [
+        torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in lengths
+    ]
+    return Batches(
+        [PackedWindows(stream, 16) for stream in streams],
+        [1.0, 1.0],
+        distillation=[0.0, weight],
+        seed=0,
+        num_steps=1,
+        global_batch_size=8,
+        micro_batch_size=micro_batch_size,
+    )
+
+
 def test_distillation_is_the_same_however_the_batch_is_cut_up_and_over_processes() -> None:
-    ids = [torch.randint(0, 61, (301,), generator=torch.Generator().manual_seed(seed)).numpy() for seed in range(2)]
-    windows = [PackedWindows(stream, 16) for stream in ids]
-
-    def mixed(micro_batch_size: int, weight: float = 2.0) -> Batches:
-        sizes: dict[str, Any] = {
-            "seed": 0,
-            "num_steps": 1,
-            "global_batch_size": 8,
-            "micro_batch_size": micro_batch_size,
-        }
-        return Batches(windows, [1.0, 1.0], distillation=[0.0, weight], **sizes)
-
     model = as_if_trained(widen(tiny_llama(), "preserve")).train()
-    results = [step(copy.deepcopy(model), mixed(size)) for size in (8, 4, 2, 1)]
+    results = [step(copy.deepcopy(model), mixed(size, 2.0, 301, 300)) for size in (8, 4, 2, 1)]
     for result in results[1:]:
         assert result.loss == pytest.approx(results[0].loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
-    assert results[0].loss > step(copy.deepcopy(model), mixed(8, weight=0.0)).loss
+    assert results[0].loss > step(copy.deepcopy(model), mixed(8, 0.0, 301, 300)).loss
+    of_two = mixed(2, 2.0, 301, 300)
     shares = [
-        loss_share(model, batch, torch.device("cpu"), sum(mixed(2).num_targets(0))).item()
+        loss_share(model, batch, torch.device("cpu"), sum(of_two.num_targets(0))).item()
         for rank in range(2)
-        for batch in mixed(2).micro_batches(0, rank, 2)
+        for batch in of_two.micro_batches(0, rank, 2)
     ]
     assert sum(shares) == pytest.approx(results[0].loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["widened, distilled", "plain"])
 def test_every_source_has_the_loss_of_its_own_tokens_however_the_batch_is_cut_up(kind: str) -> None:
-    ids = [
-        torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in (301, 40)
-    ]
-
-    def mixed(micro_batch_size: int) -> Batches:
-        sizes: dict[str, Any] = {
-            "seed": 0,
-            "num_steps": 1,
-            "global_batch_size": 8,
-            "micro_batch_size": micro_batch_size,
-        }
-        windows, distillation = [PackedWindows(stream, 16) for stream in ids], [0.0, 2.0 * (kind != "plain")]
-        return Batches(windows, [1.0, 1.0], distillation=distillation, **sizes)
-
-    plain = tiny_llama().requires_grad_(True)
+    plain, distilled = tiny_llama().requires_grad_(True), 2.0 * (kind != "plain")
     model = plain if kind == "plain" else as_if_trained(widen(plain, "preserve")).train()
-    results = [step(for_training(copy.deepcopy(model), settings(1e-2)), mixed(size)) for size in (8, 2, 1)]
-    (batch,) = mixed(8).micro_batches(0)
+    whole = mixed(8, distilled, 301, 40)
+    results = [
+        step(for_training(copy.deepcopy(model), settings(1e-2)), mixed(size, distilled, 301, 40)) for size in (8, 2, 1)
+    ]
+    (batch,) = whole.micro_batches(0)
     expected = []
     for source in (0, 1):
         own = batch.sources == source
-        alone = MicroBatch(
-            batch.input_ids[own],
-            batch.targets[own],
-            batch.sources[own],
-            distillation=tuple(2.0 * source for _ in range(own.sum())) if kind != "plain" else None,
-        )
+        weights = tuple(distilled * source for _ in range(own.sum())) if distilled else None
+        alone = MicroBatch(batch.input_ids[own], batch.targets[own], batch.sources[own], distillation=weights)
         expected.append(loss_share(for_training(model, settings(1e-2)), alone, torch.device("cpu"), 1).item())
-    assert min(mixed(8).num_targets(0)) > 0
+    assert min(whole.num_targets(0)) > 0
     for result in results:
-        assert [num for _, num in result.by_source] == list(mixed(8).num_targets(0))
+        assert [num for _, num in result.by_source] == list(whole.num_targets(0))
         assert [loss for loss, _ in result.by_source] == pytest.approx(expected, rel=1e-5)
         assert sum(loss for loss, _ in result.by_source) == pytest.approx(result.loss * result.num_tokens, rel=1e-5)
 
@@ -206,24 +195,36 @@ def test_clipping_bounds_what_reaches_the_optimiser(model: LlamaForCausalLM) -> 
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_optimiser_state_survives_a_round_trip_and_covers_only_what_trains(
-    model: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    model.model.requires_grad_(False)
-    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    train_step(Accelerator(cpu=True), model, optimiser, batches_of(8).of_step(0), settings(1e-2, 1.0))
-    tensors = optimiser_tensors(optimiser, model)
-    assert {name.split(".", 1)[1] for name in tensors} == {"lm_head.weight"}
-    other = copy.deepcopy(model)
-    restored = build_optimiser(other, TrainConfig(max_steps=1))
-    load_optimiser_tensors(restored, other, {name: tensor.clone() for name, tensor in tensors.items()})
-    for subject, optim in ((model, optimiser), (other, restored)):
-        train_step(Accelerator(cpu=True), subject, optim, batches_of(8).of_step(1), settings(1e-2, 1.0))
-    assert torch.equal(model.lm_head.weight, other.lm_head.weight)
-
-
 def test_weight_decay_spares_embeddings_and_gains(model: LlamaForCausalLM) -> None:
     optimiser = build_optimiser(model, TrainConfig(max_steps=1, weight_decay=0.1))
     decayed = {id(p) for group in optimiser.param_groups if group["weight_decay"] for p in group["params"]}
     spared = {name for name, parameter in model.named_parameters() if id(parameter) not in decayed}
     assert spared == {name for name in dict(model.named_parameters()) if "norm" in name or "embed" in name}
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_update_norm_is_that_of_what_a_step_changed_and_measuring_changes_nothing(
+    optimiser: Any, found_inf: float
+) -> None:
+    ids = torch.arange(24).view(2, 12)
+    after = []
+    for measures in (True, False):
+        model = widen(tiny_llama(), "route").train()
+        stepper: Any = build_optimiser(model, TrainConfig(max_steps=9, lr=1e-2, optimiser=optimiser))
+        for _ in range(2):  # the second has moments
+            model(input_ids=ids, labels=ids).loss.backward()
+            before = {name: p.detach().clone() for name, p in trainable_parameters(model).items()}
+            stepper.found_inf = torch.tensor(found_inf)
+            if measures:
+                with measured_update_norm(stepper) as norms:
+                    stepper.step()
+                moved = [p.detach() - before[name] for name, p in trainable_parameters(model).items()]
+                expected = math.sqrt(sum(float(of_one.double().square().sum()) for of_one in moved))
+                assert [float(norm) for norm in norms] == [pytest.approx(expected, rel=1e-5)]
+                assert (expected > 0.0) == (found_inf == 0.0)
+            else:
+                stepper.step()
+            stepper.zero_grad()
+        after.append(torch.cat([p.detach().flatten() for p in trainable_parameters(model).values()]))
+    assert torch.equal(*after)

@@ -1,8 +1,5 @@
-"""What is logged is sent to trackers too; metrics.jsonl stays the truth."""
-
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -10,19 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 
-from scale_cli.commands.train import train
-from scale_cli.commands.upscale import upscale
 from scale_cli.errors import ConfigError, MissingExtraError
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, MetricsLog
+from scale_cli.storage.metrics import EVALUATION, MetricsLog, read_records
 from scale_cli.training.tracking import check_trackers, figures, tracked
-from tests.training.conftest import MakeConfig
-
-
-def say_nothing(line: str) -> None:
-    del line
+from tests.training.conftest import MakeConfig, finished
 
 
 def in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -40,8 +30,7 @@ def in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def in_log(run: RunFolder) -> dict[str, list[tuple[int, Any]]]:
     points: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-    for line in run.metrics.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for record in read_records(run.metrics):
         for key, value in figures(record).items():
             points[key].append((record["step"], pytest.approx(value, rel=1e-6)))  # TensorBoard keeps float32
     return points
@@ -51,9 +40,7 @@ def test_tensorboard_has_every_figure_of_the_log(make_config: MakeConfig) -> Non
     config = make_config(
         "run", "train.trackers=[tensorboard]", "train.eval_every_steps=4", "train.eval_max_documents=2"
     )
-    run = RunFolder(config.output_dir)
-    upscale(config)
-    train(config, None, say_nothing)
+    run = finished(config)
     points = in_tensorboard(run.tensorboard)
     assert points == in_log(run)
     assert [step for step, _ in points[f"{EVALUATION}/tiny/base"]] == [4, 8]
@@ -79,14 +66,6 @@ def test_a_tracker_that_fails_is_left_out_and_the_log_goes_on(
     assert error.count("warning: train.trackers: no network; the run goes on without them") == 1
     accelerator.init_trackers = failing
     with pytest.raises(ConfigError, match=r"^train.trackers: no network$"), tracked(log, config, accelerator):
-        pass
-
-
-def test_without_a_log_nothing_is_tracked(make_config: MakeConfig) -> None:
-    accelerator: Any = SimpleNamespace(init_trackers=failing)
-    with tracked(None, make_config("run", "train.trackers=[wandb]"), accelerator):
-        pass
-    with tracked(None, make_config("run"), Accelerator(cpu=True)):
         pass
 
 
