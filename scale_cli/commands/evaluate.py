@@ -21,7 +21,6 @@ from scale_cli.processes import is_main, main_first, on_main, share, share_of_ma
 from scale_cli.report.figures import save, svg
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import trained_sha256
-from scale_cli.upscale.method import two_headed
 from scale_cli.upscale.run import Run
 
 PICTURE = "trade-off.png"
@@ -52,7 +51,7 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     run, main = Run(config), is_main()
     final = run.open_final()
     benchmarks = open_benchmarks_of(config.evaluation)  # before time is spent: a file may not be there
-    model = two_headed(final.load(share_of_machine()), config.model)
+    model = final.load_two_headed(share_of_machine())
     corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, final.tokenizer))
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations

@@ -95,12 +95,22 @@ def read_method(folder: Path) -> MethodConfig:
 
 
 def load_onto_base(folder: Path, base: ModelConfig, seed: int = 0, of_machine: Share | None = None) -> MethodModel:
-    """Load a base, check that it is the recorded one, and put a folder's parameters on it.
+    """Load a base as `load_recorded_base`, and put a folder's parameters on it."""
+    return put_on_base(folder, load_recorded_base(folder, base, of_machine), seed)
+
+
+def load_recorded_base(folder: Path, base: ModelConfig, of_machine: Share | None = None) -> PreTrainedModel:
+    """Load a base, and check that it is the one that a folder stands on.
 
     With a share of its machine's processes all of a launch have to call this: each hashes a part of the base.
     """
     loaded = load_any_base(base)
     check_same_base(loaded, BaseRecord.load(folder), f"model.base {base.base}", of_machine)
+    return loaded
+
+
+def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodModel:
+    """Return the model that a folder's parameters make of a base, in evaluation mode; the base becomes a part of it."""
     method = read_method(folder)
     if method.vocabulary is not None and not method.definition.widens:
         written = read_json(folder / "config.json")

@@ -156,9 +156,11 @@ def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
 
     A widened model is one already; any other gets the untouched base at its side, a second model in memory.
     """
-    if isinstance(model, ScaleForCausalLM):
-        return model
-    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(load_base(base), model), model).to(model.device)
+    return model if isinstance(model, ScaleForCausalLM) else beside_base(model, load_base(base))
+
+
+def beside_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
+    beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(model.device)
     return beside.eval()
 
 

@@ -12,6 +12,7 @@ anything is found by `Run.check`: no weight is loaded and little text is read, s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,13 +31,20 @@ from scale_cli.data.corpora import cache_dir
 from scale_cli.data.documents import check_source
 from scale_cli.data.tokens import DocumentMarkers, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.storage.records import BaseRecord, TrainState
 from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
-from scale_cli.upscale.folder import any_base_without_weights, load_onto_base, read_method
-from scale_cli.upscale.method import MethodModel, build_model, set_router
+from scale_cli.upscale.folder import (
+    any_base_without_weights,
+    load_onto_base,
+    load_recorded_base,
+    put_on_base,
+    read_method,
+)
+from scale_cli.upscale.method import MethodModel, beside_base, build_model, set_router
 from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer, tokenizer_place
 from scale_cli.vocabulary.tokenizer import Extension, load_grown
 
@@ -195,6 +203,15 @@ class MethodFolder:
         model = placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
         set_router(model, self.run.config.method.router)
         return model
+
+    def load_two_headed(self, of_machine: Share | None = None) -> HeadedModel:
+        """Return the model beside its untouched base, where it does not hold that inside; the base is read once."""
+        if self.method.definition.widens:
+            widened: Any = self.load(of_machine)
+            return widened
+        base = load_recorded_base(self.path, self.run.config.model, of_machine)
+        untouched = copy.deepcopy(base)
+        return beside_base(placed(put_on_base(self.path, base)), untouched)
 
     def load_to_train(self) -> MethodModel:
         """Return the model where it was read to, to be placed or sharded; all processes have to call this."""

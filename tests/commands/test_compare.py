@@ -7,9 +7,11 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import evaluate
@@ -258,7 +260,7 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
     compare(folders[:1], out)
     assert len(json.loads((out / "report.json").read_text(encoding="utf-8"))["runs"]) == 1
     (out / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(RunFolderError, match=r"notes\.txt"):
+    with pytest.raises(RunFolderError, match="something other"):
         compare(folders, out)
     before = sorted(folders[0].rglob("*"))
     for held in (folders[0], folders[0] / "metrics.jsonl"):
@@ -320,7 +322,9 @@ def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scal
     for config in configs:
         upscale(config)
         train(config, None, print)
-        evaluate(config)
+        with patch.object(AutoModelForCausalLM, "from_pretrained", wraps=AutoModelForCausalLM.from_pretrained) as read:
+            evaluate(config)
+        assert read.call_count == 1, "of a rival, too"
     done = scale("compare", *(config.output_dir for config in configs), "--output", tmp_path / "out")
     assert done.exit_code == 0
     assert "full + base" in done.stdout

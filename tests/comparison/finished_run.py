@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from scale_cli.evaluation.results import (
     Report,
 )
 from scale_cli.report.numbers import Interval
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.atomic import new_folder
+from scale_cli.storage.records import BaseRecord, trained_sha256
 
 BASE_BITS = {"en": 0.95, "ko": 2.6}
 _WIDENED = ("preserve", "adapt", "route")
@@ -60,17 +61,18 @@ class Made:
 
 def write_run(folder: Path, made: Made) -> Path:
     """Write the folder, and return it."""
-    (folder / "final").mkdir(parents=True)
+    with new_folder(folder / "final") as final:
+        write_json(final / "position.json", {"step": 100, "num_tokens": 102_400, "elapsed_s": 20.0})
+        BaseRecord("some/base", None, "float32", {"weight": made.base}, "", "").save(final)
+        write_json(final / "method.json", {"variant": made.variant})
+        write_json(final / "config.json", _model_config(made))
+        (final / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")
+        (final / "trained.safetensors").write_text("nobody reads it", encoding="utf-8")
+        if made.has_cost:
+            write_json(final / "cost.json", _cost(made))
+    report = replace(report_of(made), trained_sha256=trained_sha256(folder / "final"))
     (folder / "evaluation").mkdir()
-    write_json(folder / "final" / "position.json", {"step": 100, "num_tokens": 102_400, "elapsed_s": 20.0})
-    BaseRecord("some/base", None, "float32", {"weight": made.base}, "", "").save(folder / "final")
-    write_json(folder / "final" / "manifest.json", {"files": {"trained.safetensors": {"bytes": 1, "sha256": "t" * 64}}})
-    write_json(folder / "final" / "method.json", {"variant": made.variant})
-    write_json(folder / "final" / "config.json", _model_config(made))
-    (folder / "final" / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")
-    if made.has_cost:
-        write_json(folder / "final" / "cost.json", _cost(made))
-    write_json(folder / "evaluation" / "report.json", report_of(made).to_json())
+    write_json(folder / "evaluation" / "report.json", report.to_json())
     lines = "".join(json.dumps(record) + "\n" for record in _metrics(made))
     (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
     return folder
