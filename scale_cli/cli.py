@@ -182,7 +182,7 @@ def sweep(
     Ranks the runs by what they learned; goes on where it was.
     """
     refuse_several("sweep")
-    from scale_cli.config.grid import parse_grid
+    from scale_cli.config.load import parse_grid
 
     grid = parse_grid(values or [], paired=paired)
     load(config, grid.shared)

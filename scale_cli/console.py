@@ -123,7 +123,7 @@ def load(path: Path, overrides: list[str] | None) -> RunConfig:
     if path.is_dir():  # of a run: its own config, wherever it lies now
         overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or [])]
         path = RunFolder(path).config
-    config = load_config(path, overrides)
+    config = load_config(path, overrides or ())
     check_output(config.output_dir)
     quieten_libraries()
     return config

@@ -58,6 +58,15 @@ def check_language(code: object) -> object:
     return code
 
 
+# What languages are called where people read of them.
+_LANGUAGE_NAMES = {"en": "English", "ko": "Korean", "de": "German", "fr": "French", "ja": "Japanese", "zh": "Chinese"}
+
+
+def language_name(code: str) -> str:
+    """Return a language's English name, or its code."""
+    return _LANGUAGE_NAMES.get(code, code)
+
+
 Language = Annotated[
     str, Field(pattern=_LANGUAGE, description="ISO 639 code: en, ko, ..."), BeforeValidator(check_language)
 ]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.grid import parse_grid
-from scale_cli.config.load import load_config
+from scale_cli.config.load import load_config, parse_grid
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import training_sources
 from scale_cli.storage.atomic import write_json

@@ -14,8 +14,7 @@ from math import log as natural_log
 from pathlib import Path
 
 from scale_cli.commands.sweep import Trial, sweep
-from scale_cli.config.grid import Grid, Values
-from scale_cli.config.load import load_config
+from scale_cli.config.load import Grid, Values, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw, fit_budget_law, fit_power_law

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scale_cli.commands.run import run_pipeline
-from scale_cli.config.grid import Grid, Values, name_of
-from scale_cli.config.load import load_config
+from scale_cli.config.load import Grid, Values, load_config, name_of
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError

@@ -9,10 +9,10 @@ from typing import Any
 
 from scale_cli.comparison.options import Option, front, side_names
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of
-from scale_cli.config.languages import language_name
 from scale_cli.evaluation.results import BenchmarkResult, CorpusResult
 from scale_cli.report.figures import AXIS, COLOURS, MARKS, draw_point, shorten
 from scale_cli.report.numbers import Interval, in_points, quantity, shows_difference
+from scale_cli.values import language_name
 
 Draw = Callable[[Any], None]
 _WIDTH_INCHES = 5.0

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scale_cli.comparison.runs import ComparedRun
-from scale_cli.config.languages import language_name
 from scale_cli.evaluation.results import CorpusResult, Report
 from scale_cli.report.numbers import Interval
+from scale_cli.values import language_name
 
 NO_INTERVAL = Interval(None, None, None)
 

@@ -10,7 +10,6 @@ from typing import Any
 from scale_cli.comparison.drawings import Draw, figures_of
 from scale_cli.comparison.options import Option, beside_base, front, options_of, side_names
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of, setup_differences
-from scale_cli.config.languages import language_name
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, BenchmarkResult, CorpusResult, Figure
 from scale_cli.report.figures import COLOURS, MARKS, svg
 from scale_cli.report.numbers import (
@@ -26,6 +25,7 @@ from scale_cli.report.numbers import (
 )
 from scale_cli.report.pages import markdown, page
 from scale_cli.report.tables import Cell, Row, Table
+from scale_cli.values import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
 KIND = "scale comparison"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
-from copy import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,26 +22,19 @@ from scale_cli.errors import ConfigError
 from scale_cli.values import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)
-_ANY = object()
-# Keys that were: the value with which runs are as they were without it, so that it is passed over, and what to do else.
-_REMOVED: dict[str, tuple[object, str]] = {
-    "evaluation.benchmarks.prompt": (
-        "{{query}}",
-        "write it as doc_to_text in the task's .yaml, and give that as path",
-    ),
-    "evaluation.benchmarks.delimiter": (
-        " ",
-        "write it as target_delimiter in the task's .yaml, and give that as path",
-    ),
-    "method.elo": (_ANY, ""),
-    "method.vocabulary.init": (
-        "subword",
-        "new rows start as the mean of the old tokens that they are made of; leave it out",
-    ),
+Values = tuple[str, ...]  # key=value, of the keys that have several
+# What became of keys that were.
+_REMOVED = {
+    "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and give that as path",
+    "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and give that as path",
+    "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
+    "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
 }
+# What a section is most often taken for.
+_MEANT_BY_SECTION = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}
 _MAX_ERRORS = 10
-_LONGEST_QUOTE, _LONGEST_MESSAGE = 200, 300
-_MOST_MEANT, _MOST_LISTED = 3, 12  # keys of the same name elsewhere; and keys of a section that one line lists
+_LONGEST_QUOTE, _LONGEST_MESSAGE, _LONGEST_NAME = 200, 300, 100
+_MOST_MEANT = 3  # keys of the same name elsewhere
 # What other trainers call a key of ours.
 _SYNONYMS = {
     "model.base": "base_model model_id model_name model_name_or_path model_path name name_or_path pretrained",
@@ -77,51 +73,31 @@ _NO_KEYS = {
 }
 
 
-def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read, override and check the config of a run; see `load_checked`."""
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and check the config of a run."""
     return load_checked(RunConfig, path, overrides)
 
 
-def load_checked(schema: type[AnyConfig], path: Path, overrides: list[str] | None = None) -> AnyConfig:
+def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read, override and check a config file."""
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys to values, this is {_kind(tree)}")
-    for override in overrides or []:
+        raise ConfigError(f"{path}: a config is a mapping of keys to values")
+    for override in overrides:
         _apply_override(tree, override)
-    return checked(schema, tree, str(path), overrides or [])
+    return checked(schema, tree, str(path), overrides)
 
 
 def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Check what a config file, or a section of one, holds."""
-    drop_removed(tree)
+    """Check what a config file holds."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        described = (_describe(schema, detail) for detail in details)
+        described = [_describe(schema, detail) for detail in error.errors(include_url=False, include_input=False)]
         lines = list(dict.fromkeys(f"{_origin(line, where, overrides)}: {line}" for line in described))
         if len(lines) > _MAX_ERRORS:
             lines[_MAX_ERRORS:] = [f"{where}: and {len(lines) - _MAX_ERRORS:,} errors more"]
         raise ConfigError("\n".join(lines)) from None
-
-
-def drop_removed(tree: dict[str, Any]) -> None:
-    """Drop from a config's tree, in place, the removed keys that say nothing there."""
-    for key, (idle, _) in _REMOVED.items():
-        _pass_over(tree, key.split("."), idle)
-
-
-def _pass_over(node: Any, parts: Sequence[str], idle: object) -> None:
-    """Drop a removed key where it says nothing."""
-    if isinstance(node, list):
-        for child in node:
-            _pass_over(child, parts, idle)
-    elif isinstance(node, dict) and parts[0] in node:
-        if parts[1:]:
-            _pass_over(node[parts[0]], parts[1:], idle)
-        elif idle in (_ANY, node[parts[0]]):
-            del node[parts[0]]
 
 
 def _origin(line: str, where: str, overrides: Sequence[str]) -> str:
@@ -140,66 +116,52 @@ def _quoted(text: str) -> str:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
+    where = f"override {_quoted(override)}"
     key, equals, value = override.partition("=")
-    parts = key.split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {_quoted(override)}: write it as key.sub=value")
+    *above, last = key.split(".")
+    if not equals or not all([*above, last]):
+        raise ConfigError(f"{where}: write it as key.sub=value")
     node: Any = tree
-    for position, part in enumerate(parts[:-1]):
-        node = _child(node, part, ".".join(parts[: position + 1]), override)
-    leaf = parse(value, f"override {_quoted(override)}")
-    if isinstance(node, list):
-        node[_index(node, parts[-1], override)] = leaf
-    else:
-        node[parts[-1]] = leaf
+    for part in above:
+        place = _place(node, part, where)
+        child = node.get(place) if isinstance(node, dict) else node[place]
+        node[place] = {} if child is None else child  # absent, or an empty section in YAML
+        node = node[place]
+    node[_place(node, last, where)] = parse(value, where)
 
 
-def _child(node: Any, part: str, place: str, override: str) -> Any:
-    key: Any = _index(node, part, override) if isinstance(node, list) else part
-    child = node[key] if isinstance(node, list) else node.get(key)
-    if child is None:  # absent, or an empty section in YAML
-        child = {}
-    elif not isinstance(child, dict | list):
-        raise ConfigError(f"override {_quoted(override)}: {place} is {_kind(child)}, it has no keys")
-    node[key] = child = copy(child)  # an alias of it elsewhere in the YAML is not overridden
-    return child
-
-
-def _index(node: list[Any], part: str, override: str) -> int:
-    indices = {str(index): index for index in range(len(node))}
-    if part not in indices:
-        raise ConfigError(f"override {_quoted(override)}: {_quoted(part)} is not an index of a list of {len(node)}")
-    return indices[part]
+def _place(node: Any, part: str, where: str) -> Any:
+    """Return the key of a mapping, or the index of a list, that a part of an override's key stands for."""
+    if isinstance(node, dict):
+        return part
+    if not isinstance(node, list) or part not in map(str, range(len(node))):
+        raise ConfigError(f"{where}: {_quoted(part)} is no key or index of what is there")
+    return int(part)
 
 
 def _describe(schema: type[Section], detail: ErrorDetails) -> str:
-    unknown_key = detail["type"] == "extra_forbidden"
-    *sections, last = detail["loc"] or ("",)
-    location = [part for part in sections if not _is_union_branch(part)]
-    if unknown_key or not _is_union_branch(last):
+    is_unknown = detail["type"] == "extra_forbidden"
+    *above, last = detail["loc"] or ("",)
+    location = [part for part in above if not _is_union_branch(part)]
+    if is_unknown or not _is_union_branch(last):
         location.append(last)
-    place = ".".join(_key(part) for part in location)
-    removed = _REMOVED.get(".".join(str(part) for part in location if isinstance(part, str)))
-    if unknown_key and removed is not None:
-        return f"{place}: this key was removed; {removed[1]}"
-    if unknown_key:
-        return f"{place}: unknown key{_did_you_mean(schema, location)}"
-    if detail["type"] == "missing":
-        return f"{place}: required, but not given"
-    if detail["type"] == "model_type":
-        meant = {"model": "base", "method": "variant", "corpus": "sources", "train": "max_steps"}.get(place)
-        example = f" (did you mean {place}.{meant}?)" if meant else ""
-        return f"{place}: a section with keys of its own, not a plain value{example}"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] != "value_error":
+    place = ".".join(_key(str(part)) for part in location)
+    message = " ".join(detail["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE].split())
+    if is_unknown:
+        became = _REMOVED.get(".".join(part for part in location if isinstance(part, str)))
+        message = f"this key was removed; {became}" if became else f"unknown key{_did_you_mean(schema, location)}"
+    elif detail["type"] == "missing":
+        message = "required, but not given"
+    elif detail["type"] == "model_type":
+        example = f" (did you mean {place}.{_MEANT_BY_SECTION[place]}?)" if place in _MEANT_BY_SECTION else ""
+        message = f"a section with keys of its own, not a plain value{example}"
+    elif detail["type"] != "value_error":
         message = message[0].lower() + message[1:]
-    message = " ".join(message[:_LONGEST_MESSAGE].split())
     return f"{place}: {message}" if place else message
 
 
-def _key(part: str | int) -> str:
-    text = str(part)
-    return text if text.isprintable() and len(text) <= _LONGEST_QUOTE else _quoted(text)
+def _key(part: str) -> str:
+    return part if part.isprintable() and len(part) <= _LONGEST_QUOTE else _quoted(part)
 
 
 def _is_union_branch(part: str | int) -> bool:
@@ -207,58 +169,31 @@ def _is_union_branch(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or "[" in part)
 
 
-def _did_you_mean(schema: type[Section], location: list[str | int]) -> str:
-    """Return what was meant by an unknown key: here by another name, elsewhere in the config, or nowhere."""
-    section: type[BaseModel] | None = schema
-    for part in location[:-1]:
-        if not isinstance(part, int) and section is not None:
-            section = _section_of(section, part)
-    name, known = str(location[-1]), list(section.model_fields) if section is not None else []
+def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
+    """Return what was meant by an unknown key: a key elsewhere in the config, one here with a like name, or none."""
+    *above, name = map(str, location)
     if name in _NO_KEYS:
         return f" ({_NO_KEYS[name]})"
-    keys = _all_keys(schema)
-    here = ".".join("[]" if isinstance(part, int) else part for part in location[:-1]).replace(".[]", "[]")
-    meant = [_KEY_OF[name]] if _KEY_OF.get(name) in keys else [key for key in keys if key.rpartition(".")[2] == name]
+    here = re.sub(r"\.\d+", "[]", ".".join(above))
+    keys = [*_all_keys(schema)]
+    meant = [key for key in keys if key == _KEY_OF.get(name)] or [key for key in keys if key.rpartition(".")[2] == name]
     if not 1 <= len(meant) <= _MOST_MEANT:
-        meant = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if meant:
-        at_top = ", at the top" if here and meant[0] in schema.model_fields and meant[0] not in known else ""
-        return f" (did you mean {' or '.join(str(key).removeprefix(f'{here}.') for key in meant)}{at_top}?)"
-    if section is None:
+        known = {last: key for key in keys for section, _, last in [key.rpartition(".")] if section == here}
+        meant = [known[close] for close in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+    if not meant:
         return ""
-    listed = ", ".join(known) if len(known) <= _MOST_LISTED else "the page of keys, or `scale schema`, has them all"
-    return f" (known here: {listed})"
+    at_top = ", at the top" if here and "." not in meant[0] else ""
+    return f" (did you mean {' or '.join(key.removeprefix(f'{here}.') for key in meant)}{at_top}?)"
 
 
-def _all_keys(section: type[BaseModel], place: str = "") -> list[str]:
-    """Return every key of a section and of those in it, sections' own names left out."""
-    keys = []
+def _all_keys(section: type[BaseModel], place: str = "") -> Iterator[str]:
+    """Yield every key of a section and of those in it, `corpus.sources[].name`."""
     for name, field in section.model_fields.items():
-        inner = _section_of(section, name)
-        is_list = inner is not None and "list" in str(field.annotation)
-        keys += [f"{place}{name}"] if inner is None or is_list else []
-        keys += [] if inner is None else _all_keys(inner, f"{place}{name}{'[]' if is_list else ''}.")
-    return keys
-
-
-def _section_of(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    annotation: Any = section.model_fields[key].annotation
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _kind(value: object) -> str:
-    names = {
-        dict: "a mapping",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-    }
-    return "empty" if value is None else names.get(type(value), "something else")
+        yield f"{place}{name}"
+        annotation: Any = field.annotation
+        for kind in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _all_keys(kind, f"{place}{name}{'[]' if 'list' in str(annotation) else ''}.")
 
 
 def dump_config(config: Section) -> str:
@@ -282,5 +217,52 @@ def json_schema() -> dict[str, Any]:
 
 
 def json_schema_text() -> str:
-    """Return it as a file holds it."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The overrides of several runs of one config: those that all share, and the values of each."""
+
+    shared: list[str]
+    points: list[Values]
+
+
+def parse_grid(arguments: Sequence[str], *, paired: bool) -> Grid:
+    """Return the runs that some arguments stand for: `key=value` of all, and `key=a,b,c`, a value each.
+
+    Values are YAML, and a list in brackets is one. `paired`, the keys' first values make a run, then their second ones;
+    otherwise every combination does.
+    """
+    shared, axes = [], []
+    for argument in arguments:
+        key, _, written = argument.partition("=")
+        values = parse(f"[{written}]", f"override {argument!r}")
+        if len(values) > 1:
+            axes.append([f"{key}={json.dumps(value, ensure_ascii=False)}" for value in values])
+        else:
+            shared.append(argument)
+    if not axes:
+        raise ConfigError("nothing to sweep over: give a key several values, as in train.lr=1e-3,2e-3")
+    if not paired:
+        return Grid(shared, list(product(*axes)))
+    if len({len(values) for values in axes}) > 1:
+        raise ConfigError("--paired: one key has more values than another")
+    return Grid(shared, list(zip(*axes, strict=True)))
+
+
+def name_of(values: Values) -> str:
+    """Return a name for a run's folder: its values, and where they make no short and plain one, a hash of them."""
+    parts = [value.partition("=") for value in values]
+    whole = "_".join(f"{key.rpartition('.')[2]}={_bare(value)}" for key, _, value in parts)
+    name = re.sub(r"[^A-Za-z0-9.=_-]", "", whole)[:_LONGEST_NAME]
+    return name if name == whole else f"{name}-{sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+
+
+def _bare(value: str) -> str:
+    """Return a value without quotation marks, unless it would be another one so: the text "1" is no number."""
+    bare = value.replace('"', "")
+    try:
+        return value if json.loads(bare) != json.loads(value) else bare
+    except ValueError:
+        return bare

@@ -1,11 +1,9 @@
-"""Whether two configs describe the same run: what may change between two verbs, and what may not."""
+"""Whether two configs describe the same run: a key may change between two verbs where its field is marked so."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,18 @@ from scale_cli.values import Change
 # Where something lies is no matter to whoever compares its content: the hashes of the base, or of every corpus.
 BASE_KEYS = r"model\.(base|revision|tokenizer)"
 LOCATION_KEYS = BASE_KEYS + r"|corpus\.sources\.\d+\.(path(\.\d+)?|revision)"
-NO_KEYS = r"(?!)"
 # What the scores of a run's periodic evaluations hang on.
 _SCORED_BY = (
     r"train\.eval_max_documents|method\.router\..+"
     r"|evaluation\.(sequence_length|mixed_precision|perplexity\.\d+\.(?!path|revision).+)"
 )
-_MAX_LISTED = 8
+# The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
+# Distillation acts in training only, so it may be set after upscaling.
+_MOVED = {"method.router.": "router", "method.distillation.": "train"}
+UPSCALE_SECTIONS = ("seed", "model", "method")
+TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
+EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
+EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
 def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterator[str]:
@@ -37,27 +40,25 @@ def _marked(section: type[BaseModel], mark: Change, prefix: str = "") -> Iterato
 
 
 FREE, ACCEPTABLE = (frozenset(_marked(RunConfig, mark)) for mark in (Change.FREE, Change.ACCEPTED))
-# The router acts in evaluation and generation only, so it may be set after training: a section of its own here.
-_ROUTER = "method.router."
-# Distillation acts in training only, so it may be set after upscaling.
-_DISTILLATION = "method.distillation."
-UPSCALE_SECTIONS = ("seed", "model", "method")
-TRAIN_SECTIONS = (*UPSCALE_SECTIONS, "corpus", "train")
-EVALUATE_SECTIONS = (*TRAIN_SECTIONS, "router", "evaluation")
-EXPORT_SECTIONS = (*TRAIN_SECTIONS, "router", "export")
 
 
-def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = NO_KEYS) -> list[str]:
+def differences(before: RunConfig, now: RunConfig, sections: tuple[str, ...], ignored_keys: str = "") -> list[str]:
     """Return one `key: before -> now` for every key in `sections` that would make another run.
 
-    Keys do not count that match the pattern `ignored_keys`: whoever asks compares what they stand for.
+    Keys that match the pattern `ignored_keys` do not count: whoever asks compares what they stand for.
     """
-    return [str(change) for change in _changes(before, now, sections) if not re.fullmatch(ignored_keys, change.key)]
+
+    def counts(key: str) -> bool:
+        section = next((moved for prefix, moved in _MOVED.items() if key.startswith(prefix)), key.partition(".")[0])
+        is_free = re.sub(r"\.\d+$", "", key) in FREE  # of a list, by its own key
+        return section in sections and not is_free and not re.fullmatch(ignored_keys, key)
+
+    return [line for key, line in _changes(before, now).items() if counts(key)]
 
 
 def scored_otherwise(before: RunConfig, now: RunConfig) -> list[str]:
     """Return one `key: before -> now` for every key that keeps scores of two periodic evaluations from comparing."""
-    return [str(change) for change in _all_changes(before, now) if re.fullmatch(_SCORED_BY, change.key)]
+    return [line for key, line in _changes(before, now).items() if re.fullmatch(_SCORED_BY, key)]
 
 
 def check_same_run(
@@ -76,57 +77,23 @@ def check_same_run(
     for key in accepted or ():
         if key not in ACCEPTABLE:
             raise ConfigError(f"--accept {key}: only these may change within a run: {', '.join(sorted(ACCEPTABLE))}")
-    changes = _changes(before, now, sections)
-    refused = [c for c in changes if c.key not in (accepted or ()) and not re.fullmatch(ignored_keys, c.key)]
+    refused = {line.partition(": ")[0]: line for line in differences(before, now, sections, ignored_keys)}
+    refused = {key: line for key, line in refused.items() if key not in (accepted or ())}
     if refused:
-        remedy = _remedy(refused, trains=accepted is not None)
-        raise RunFolderError(f"{folder}: was made with another config ({_listed(refused)}); {remedy}")
-    return [str(change) for change in changes]
+        may_be_accepted = accepted is not None and refused.keys() <= ACCEPTABLE
+        way = f", say that it may change ({' '.join(f'--accept {key}' for key in refused)})" if may_be_accepted else ""
+        raise RunFolderError(
+            f"{folder}: was made with another config ({'; '.join(refused.values())}); "
+            f"change it back{way}, or start anew in another output_dir"
+        )
+    return differences(before, now, sections)
 
 
-@dataclass(frozen=True)
-class _Change:
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.before!r} -> {self.now!r}"
-
-
-def _changes(before: RunConfig, now: RunConfig, sections: tuple[str, ...]) -> list[_Change]:
-    changes = _all_changes(before, now)
-    return [c for c in changes if _section(c.key) in sections and _without_index(c.key) not in FREE]
-
-
-def _all_changes(before: RunConfig, now: RunConfig) -> list[_Change]:
+def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
+    """Return a line for every key that differs."""
     old, new = (dict(leaves(config.model_dump(mode="json"))) for config in (before, now))
-    return [_Change(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
-
-
-def _listed(changes: list[_Change]) -> str:
-    lines = [str(change) for change in changes[:_MAX_LISTED]]
-    return "; ".join([*lines, f"and {len(changes) - _MAX_LISTED} more"] if len(changes) > _MAX_LISTED else lines)
-
-
-def _remedy(refused: list[_Change], *, trains: bool) -> str:
-    """Return what can be done: back to the earlier values, or, where training goes on, the changes accepted."""
-    earlier = " ".join(f"{change.key}={json.dumps(change.before)}" for change in refused[:_MAX_LISTED])
-    ways = [f"go on with what it was ({earlier})"]
-    if trains and all(change.key in ACCEPTABLE for change in refused):
-        ways.append(f"say that it may change ({' '.join(f'--accept {change.key}' for change in refused)})")
-    return f"{', '.join(ways)}, or start anew in another output_dir"
-
-
-def _without_index(key: str) -> str:
-    """Return the key that a value, or an item of a list, stands under."""
-    return re.sub(r"\.\d+$", "", key)
-
-
-def _section(key: str) -> str:
-    if key.startswith(_DISTILLATION):
-        return "train"
-    return "router" if key.startswith(_ROUTER) else key.partition(".")[0]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed}
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

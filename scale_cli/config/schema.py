@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
@@ -55,7 +56,6 @@ class _AnyMethod(WideningConfig):
 
     @property
     def definition(self) -> Method[Any]:
-        """What the method is."""
         return METHODS[self.variant]
 
     @property
@@ -161,7 +161,6 @@ class ExportConfig(Section):
 
     @property
     def formats(self) -> list[ExportFormat]:
-        """One or several."""
         return self.format if isinstance(self.format, list) else [self.format]
 
 
@@ -179,115 +178,87 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_variant(cls, tree: Any) -> Any:
-        train, method = (tree.get(key) if isinstance(tree, dict) else None for key in ("train", "method"))
-        asked = method.get("variant") if isinstance(method, dict) else None
-        definition = METHODS.get(asked) if isinstance(asked, str) else None
-        if isinstance(train, dict) and definition is not None:
-            return {**tree, "train": {**definition.left_out, **train}}
-        return tree
+    def _fill_in(cls, tree: Any) -> Any:
+        """Fill in what is left out and hangs on another section: the method's rates, precisions, formats of exports."""
+        sections = ("method", "train", "evaluation", "export")
+        if not isinstance(tree, dict) or "train" not in tree:
+            return tree
+        if not all(isinstance(tree.get(name, {}), dict) for name in sections):
+            return tree
+        method, train, evaluation, export = (tree.get(name, {}) for name in sections)
+        try:
+            checked = MethodConfig.model_validate(method)
+        except ValidationError:  # it is told of where the method is
+            return tree
+        is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(checked.settings)
+        precision = {"mixed_precision": "bf16"} if train.get("mixed_precision") == "bf16" else {}
+        formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
+        return tree | {
+            "train": {**checked.definition.left_out, **train},
+            "evaluation": precision | evaluation,
+            "export": formats | export,
+        }
 
     @model_validator(mode="after")
-    def _has_what_the_method_needs(self) -> RunConfig:
-        if self.method.distils and not any(source.weight for source in self.corpus.replay):
-            raise ValueError(
-                "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
-            )
-        if not self.method.definition.is_sharded and self.train.sharding != "none":
-            raise ValueError(f"method.variant: {self.method.variant} trains unsharded only; set train.sharding to none")
-        if self.train.decay_to_base and not self.method.trains_base_weights:
-            raise ValueError(f"train.decay_to_base: {self.method.variant} trains none of the base's weights")
-        if self.train.embedding_norm == "bounded" and not self.method.definition.widens:
-            raise ValueError(f"train.embedding_norm: {self.method.variant} has no E', which alone can be bounded")
-        if self.train.embedding_norm == "bounded" and self.method.expansion.embedding_scale is None:
-            raise ValueError("train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'")
-        if self.method.definition.reads_known_text and not self.corpus.replay:
-            raise ValueError(
-                f"method.variant: {self.method.variant} measures on what the base knows: give a source with the role "
-                "replay, and with weight 0 where it is not to be trained on"
-            )
+    def _sections_go_together(self) -> RunConfig:
+        for problem in (*self._method_problems(), *self._observing_problems(), *self._flash_attention_problems()):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _learns_tokens_of_its_sources(self) -> RunConfig:
-        if (vocabulary := self.method.vocabulary) is None:
-            return self
+    def _method_problems(self) -> Iterator[str]:
+        method, train, variant = self.method, self.train, self.method.variant
+        if method.distils and not any(source.weight for source in self.corpus.replay):
+            yield "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
+        if not method.definition.is_sharded and train.sharding != "none":
+            yield f"method.variant: {variant} trains unsharded only; set train.sharding to none"
+        if train.decay_to_base and not method.trains_base_weights:
+            yield f"train.decay_to_base: {variant} trains none of the base's weights"
+        if train.embedding_norm == "bounded" and not method.definition.widens:
+            yield f"train.embedding_norm: {variant} has no E', which alone can be bounded"
+        if train.embedding_norm == "bounded" and method.expansion.embedding_scale is None:
+            yield "train.embedding_norm: bounded by the size that method.expansion.embedding_scale gives E'"
+        if method.definition.reads_known_text and not self.corpus.replay:
+            yield (
+                f"method.variant: {variant} measures on what the base knows: give a source with the role replay, "
+                "and with weight 0 where it is not to be trained on"
+            )
+        if (vocabulary := method.vocabulary) is None:
+            return
         known = [source.name for source in self.corpus.sources]
         if odd := [name for name in vocabulary.sources if name not in known]:
-            raise ValueError(f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})")
+            yield f"method.vocabulary.sources: {odd[0]!r} is none of corpus.sources ({', '.join(known)})"
         taken = vocabulary.sources or [source.name for source in self.corpus.new]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
-            raise ValueError("method.vocabulary.sources: new tokens are learned of text, not of conversations")
+            yield "method.vocabulary.sources: new tokens are learned of text, not of conversations"
         if judged := [source.name for source in self.corpus.sources if source.judge == "base_loss"]:
-            raise ValueError(
-                f"method.vocabulary: {judged[0]} is judged by the base, which has none of the new tokens; "
-                "select by ngram"
-            )
-        return self
+            yield f"method.vocabulary: {judged[0]} is judged by the base, which lacks the new tokens; select by ngram"
 
-    @model_validator(mode="after")
-    def _can_be_observed(self) -> RunConfig:
-        train, roles = self.train, {source.role for source in self.evaluation.perplexity}
-        if train.eval_benchmarks_every_steps and not self.evaluation.benchmarks:
-            raise ValueError("train.eval_benchmarks_every_steps: evaluation.benchmarks names none")
-        if train.max_forgetting is None:
-            return self
-        if not train.eval_every_steps:
-            raise ValueError(
-                "train.max_forgetting: needs periodic evaluations to choose from; set train.eval_every_steps"
-            )
-        if missing := sorted({"acquisition", "retention"} - roles):
-            raise ValueError(f"train.max_forgetting: evaluation.perplexity has no corpus of role {missing[0]}")
-        return self
-
-    @model_validator(mode="after")
-    def _flash_attention_can(self) -> RunConfig:
+    def _observing_problems(self) -> Iterator[str]:
         train = self.train
+        if train.eval_benchmarks_every_steps and not self.evaluation.benchmarks:
+            yield "train.eval_benchmarks_every_steps: evaluation.benchmarks names none"
+        if train.max_forgetting is None:
+            return
+        if not train.eval_every_steps:
+            yield "train.max_forgetting: needs periodic evaluations to choose from; set train.eval_every_steps"
+        if missing := {"acquisition", "retention"} - {source.role for source in self.evaluation.perplexity}:
+            yield f"train.max_forgetting: evaluation.perplexity has no corpus of role {min(missing)}"
+
+    def _flash_attention_problems(self) -> Iterator[str]:
+        train, at_once = self.train, self.train.sequences_at_once(1)
         if train.attention != "flash_attention_2":
-            return self
-        at_once = train.sequences_at_once(1)
+            return
         if self.corpus.isolate_documents and at_once > 1:
             # It finds documents by their positions, and in a batch of one alone; others it would run together.
-            raise ValueError(
+            yield (
                 "train.attention: flash_attention_2 cannot keep corpus.isolate_documents with train.micro_batch_size "
                 f"{at_once}: set that to 1, or take flex_attention"
             )
         if train.compile and at_once == 1:
-            raise ValueError(
-                "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1; take another"
-                " train.attention"
-            )
-        if self.model.dtype == "bfloat16" and not self.method.trains_base_weights:
-            return self
-        evaluated = [("evaluation", self.evaluation.mixed_precision)] if train.observes else []
-        for section, precision in [("train", train.mixed_precision), *evaluated]:
-            if precision == "no":
-                raise ValueError(
-                    f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"
-                )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _evaluated_as_trained(cls, tree: Any) -> Any:
-        """Evaluate in the precision of training where a config says no other."""
-        parts = [tree.get(name, {}) if isinstance(tree, dict) else None for name in ("train", "evaluation")]
-        train, evaluation = (part if isinstance(part, dict) else None for part in parts)
-        if train is None or evaluation is None or train.get("mixed_precision") != "bf16":
-            return tree
-        return {**tree, "evaluation": {"mixed_precision": "bf16", **evaluation}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _formats_of_the_variant(cls, tree: Any) -> Any:
-        """Export a routed model in two folders where the plain one cannot be served routed."""
-        export = tree.get("export", {}) if isinstance(tree, dict) else None
-        if not isinstance(export, dict) or "format" in export:
-            return tree
-        try:
-            method = MethodConfig.model_validate(tree.get("method", {}))
-        except ValidationError:  # it is told of where the method is
-            return tree
-        if method.definition.routes and not method.definition.routes_plainly(method.settings):
-            return {**tree, "export": {**export, "format": ["llama", "transformers"]}}
-        return tree
+            yield "train.compile: flash_attention_2 cannot be compiled with train.micro_batch_size 1"
+        computes = {"train": train.mixed_precision}
+        if train.observes:
+            computes["evaluation"] = self.evaluation.mixed_precision
+        if self.model.dtype == "float32" or self.method.trains_base_weights:
+            for section in (section for section, precision in computes.items() if precision == "no"):
+                yield f"train.attention: flash_attention_2 computes in 16 bits: set {section}.mixed_precision to bf16"

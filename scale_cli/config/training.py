@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -165,45 +166,40 @@ class TrainConfig(Section):
     eval_max_items: Free[Documents] = Field(default=32, description="per task, each time")
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> TrainConfig:
-        if self.global_batch_size % self.sequences_at_once(1):
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
-            )
-        if self.compile and self.sharding != "none":
-            raise ValueError(f"compile: true goes with sharding: none, not with {self.sharding}")
-        if self.optimiser == "muon" and self.sharding != "none":
-            raise ValueError(
-                f"optimiser: muon goes with sharding: none, not with {self.sharding}: it needs whole matrices"
-            )
-        if self.decay_to_base and self.sharding != "none":
-            raise ValueError(f"decay_to_base: true goes with sharding: none, not with {self.sharding}")
-        if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
-            raise ValueError(
-                f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
-            )
-        if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
-            raise ValueError(f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences")
+    def _keys_go_together(self) -> TrainConfig:
+        for problem in (*self._problems_of_sizes(), *self._problems_of_phases()):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _phases_fit(self) -> TrainConfig:
-        given = {"warmup_steps": self.warmup_steps}
+    def _problems_of_sizes(self) -> Iterator[str]:
+        if self.global_batch_size % self.sequences_at_once(1):
+            yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
+        unsharded = {
+            "compile: true": self.compile,
+            "optimiser: muon": self.optimiser == "muon",  # which needs whole matrices
+            "decay_to_base: true": self.decay_to_base,
+        }
+        for asked in (key for key, is_asked in unsharded.items() if is_asked and self.sharding != "none"):
+            yield f"{asked} goes with sharding: none, not with {self.sharding}"
+        if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
+            yield f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
+        if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
+            yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
+
+    def _problems_of_phases(self) -> Iterator[str]:
+        if self.schedule not in PHASED:
+            return
+        given = {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps or 0}
         if self.schedule == "infinite":
             given["cooldown_steps"] = self.cooldown_steps or 0
             if self.constant_lr_ratio < self.min_lr_ratio:
-                raise ValueError(
-                    f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
-                )
-        if self.schedule in PHASED:
-            given["decay_steps"] = self.decay_steps or 0
-            # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
-            if sum(given.values()) > max(self.max_steps, self.warmup_steps):
-                given_steps = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
-                raise ValueError(f"{given_steps}: more than max_steps {self.max_steps:,} together")
-            if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
-                raise ValueError("decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more")
-        return self
+                yield f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
+        # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
+        if sum(given.values()) > max(self.max_steps, self.warmup_steps):
+            given_steps = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
+            yield f"{given_steps}: more than max_steps {self.max_steps:,} together"
+        if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
+            yield "decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more"
 
     @property
     def observes(self) -> bool:

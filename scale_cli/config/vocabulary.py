@@ -38,8 +38,8 @@ SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "thai": ((0x0E00, 0x0E7F),),
     "tibetan": ((0x0F00, 0x0FFF),),
 }
-# By the lead byte of a character of several: its length, and the first code point that needs so many.
-_LONGER = ((0xF0, 4, 0x10000), (0xE0, 3, 0x800), (0xC2, 2, 0x80))
+# After these lead bytes the second one has a narrower range: nothing overlong, no surrogate, nothing beyond Unicode.
+_SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
 _LAST_CODE_POINT, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
 
@@ -91,19 +91,14 @@ class Script:
 
 def _completions(cut: bytes) -> tuple[int, int] | None:
     """Return the first and the last code point whose UTF-8 begins with some bytes; None where none does."""
-    size = next(((length, least) for lead, length, least in _LONGER if cut[0] >= lead), None)
-    if size is None:
+    missing = (2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4) - len(cut)
+    least, greatest = _SECOND_BYTES.get(cut[0], (0x80, 0xBF)) if len(cut) == 1 else (0x80, 0xBF)
+    fillings = ([least] + [0x80] * (missing - 1), [greatest] + [0xBF] * (missing - 1))
+    try:
+        first, last = (ord((cut + bytes(filling)).decode()) for filling in fillings)
+    except (UnicodeDecodeError, TypeError):  # these bytes begin no character, or are more than one
         return None
-    length, least = size
-    if len(cut) >= length or any(not 0x80 <= byte <= 0xBF for byte in cut[1:]):
-        return None
-    code, open_bits = cut[0] & (0x7F >> length), 6 * (length - len(cut))
-    for byte in cut[1:]:
-        code = code << 6 | byte & 0x3F
-    first, last = max(code << open_bits, least), min((code + 1 << open_bits) - 1, _LAST_CODE_POINT)
-    if _SURROGATES[0] <= last <= _SURROGATES[1]:
-        last = _SURROGATES[0] - 1
-    return (first, last) if first <= last else None
+    return first, last
 
 
 class VocabularyConfig(Section):

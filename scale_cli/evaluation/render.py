@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from scale_cli.config.languages import language_name
 from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (
@@ -37,6 +36,7 @@ from scale_cli.report.numbers import (
     worst_document,
 )
 from scale_cli.report.tables import Cell, Row, Table, aligned, share_cell
+from scale_cli.values import language_name
 
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}

@@ -13,7 +13,6 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from markupsafe import Markup
 
-from scale_cli.config.languages import language_name
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.evaluation.guarantee import guarantee
@@ -27,6 +26,7 @@ from scale_cli.report.tables import Row, Table, share_cell
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stages_below
+from scale_cli.values import language_name
 
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
 

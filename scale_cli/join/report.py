@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.languages import language_name
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
@@ -29,6 +28,7 @@ from scale_cli.report.tables import Table
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
+from scale_cli.values import language_name
 
 KIND = "scale join"
 

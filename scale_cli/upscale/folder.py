@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scale_cli.config.load import drop_removed
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import BaseModelError, StorageError
 from scale_cli.model.configuration_scale import ScaleConfig
@@ -86,10 +85,8 @@ def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
 
 def read_method(folder: Path) -> MethodConfig:
     """Read the method section that a folder was made with."""
-    tree = {"method": read_json(folder / _METHOD)}
-    drop_removed(tree)
     try:
-        return MethodConfig.model_validate(tree["method"])
+        return MethodConfig.model_validate(read_json(folder / _METHOD))
     except ValidationError:
         raise StorageError(f"{folder / _METHOD}: damaged, or written by another version") from None
 

@@ -10,8 +10,7 @@ import pytest
 
 from scale_cli.commands import mixture as mixing
 from scale_cli.commands.sweep import SweepSummary, Trial
-from scale_cli.config.grid import Grid
-from scale_cli.config.load import load_config
+from scale_cli.config.load import Grid, load_config
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw
 from scale_cli.storage.atomic import read_json

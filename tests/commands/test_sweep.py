@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from scale_cli.commands import sweep as sweeping
 from scale_cli.commands.run import run_pipeline
-from scale_cli.config.grid import name_of, parse_grid
-from scale_cli.config.load import load_config
+from scale_cli.config.load import load_config, name_of, parse_grid
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, NonFiniteError
 from scale_cli.storage.atomic import read_json

@@ -18,28 +18,20 @@ TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 @settings(deadline=None, max_examples=100)
 @given(TREES)
-def test_plain_data_comes_back_as_it_was(tree: Any) -> None:
-    assert parse(dump(tree), "x") == tree
-
-
-@settings(deadline=None, max_examples=100)
-@given(TREES)
-def test_where_nothing_is_refused_it_reads_as_pyyaml_does(tree: Any) -> None:
+def test_plain_data_comes_back_as_it_was_and_as_pyyaml_reads_it(tree: Any) -> None:
     text = dump(tree)  # in which text such as 0E0 is quoted: PyYAML takes it for text, we for a number
-    assert parse(text, "x") == yaml.safe_load(text)
+    assert parse(text, "x") == yaml.safe_load(text) == tree
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: 1\nb: 2\na: 3", "x:3: the key 'a' is there twice"),
-        ("a: {b: 1, 'b': 2}", "x:1: the key 'b' is there twice"),
-        ("? [a]\n: 1", "x:1: a key is text"),
-        ("a: &a [*a]", "x:1: nested more than 40 deep"),
-        ("a: &a {b: *a}", "x:1: nested more than 40 deep"),
-        ("a: &a [1, 2]\n" + "b: [" + "*a, " * 20_000 + "]", "x: more than 20,000 values"),
-        ("[" * 50 + "]" * 50, "x:1: nested more than 40 deep"),
-        ('a:\n  "\\0"', "x:2: a NUL"),
+        ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' is there twice)"),
+        ("a: {b: 1, 'b': 2}", "x:1: not valid YAML (the key 'b' is there twice)"),
+        ("? [a]\n: 1", "x:1: not valid YAML (found unhashable key)"),
+        ("a: 1\nb: &a {c: *a}", "x:2: not valid YAML (an alias, *a: "),
+        ("[" * 100_000, "x:1: not valid YAML (nested more than 40 deep)"),
+        ('a:\n  "\\0"', "x:2: not valid YAML (a NUL"),
         ('"\\ud800": 1', "x:1: not valid YAML (found invalid Unicode character escape code)"),
     ],
 )
@@ -47,12 +39,8 @@ def test_what_is_refused_is_named_by_its_line(text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text, "x")
     message = str(caught.value)
-    assert told in message
+    assert message.startswith(told)
     assert "\n" not in message
-
-
-def test_an_alias_used_a_few_times_is_fine() -> None:
-    assert parse("a: &a {b: 1}\nc: *a\nd: {<<: *a, e: 2}", "x") == {"a": {"b": 1}, "c": {"b": 1}, "d": {"b": 1, "e": 2}}
 
 
 def test_no_more_is_read_than_a_config_can_be(tmp_path: Path) -> None:

@@ -77,32 +77,29 @@ def refusal(config: RunConfig, kind: type[ScaleError], *accepted: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("override", "told", "earlier"),
+    ("override", "told"),
     [
-        ("seed=1", "seed: 0 -> 1", "seed=0"),
-        ("model.dtype=bfloat16", "model.dtype: 'float32' -> 'bfloat16'", 'model.dtype="float32"'),
-        ("method.variant=adapt", "method.variant: 'route' -> 'adapt'", 'method.variant="route"'),
-        ("method.expansion.ratio=0.5", "method.expansion.ratio: 0.25 -> 0.5", "method.expansion.ratio=0.25"),
-        ("corpus.sequence_length=8", "corpus.sequence_length: 16 -> 8", "corpus.sequence_length=16"),
-        ("corpus.sources.0.name=old", "corpus.sources.0.name: 'news' -> 'old'", 'corpus.sources.0.name="news"'),
-        ("train.global_batch_size=4", "train.global_batch_size: 2 -> 4", "train.global_batch_size=2"),
-        ("train.lr=0.01", "train.lr: 0.001 -> 0.01", "train.lr=0.001"),
-        ("train.decay_steps=1", "train.decay_steps: None -> 1", "train.decay_steps=null"),
-        ("train.max_steps=3", "train.max_steps: 2 -> 3", "train.max_steps=2"),
-        ("train.optimiser=muon", "train.optimiser: 'adamw' -> 'muon'", 'train.optimiser="adamw"'),
-        ("train.schedule=cosine", "train.schedule: 'constant' -> 'cosine'", 'train.schedule="constant"'),
+        ("seed=1", "seed: 0 -> 1"),
+        ("model.dtype=bfloat16", "model.dtype: 'float32' -> 'bfloat16'"),
+        ("method.variant=adapt", "method.variant: 'route' -> 'adapt'"),
+        ("method.expansion.ratio=0.5", "method.expansion.ratio: 0.25 -> 0.5"),
+        ("corpus.sequence_length=8", "corpus.sequence_length: 16 -> 8"),
+        ("corpus.sources.0.name=old", "corpus.sources.0.name: 'news' -> 'old'"),
+        ("train.global_batch_size=4", "train.global_batch_size: 2 -> 4"),
+        ("train.lr=0.01", "train.lr: 0.001 -> 0.01"),
+        ("train.decay_steps=1", "train.decay_steps: None -> 1"),
+        ("train.max_steps=3", "train.max_steps: 2 -> 3"),
+        ("train.optimiser=muon", "train.optimiser: 'adamw' -> 'muon'"),
+        ("train.schedule=cosine", "train.schedule: 'constant' -> 'cosine'"),
     ],
 )
 def test_a_key_that_changes_the_run_is_named_with_the_ways_out(
-    make: Make, begun_once: Path, override: str, told: str, earlier: str
+    make: Make, begun_once: Path, override: str, told: str
 ) -> None:
     message, key = refusal(make(override), RunFolderError), override.partition("=")[0]
     assert told in message
-    assert f"({earlier})" in message
     assert "start anew in another output_dir" in message
     assert (f"--accept {key}" in message) == (key in ACCEPTABLE)
-    # What it says to go on with is an override, and undoes the change.
-    assert make(override, earlier) == make()
 
 
 @pytest.mark.parametrize("key", ["seed", "corpus.sequence_length", "method.expansion.ratio", "train.global_batch_size"])
