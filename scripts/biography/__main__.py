@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from scale_cli.config.load import load_checked
-from scale_cli.console import check_output, ended_in_one_message, log, quieten_libraries, show
+from scale_cli.console import check_output, ended_in_one_message, log, quieten_libraries
 from scale_cli.processes import refuse_several
 from scripts.biography.config import BiographyConfig
 from scripts.biography.run import run_biography
@@ -26,7 +26,7 @@ def main() -> None:
         config = load_checked(BiographyConfig, given.config, given.overrides)
         check_output(config.output_dir)
         quieten_libraries()
-        show(run_biography(config, log))
+        run_biography(config, log)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,6 @@ class Translated:
     ko: str
 
     def in_language(self, language: Language) -> str:
-        """Return the text in one language."""
         return self.en if language == "en" else self.ko
 
 

@@ -43,12 +43,10 @@ class Line:
 
     @property
     def task_0(self) -> list[float]:
-        """Accuracy on Task 0 at each measured step."""
         return self.result.task_0[self.served]
 
     @property
     def task_1(self) -> list[float]:
-        """Accuracy on Task 1 at each measured step."""
         return self.result.task_1[self.served]
 
     @property
@@ -89,6 +87,16 @@ def verdicts(lines: list[Line]) -> list[str]:
 
 def _met(met: bool) -> str:
     return "met" if met else "missed"
+
+
+def terminal_lines(results: list[MethodResult]) -> list[str]:
+    """Return an aligned table of what is served, and the verdicts."""
+    lines = served_lines(results)
+    rows = [
+        [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))] for line in lines
+    ]
+    titles = ["after Task 1", "Task 0: start", "end", "Task 1: start", "end"]
+    return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines)]
 
 
 def write_report(folder: Path, config: BiographyConfig, results: list[MethodResult]) -> None:

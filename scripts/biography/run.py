@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,37 +22,18 @@ from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import placed
 from scale_cli.report.numbers import percent
-from scale_cli.report.tables import Table
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.method import MethodModel, build_model, start_model, two_headed
 from scripts.biography.accuracy import first_token_accuracy
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.people import ATTRIBUTES
-from scripts.biography.report import MethodResult, served_lines, verdicts, write_report
+from scripts.biography.report import MethodResult, served_lines, terminal_lines, write_report
 from scripts.biography.tasks import Curriculum, SequenceWindows, write_curriculum
 from scripts.from_scratch import training_steps, write_base
 
 
-@dataclass(frozen=True)
-class BiographySummary:
-    """What came out, for the terminal."""
-
-    folder: Path
-    results: list[MethodResult]
-
-    def lines(self) -> list[str]:
-        """Return an aligned table, the verdicts, and where the report is."""
-        lines = served_lines(self.results)
-        rows = [
-            [line.label, *(percent(task[at]) for task in (line.task_0, line.task_1) for at in (0, -1))]
-            for line in lines
-        ]
-        titles = ["after Task 1", "Task 0: start", "end", "Task 1: start", "end"]
-        return [*Table(titles, rows, "lrrrr").lines(), *verdicts(lines), f"report: {self.folder / 'report.md'}"]
-
-
-def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> BiographySummary:
+def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[MethodResult]:
     """Run the benchmark; what is there already, made with the same settings, is not made again."""
     require("matplotlib", "the biography benchmark")
     if any(compared.method.definition.uses_peft for compared in config.methods):
@@ -82,7 +63,9 @@ def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> Biogra
         results.append(result)
     with new_folder(folder / "report") as partial:
         write_report(partial, config, results)
-    return BiographySummary(folder / "report", results)
+    for told in [*terminal_lines(results), f"report: {folder / 'report' / 'report.md'}"]:
+        log(told)
+    return results
 
 
 def _check_methods(config: BiographyConfig) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.evaluation.results import HEADS
+from scale_cli.storage.atomic import read_json
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.run import run_biography
 
@@ -17,24 +17,23 @@ def quietly(_line: str) -> None:
 
 
 def test_the_whole_benchmark_runs_is_not_run_twice_and_refuses_other_settings(small: BiographyConfig) -> None:
-    summary = run_biography(small, quietly)
-    full, route = summary.results
+    results = run_biography(small, quietly)
+    full, route = results
     assert full.steps == route.steps == [0, 2, 4, 5]
-    for result in summary.results:
+    for result in results:
         for accuracy in (result.task_0, result.task_1):
             assert accuracy.keys() == set(HEADS)
             assert all(len(shares) == 4 for shares in accuracy.values())
             # Nothing is trained at step 0: both heads and both rules are the base.
             assert len({shares[0] for shares in accuracy.values()}) == 1
             assert len(set(accuracy["base"])) == 1  # and the base never changes
-    report = (summary.folder / "report.md").read_text(encoding="utf-8")
-    assert "| route (posterior) |" in report
-    assert (summary.folder / "accuracy.svg").read_text(encoding="utf-8").count("route (cosine)") == 1
-    assert [m["name"] for m in json.loads((summary.folder / "report.json").read_text())["methods"]] == ["full", "route"]
+    report = small.output_dir / "report"
+    assert "| route (posterior) |" in (report / "report.md").read_text(encoding="utf-8")
+    assert (report / "accuracy.svg").read_text(encoding="utf-8").count("route (cosine)") == 1
+    assert [method["name"] for method in read_json(report / "report.json")["methods"]] == ["full", "route"]
 
     before = {file: file.stat().st_mtime_ns for file in Path(small.output_dir).glob("methods/*.json")}
-    again = run_biography(small, quietly)
-    assert again.results == summary.results
+    assert run_biography(small, quietly) == results
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
     with pytest.raises(RunFolderError, match=r"other settings \(people\)"):
@@ -60,8 +59,7 @@ RIVALS: list[dict[str, Any]] = [
 def test_every_rival_starts_as_the_base_and_is_measured_at_the_same_steps(small: BiographyConfig) -> None:
     rivals = [ComparedMethod.model_validate({"lr": 1.0e-2, **rival}) for rival in RIVALS]
     model = small.model.model_copy(update={"num_hidden_layers": 3})
-    summary = run_biography(small.model_copy(update={"methods": rivals, "model": model}), quietly)
-    for result in summary.results:
+    for result in run_biography(small.model_copy(update={"methods": rivals, "model": model}), quietly):
         assert result.steps == [0, 2, 4, 5]
         for accuracy in (result.task_0, result.task_1):
             assert accuracy["adapted"][0] == accuracy["base"][0]
