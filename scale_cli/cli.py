@@ -285,9 +285,11 @@ def generate(
         raise ConfigError("--samples, --chat: one or the other")
     if samples is not None and output is not None:
         config = load(path, None)
-        from scale_cli.commands.generate import sampling, write_samples
+        from scale_cli.commands.generate import write_samples
+        from scale_cli.generation.generator import Sampling, parse_options
 
-        drawn = sampling(max_new_tokens or config.corpus.sequence_length, temperature, 1.0, top_p, seed, options)
+        length, usual = max_new_tokens or config.corpus.sequence_length, 1.0 if temperature is None else temperature
+        drawn = Sampling(length, usual, top_p, seed, parse_options(options or []))
         show(on_main(lambda: write_samples(config.model, samples, output, drawn, prompt or [""])))
         return
     folder = run_folder(path)
@@ -297,10 +299,10 @@ def generate(
     if not prompts and not talks:
         raise ConfigError("--prompt: none given, and nothing on standard input")
     quieten_libraries()
-    from scale_cli.commands.generate import continue_and_print, converse, sampling
-    from scale_cli.generation.generator import Generator
+    from scale_cli.commands.generate import continue_and_print, converse
+    from scale_cli.generation.generator import Generator, Sampling, parse_options
 
-    chosen = sampling(max_new_tokens or 128, temperature, 0.0, top_p, seed, options)
+    chosen = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed, parse_options(options or []))
 
     def speak() -> None:
         generator = Generator(folder)
@@ -325,13 +327,9 @@ def serve(
     """
     refuse_several("serve")
     quieten_libraries()
-    from scale_cli.commands.serve import serving
+    from scale_cli.commands.serve import serve
 
-    server = serving(run_folder(path), engine, options or [], plainly=plain)
-    for line in server.lines:
-        log(line)
-    sys.stdout.flush()
-    server.start()
+    serve(run_folder(path), engine, options or [], log, plainly=plain)
 
 
 @app.command()

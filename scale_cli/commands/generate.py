@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from pathlib import Path
 
 import typer
@@ -14,8 +15,7 @@ import typer
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.conversations import Messages
 from scale_cli.errors import ConfigError
-from scale_cli.generation.generator import Continuation, Generator, Sampling, parsed_options
-from scale_cli.generation.streaming import Speakers
+from scale_cli.generation.generator import Continuation, Generator, Sampling, SpokenToken, TextStreamer
 from scale_cli.printable import printable
 from scale_cli.progress import progress_bar
 from scale_cli.report.numbers import percent
@@ -25,6 +25,91 @@ from scale_cli.storage.layout import check_folder
 _AT_ONCE = 32
 _RULE = "-" * 8  # between the texts of several prompts
 _SEEDS_APART = 1_000_003
+# Of the base head, of the trained one or the first member, and of further members, in turn.
+_COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
+
+
+def continue_and_print(
+    generator: Generator, prompts: list[str], sampling: Sampling, *, as_json: bool, show_heads: bool, chat: bool = False
+) -> None:
+    """Continue prompts and print them: one alone as it comes; how much each head spoke on standard error.
+
+    In a chat each prompt is the first turn of a conversation.
+    """
+    if show_heads and not as_json:
+        typer.echo(legend(generator.head_names()), err=True)
+    asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
+    streams = len(prompts) == 1 and not as_json and not show_heads and "num_beams" not in sampling.options
+    streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
+    continuations = generator.continue_all(asked, sampling, streamer)
+    if as_json:
+        for continuation in continuations:
+            typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))
+        return
+    if not streams:
+        texts = [
+            f"{printable(c.prompt)}{spoken_text(c) if show_heads else printable(c.completion)}" for c in continuations
+        ]
+        typer.echo(f"\n{_RULE}\n".join(texts))
+    shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
+    if shares:
+        mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
+        each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
+        typer.echo(f"spoken by {each} of {len(shares):,} tokens", err=True)
+
+
+def converse(generator: Generator, lines: Iterable[str], sampling: Sampling, *, show_heads: bool) -> None:
+    """Answer line after line of one conversation: as the answers come, or with their heads."""
+    messages: Messages = []
+    if show_heads:
+        typer.echo(legend(generator.head_names()), err=True)
+    for line in lines:
+        messages.append(_turn("user", line))
+        streamer = None if show_heads or "num_beams" in sampling.options else TextStreamer("", generator)
+        (answer,) = generator.continue_all([messages], sampling, streamer)
+        if streamer is None:
+            typer.echo(spoken_text(answer) if show_heads else printable(answer.completion))
+        messages.append(_turn("assistant", answer.completion))
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _has_colours() -> bool:
+    """Return whether who reads the text sees colours: there is a terminal, and no NO_COLOR (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _show_head(text: str, names: Sequence[str], head: int) -> str:
+    """Return a text with its head: in the head's colour, or after its name where nothing shows colours."""
+    if not _has_colours():
+        return f"[{printable(names[head])}]{printable(text)}"
+    colour = _COLOURS[head] if head < len(_COLOURS) else _COLOURS[1 + (head - 1) % (len(_COLOURS) - 1)]
+    return f"{colour}{printable(text)}{_PLAIN}"
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return how to read a text whose heads are shown."""
+    if not names:
+        return "one head speaks alone: there are no heads to show"
+    if _has_colours():
+        return f"heads: {', '.join(_show_head(name, names, head) for head, name in enumerate(names))}"
+    return f"heads: {', '.join(f'[{printable(name)}]' for name in names)}, each where it takes over"
+
+
+def spoken_text(continuation: Continuation) -> str:
+    """Return a continuation in which every token shows the head that had the largest share in it."""
+    if not continuation.tokens or continuation.tokens[0].shares is None:
+        return printable(continuation.completion)
+    names = list(continuation.tokens[0].shares)
+
+    def head_of(token: SpokenToken) -> int:
+        shares = list((token.shares or {}).values())
+        return shares.index(max(shares))
+
+    spoken = groupby((token for token in continuation.tokens if token.text), head_of)
+    return "".join(_show_head("".join(token.text for token in tokens), names, head) for head, tokens in spoken)
 
 
 @dataclass(frozen=True)
@@ -32,64 +117,14 @@ class SamplesSummary:
     """What was written, for the terminal."""
 
     file: Path
-    num_samples: int
-    num_texts: int
+    num_texts: int  # without those that ended at once
 
     def lines(self) -> list[str]:
         """Return aligned lines, and how to train on the file."""
-        empty = self.num_samples - self.num_texts
-        left_out = f"; {empty:,} that ended at once are left out" if empty else ""
         return [
-            f"written        {self.file}: {self.num_texts:,} texts{left_out}",
+            f"written        {self.file}: {self.num_texts:,} texts",
             f"a source       {{name: replay, path: {self.file}, language: ..., weight: 0.1, role: replay}}",
         ]
-
-
-def sampling(
-    max_new_tokens: int, temperature: float | None, usual: float, top_p: float, seed: int, options: list[str] | None
-) -> Sampling:
-    """Return how tokens are chosen, by what the command line gave; at the usual temperature if it gave none."""
-    further = parsed_options(options or [])
-    return Sampling(max_new_tokens, usual if temperature is None else temperature, top_p, seed, further)
-
-
-def continue_and_print(
-    generator: Generator, prompts: list[str], sampling: Sampling, *, as_json: bool, show_heads: bool, chat: bool = False
-) -> None:
-    """Continue prompts and print them: one alone as it comes, what was measured of them on standard error.
-
-    In a chat each prompt is the first turn of a conversation.
-    """
-    if show_heads and not as_json:
-        typer.echo(Speakers(generator.head_names()).legend(), err=True)
-    streams = len(prompts) == 1 and not as_json and "num_beams" not in sampling.options
-    asked = [[_said_by("user", prompt)] for prompt in prompts] if chat else prompts
-    streamer = generator.streamer("" if chat else prompts[0], show_heads=show_heads) if streams else None
-    continuations = generator.continue_all(asked, sampling, streamer)
-    if streamer is None:
-        for line in output_lines(continuations, as_json=as_json, show_heads=show_heads):
-            typer.echo(line)  # coloured, where that was asked for
-    if not as_json:
-        for line in summary(continuations):
-            typer.echo(line, err=True)
-
-
-def converse(generator: Generator, lines: Iterable[str], sampling: Sampling, *, show_heads: bool) -> None:
-    """Answer line after line of one conversation, as the answers come."""
-    messages: Messages = []
-    if show_heads:
-        typer.echo(Speakers(generator.head_names()).legend(), err=True)
-    for line in lines:
-        messages.append(_said_by("user", line))
-        streamer = generator.streamer("", show_heads=show_heads)
-        (answer,) = generator.continue_all([messages], sampling, streamer)
-        if streamer is None:
-            typer.echo(_with_heads(answer))
-        messages.append(_said_by("assistant", answer.completion))
-
-
-def _said_by(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def write_samples(
@@ -115,37 +150,4 @@ def write_samples(
             texts += [text for written in drawn if (text := written.prompt + written.completion).strip()]
             bar.update(len(batch))
     write_text(file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    return SamplesSummary(file, num_samples, len(texts))
-
-
-def output_lines(continuations: list[Continuation], *, as_json: bool, show_heads: bool) -> list[str]:
-    """Return what goes to standard output, one object a line or one text a prompt, with a rule between texts."""
-    if as_json:
-        return [json.dumps(asdict(continuation), ensure_ascii=False) for continuation in continuations]
-    texts = [f"{printable(c.prompt)}{_with_heads(c) if show_heads else printable(c.completion)}" for c in continuations]
-    return [line for text in texts for line in (_RULE, text)][1:]
-
-
-def summary(continuations: list[Continuation]) -> list[str]:
-    """Return how many tokens each head gave."""
-    shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
-    if not shares:
-        return []
-    mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
-    if len(mean) == 2:
-        return [f"base head spoke {percent(mean['base'])} of {len(shares):,} tokens"]
-    each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
-    return [f"spoken by {each} of {len(shares):,} tokens"]
-
-
-def _with_heads(continuation: Continuation) -> str:
-    """Return a continuation with every token shown to be of the head that had the largest share in it."""
-    first = continuation.tokens[0].shares if continuation.tokens else None
-    if first is None:
-        return printable(continuation.completion)
-    speakers, names = Speakers(list(first)), list(first)
-    return "".join(
-        speakers.shown(token.text, names.index(max(token.shares, key=token.shares.__getitem__)))
-        for token in continuation.tokens
-        if token.shares is not None
-    )
+    return SamplesSummary(file, len(texts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
@@ -11,7 +10,6 @@ import socket
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +26,10 @@ Engine = Literal["vllm", "transformers"]
 _VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
-@dataclass(frozen=True)
-class Serving:
-    """What a server promises and how it is asked, and what starts it."""
-
-    lines: list[str]
-    start: Callable[[], None]
-
-
-def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainly: bool) -> Serving:
-    """Return how a folder is served."""
+def serve(
+    path: Path, engine: Engine | None, options: Sequence[str], log: Callable[[str], None], *, plainly: bool
+) -> None:
+    """Say what a server of a folder promises and how to ask it, and become that server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
     chosen: Engine = engine or ("vllm" if is_installed("vllm") else "transformers")
@@ -45,54 +37,47 @@ def serving(path: Path, engine: Engine | None, options: Sequence[str], *, plainl
         raise UsageError(
             f"{folder}: its config.json has no {KEY}: it cannot be served routed; --plain serves what it holds"
         )
-    promise = _promise(folder, config, chosen, plainly=plainly)
+    address, others = _address(folder, options)
+    lines = [_promise(folder, config, chosen, plainly=plainly), *_how_to_ask(address)]
     if chosen == "vllm":
-        return _by_vllm(folder, config, options, promise, plainly=plainly)
-    return _by_transformers(folder, options, promise, plainly=plainly)
+        if not is_installed("vllm"):
+            raise MissingExtraError(
+                "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
+            )
+        lines[1:1] = _unframed(folder)
+    else:
+        for module in ("fastapi", "uvicorn"):
+            require(module, "--engine transformers")
+        if others:
+            raise UsageError(
+                f"{others[0]}: the engine transformers takes --host, --port and --served-model-name; vLLM takes more"
+            )
+        _check_port(address.host, address.port)
+    for line in lines:
+        log(line)
+    sys.stdout.flush()
+    if chosen == "vllm":
+        architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
+        command = [*_VLLM, str(folder), *([] if plainly else ["--hf-overrides", architectures]), *options]
+        # vLLM reports how it is used, unless it is told not to.
+        os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
+    for number in (signal.SIGINT, signal.SIGTERM):  # a server that was stopped has left nothing unfinished
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    from scale_cli.generation.generator import Generator
+    from scale_cli.generation.server import run_server
+
+    run_server(Generator(folder, plainly=plainly), address.name, address.host, address.port)
 
 
 def _promise(folder: Path, config: dict[str, Any], engine: Engine, *, plainly: bool) -> str:
     if plainly:
         of = "the trained head alone, without what a router keeps" if KEY in config else "it has no router"
         return f"serving        {folder}, plainly, in {engine}: {of}"
-    message = f"serving        {folder}, with its router, in {engine}: what the trained model says, to rounding"
-    return f"{message}{_bound(config[KEY])}"
-
-
-def _by_vllm(folder: Path, config: dict[str, Any], options: Sequence[str], promise: str, *, plainly: bool) -> Serving:
-    """Return vLLM's own server, told the class that routes."""
-    if not is_installed("vllm"):
-        raise MissingExtraError(
-            "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
-        )
-    architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
-    flags = [] if plainly else ["--hf-overrides", architectures]
-    command = [*_VLLM, str(folder), *flags, *options]
-    lines = [promise, *_unframed(folder), *_how_to_ask(_address(folder, options)[0])]
-    # vLLM reports how it is used, unless it is told not to.
-    return Serving(lines, lambda: os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ}))
-
-
-def _by_transformers(folder: Path, options: Sequence[str], promise: str, *, plainly: bool) -> Serving:
-    """Return this package's own server."""
-    for module in ("fastapi", "uvicorn"):
-        require(module, "--engine transformers")
-    address, others = _address(folder, options)
-    if others:
-        raise UsageError(
-            f"{others[0]}: the engine transformers takes --host, --port and --served-model-name; vLLM takes more"
-        )
-    _check_port(address.host, address.port)
-
-    def start() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a server that was stopped has left nothing unfinished
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-        from scale_cli.generation.generator import Generator
-        from scale_cli.generation.server import run_server
-
-        run_server(Generator(folder, plainly=plainly), address.name, address.host, address.port)
-
-    return Serving([promise, *_how_to_ask(address)], start)
+    router = config[KEY]
+    smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
+    nats = bound_nats(smallest, router["switch_rate"])
+    bound = "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"
+    return f"serving        {folder}, with its router, in {engine}: what the trained model says, to rounding{bound}"
 
 
 def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -110,16 +95,10 @@ def _address(folder: Path, options: Sequence[str]) -> tuple[Namespace, list[str]
 def _check_port(host: str, port: int) -> None:
     """Refuse a port that is not to be had, before anything is announced."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"--host {host}, --port {port}: {error.strerror}") from None
-    for family, _, _, _, place in places:
-        try:
-            socket.create_server(place, family=family).close()
-        except OSError as error:  # of a host's addresses not all need be here
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                said = os.strerror(error.errno).lower()
-                raise UsageError(f"port {port} of {host}: {said}; take another: -- --port {port + 1}") from None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host}, --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _how_to_ask(address: Namespace) -> list[str]:
@@ -143,10 +122,3 @@ def _unframed(folder: Path) -> list[str]:
         f"warning        prompts begin without {boundary}, which stood before every document in training: export the "
         "run again, or begin each prompt with it"
     ]
-
-
-def _bound(router: dict[str, Any]) -> str:
-    """Return by how much routing may cost a whole document more than its best head, in words."""
-    smallest = min(router["prior"], (1.0 - router["prior"]) / len(router["parents"]))
-    nats = bound_nats(smallest, router["switch_rate"])
-    return "" if nats is None else f"; no document costs more than {nats:.3f} nats over its best head"

@@ -5,15 +5,15 @@ Shapes: K heads (base, trained; of a joined model base and every member), B prom
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.config.schema import ModelConfig
@@ -22,12 +22,11 @@ from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.continuations import before_end, ends_of, padded_left
 from scale_cli.export.router_keys import head_names, routed_class
-from scale_cli.generation.streaming import Decoder, HeadStreamer, TextStreamer
-from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed
+from scale_cli.printable import printable
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
@@ -38,30 +37,19 @@ from scale_cli.upscale.method import router_of
 from scale_cli.upscale.run import open_folder
 from scale_cli.upscale.tokenizer import load_tokenizer
 
-
-@dataclass(frozen=True)
-class _Number:
-    """What an option takes: a kind of number, from the least to the most."""
-
-    kind: Callable[[str], float]
-    least: float
-    most: float = math.inf
-
-
 # What of transformers' GenerationConfig may be set beside the options that have names of their own.
-_OPTIONS = {
-    "top_k": _Number(int, 0),
-    "min_p": _Number(float, 0.0, 1.0),
-    "typical_p": _Number(float, 0.0, 1.0),
-    "epsilon_cutoff": _Number(float, 0.0, 1.0),
-    "eta_cutoff": _Number(float, 0.0, 1.0),
-    "repetition_penalty": _Number(float, 1e-3, 1e3),
-    "no_repeat_ngram_size": _Number(int, 0),
-    "min_new_tokens": _Number(int, 0),
-    "num_beams": _Number(int, 1, 256),
-    "length_penalty": _Number(float, -1e3, 1e3),
-    "max_time": _Number(float, 1e-3, 1e9),
-}
+_WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens", "num_beams")
+_FRACTIONAL = (
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "length_penalty",
+    "max_time",
+)
+_LARGEST_OPTION = 1e6
+_NO_CHARACTER = "\ufffd"  # what bytes that are no character decode to
 
 
 @dataclass(frozen=True)
@@ -72,48 +60,62 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_p: float = 1.0  # sample among the likeliest tokens that make up this share; 1 for all
     seed: int = 0  # of the sampling
-    # further numbers of transformers' GenerationConfig, by its names: `top_k`, `num_beams`
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float] = field(default_factory=dict)  # further ones of transformers' GenerationConfig
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
-        if (least := self.options.get("min_new_tokens", 0)) > self.max_new_tokens:
-            raise ConfigError(f"--set min_new_tokens={least}: is more than --max-new-tokens {self.max_new_tokens}")
+        """Refuse what would do nothing."""
         if self.top_p < 1.0 and self.temperature == 0.0:
             raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
 
-    def settings(self, ends: list[int], padding: int) -> GenerationConfig:
-        """Return them as transformers' own."""
-        sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        try:
-            settings = GenerationConfig(
-                max_new_tokens=self.max_new_tokens,
-                eos_token_id=ends or None,
-                pad_token_id=padding,
-                **{**(sampled if self.temperature > 0 else {"do_sample": False}), **self.options},
-            )
-            settings.validate(strict=True)
-        except ValueError as error:
-            raise ConfigError(f"--set: {one_line(error)}") from None
-        return settings
 
-
-def parsed_options(given: list[str]) -> dict[str, float]:
-    """Return `KEY=NUMBER` strings as numbers by name."""
+def parse_options(given: list[str]) -> dict[str, float]:
+    """Return `KEY=NUMBER` strings as numbers by name; transformers judges them further."""
     options: dict[str, float] = {}
     for option in given:
         key, _, value = option.partition("=")
-        if key not in _OPTIONS:
-            raise ConfigError(f"--set {option}: write KEY=NUMBER; KEY is one of {', '.join(_OPTIONS)}")
-        wanted = _OPTIONS[key]
         try:
-            options[key] = wanted.kind(value)
+            number = int(value) if key in _WHOLE else float(value)
         except ValueError:
-            raise ConfigError(f"--set {option}: {value!r} is not a number of the kind that {key} takes") from None
-        if not wanted.least <= options[key] <= wanted.most:  # nor is NaN
-            limits = f"at least {wanted.least:g}" + (f", at most {wanted.most:g}" if wanted.most < math.inf else "")
-            raise ConfigError(f"--set {option}: {key} is {limits}")
+            number = 0
+        if key not in _WHOLE + _FRACTIONAL or not 0 < number <= _LARGEST_OPTION:
+            raise ConfigError(
+                f"--set {option}: write KEY=NUMBER, above 0; KEY is one of {', '.join(_FRACTIONAL)}, or for a whole "
+                f"number one of {', '.join(_WHOLE)}"
+            )
+        options[key] = number
     return options
+
+
+class Decoder:
+    """Tells token by token what text each adds: whole characters, and no special tokens.
+
+    A token alone may be decoded without its space, so each is read with those before it, of which the prompt's last is
+    enough; what is half a character is held back until it is whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, last_of_prompt: int) -> None:
+        self._tokenizer = tokenizer
+        self._given, self._held = [last_of_prompt], list[int]()
+
+    def add(self, token: int) -> str:
+        """Return what has become certain with one more token."""
+        self._held.append(token)
+        text = self._added_by_held()
+        if not text or text.endswith(_NO_CHARACTER):
+            return ""
+        self._given, self._held = self._held, []
+        return text.replace(_NO_CHARACTER, "")
+
+    def finish(self) -> str:
+        """Return the whole characters of what was held back."""
+        return self._added_by_held().replace(_NO_CHARACTER, "")
+
+    def _added_by_held(self) -> str:
+        return self._text([*self._given, *self._held])[len(self._text(self._given)) :]
+
+    def _text(self, ids: list[int]) -> str:
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(decoded)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,7 @@ class SpokenToken:
     """One generated token."""
 
     text: str  # of it
-    base_weight: float | None  # the base head's share in its prediction; None where one head alone is served
-    shares: dict[str, float] | None = None  # every head's share, by name; None likewise
+    shares: dict[str, float] | None = None  # every head's in its prediction, by name; None where there is one head
 
 
 @dataclass(frozen=True)
@@ -188,24 +189,30 @@ class Generator:
         generated = self.generate(rows, sampling, streamer)
         return [self._continuation(prompt, row, new) for prompt, row, new in zip(prompts, rows, generated, strict=True)]
 
-    @torch.no_grad()
     def generate(
         self, rows: Sequence[Tensor], sampling: Sampling, streamer: BaseStreamer | None = None
     ) -> list[Tensor]:
         """Return the new ids of some prompts' ids; each text ends where the model's context does, at the latest."""
         rooms = [self.num_positions - len(row) for row in rows]
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max(rooms)))
         padding = self.tokenizer.pad_token_id
-        settings = sampling.settings(self.ends, next(iter(self.ends), 0) if padding is None else padding)
-        ids_BT, mask_BT = padded_left(rows, settings.pad_token_id)
+        padding = next(iter(self.ends), 0) if padding is None else padding
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        chosen: dict[str, Any] = {**(drawn if sampling.temperature > 0 else {}), **sampling.options}
+        ids_BT, mask_BT = padded_left(rows, padding)
         torch.manual_seed(sampling.seed)
-        # The weights of the heads are read where the router leaves them.
-        seen = {"past_key_values": streamer.cache} if isinstance(streamer, HeadStreamer) else {}
         try:
-            generated = self.model.generate(
-                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer, **seen
+            settings = GenerationConfig(
+                max_new_tokens=min(sampling.max_new_tokens, max(rooms)),
+                eos_token_id=self.ends or None,
+                pad_token_id=padding,
+                do_sample=sampling.temperature > 0,
+                **chosen,
             )
-        except ValueError as error:  # some values are only looked at when they are used
+            settings.validate(strict=True)
+            generated = self.model.generate(
+                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
+            )
+        except (ValueError, ArithmeticError) as error:  # some values are only looked at when they are used
             if not sampling.options:
                 raise
             raise ConfigError(f"--set: {one_line(error)}") from None
@@ -215,24 +222,12 @@ class Generator:
         new = before_end(self.ends, new)
         shares = self._head_shares(torch.cat([row, new]))[len(row) - 1 :] if len(new) else []
         decoder = Decoder(self.tokenizer, int(row[-1]))
-        added = [decoder.added(token) for token in new.tolist()]
+        added = [decoder.add(token) for token in new.tolist()]
         if added:
-            added[-1] += decoder.rest()
-        tokens = [
-            SpokenToken(text, None if share is None else share["base"], share)
-            for text, share in zip(added, shares, strict=True)
-        ]
+            added[-1] += decoder.finish()
+        tokens = [SpokenToken(*spoken) for spoken in zip(added, shares, strict=True)]
         said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         return Continuation(said, "".join(added), tokens)
-
-    def streamer(self, prompt: str, *, show_heads: bool) -> TextStreamer | None:
-        """Return what prints one prompt's continuation as it comes; None where the heads are only known afterwards."""
-        if not (show_heads and self.head_names()):
-            return TextStreamer(prompt, self.tokenizer, self.ends)
-        if getattr(self.model.config, "router_rule", None) == "cosine":
-            return None
-        cache: Any = DynamicCache() if isinstance(self.model, Routed) else ScaleCache()
-        return HeadStreamer(prompt, self.tokenizer, self.ends, cache, lambda: _log_weights(cache), self.head_names())
 
     def head_names(self) -> list[str]:
         """Return the names of the heads that are routed among; none where one head alone is served."""
@@ -271,8 +266,22 @@ def _opened(path: Path, *, plainly: bool) -> tuple[Any, Any]:
     return placed(load_written(routed or loader, folder)).eval(), load_tokenizer(ModelConfig(base=str(folder)))
 
 
-def _log_weights(cache: Any) -> Tensor:
-    """Return (K, B): the weights of the heads that the router has left in a cache."""
-    memory = cache.router if isinstance(cache, ScaleCache) else cache.layers[-1].last
-    assert memory is not None, "the posterior rule has read the prompt"
-    return memory.log_weights_KB
+class TextStreamer(BaseStreamer):
+    """Prints a prompt, and what every token adds to it as it comes."""
+
+    def __init__(self, prompt: str, generator: Generator) -> None:
+        self._prompt, self._generator = prompt, generator
+        self._decoder: Decoder | None = None
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt's ids (1, T) first, then one token at a time."""
+        if self._decoder is None:
+            self._decoder = Decoder(self._generator.tokenizer, int(value[0, -1]))
+            typer.echo(printable(self._prompt), nl=False)
+        elif int(value) not in self._generator.ends:
+            typer.echo(printable(self._decoder.add(int(value))), nl=False)
+
+    def end(self) -> None:
+        """Print what was held back, and end the line."""
+        assert self._decoder is not None, "the prompt comes first"
+        typer.echo(printable(self._decoder.finish()))

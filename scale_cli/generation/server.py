@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import uvicorn
@@ -26,16 +27,13 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.data.conversations import Messages
-from scale_cli.errors import ScaleError, UsageError
-from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.generation.streaming import Decoder
+from scale_cli.errors import ScaleError
+from scale_cli.generation.generator import Decoder, Generator, Sampling
 
 _MOST_ANSWERS = 64  # of one request: they are computed as one batch
 _SHUTDOWN_S = 1  # after a signal, for answers that are on their way
 # By what value a client that fills in every field says that it does not want this.
 _ASKS_NOTHING = {"presence_penalty": 0, "frequency_penalty": 0, "best_of": 1}
-
-Stop = Literal["stop", "length"]
 
 
 class StreamOptions(BaseModel):
@@ -72,7 +70,6 @@ class Asked(BaseModel):
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
 
     def sampling(self, most: int) -> Sampling:
-        """Return how the next token is chosen."""
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
         return Sampling(most, self.temperature, self.top_p if self.temperature else 1.0, seed)
 
@@ -84,34 +81,19 @@ class AskedCompletion(Asked):
     max_tokens: int = Field(16, ge=1)
 
 
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
-    """One turn."""
+    """A turn of a conversation."""
 
     role: str
-    content: str | list[TextPart]
-
-    def text(self) -> str:
-        """Return what was said."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    content: str
 
 
 class AskedChat(Asked):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int = Field(sys.maxsize, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-
-
-class UnknownModelError(UsageError):
-    """A request names a model that is not served."""
 
 
 @dataclass(frozen=True)
@@ -120,36 +102,33 @@ class Piece:
 
     index: int
     text: str
-    finish: Stop | None
+    finish: Literal["stop", "length"] | None
 
 
-@dataclass
 class Answer:
     """One answer as it grows, token by token."""
 
-    decoder: Decoder
-    ends: Sequence[int]  # tokens
-    stops: Sequence[str]
-    most: int  # tokens
-    num_tokens: int = 0
-    finish: Stop | None = None
-    _held: str = field(default="", init=False)  # text in which a stop may have begun
+    def __init__(self, decoder: Decoder, ends: Sequence[int], stops: Sequence[str], most: int) -> None:
+        self.num_tokens = 0
+        self.finish: Literal["stop", "length"] | None = None
+        self._decoder, self._ends, self._stops, self._most = decoder, ends, stops, most
+        self._held = ""  # text in which a stop may have begun
 
     def take(self, token: int) -> str:
         """Return what one more token makes certain."""
         self.num_tokens += 1
-        if token in self.ends:
+        if token in self._ends:
             self.finish = "stop"
         else:
-            self._held += self.decoder.added(token)
-            if self.num_tokens == self.most:
+            self._held += self._decoder.add(token)
+            if self.num_tokens == self._most:
                 self.finish = "length"
         if self.finish:
-            self._held += self.decoder.rest()
-        if places := [place for stop in self.stops if (place := self._held.find(stop)) >= 0]:
+            self._held += self._decoder.finish()
+        if places := [place for stop in self._stops if (place := self._held.find(stop)) >= 0]:
             self.finish = "stop"
             return self._held[: min(places)]
-        kept = 0 if self.finish else max(map(len, self.stops), default=1) - 1
+        kept = 0 if self.finish else max(map(len, self._stops), default=1) - 1
         certain = self._held[: len(self._held) - kept]
         self._held = self._held[len(certain) :]
         return certain
@@ -159,27 +138,59 @@ class _Enough(Exception):
     """Ends a generation of which nobody wants more."""
 
 
-class _Answers(BaseStreamer):
-    """Takes tokens from transformers, and tells the text of every answer as it becomes certain."""
+class Answers(BaseStreamer):
+    """The answers to one request: takes tokens from transformers, and tells the text that becomes certain."""
 
-    def __init__(self, new_answer: Callable[[int], Answer], tell: Callable[[Piece], None]) -> None:
-        self._new_answer, self._tell = new_answer, tell
-        self.answers: list[Answer] | None = None
-        self.is_cancelled = False
+    def __init__(self, generator: Generator, asked: Asked, row: Tensor, most: int) -> None:
+        most = min(most, generator.num_positions - len(row))
+        self._answers = [
+            Answer(Decoder(generator.tokenizer, int(row[-1])), generator.ends, asked.stops(), most)
+            for _ in range(asked.n)
+        ]
+        self._generator, self._rows, self._sampling = generator, [row] * asked.n, asked.sampling(most)
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception | None]()
+        self._is_wanted = True
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """How many tokens were read and written."""
+        read, written = len(self._rows[0]), sum(answer.num_tokens for answer in self._answers)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    async def pieces(self, worker: ThreadPoolExecutor) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of all answers as they come."""
+        worker.submit(self._compute)
+        try:
+            while (told := await self._told.get()) is not None:
+                if isinstance(told, Exception):
+                    raise told
+                yield told
+        finally:
+            self._is_wanted = False  # where the client has gone
+
+    def _compute(self) -> None:
+        try:
+            self._generator.generate(self._rows, self._sampling, self)
+        except _Enough:
+            self._tell(None)
+        except Exception as error:
+            self._tell(error)
+
+    def _tell(self, told: Piece | Exception | None) -> None:
+        self._loop.call_soon_threadsafe(self._told.put_nowait, told)
 
     def put(self, value: Tensor) -> None:
         """Take the prompts' ids (B, T) first, then a token of each (B,) at a time."""
-        if self.is_cancelled:
+        if not self._is_wanted:
             raise _Enough
-        if self.answers is None:
-            self.answers = [self._new_answer(int(last)) for last in value[:, -1]]
+        if value.dim() > 1:
             return
-        for index, (answer, token) in enumerate(zip(self.answers, value.tolist(), strict=True)):
+        for index, (answer, token) in enumerate(zip(self._answers, value.tolist(), strict=True)):
             if answer.finish is None:
                 text = answer.take(token)
                 if text or answer.finish:
                     self._tell(Piece(index, text, answer.finish))
-        if all(answer.finish for answer in self.answers):
+        if all(answer.finish for answer in self._answers):
             raise _Enough
 
     def end(self) -> None:
@@ -190,115 +201,52 @@ class Endpoint:
     """A generator that answers requests in turn."""
 
     def __init__(self, generator: Generator, name: str) -> None:
-        self.name = name
-        self._generator = generator
+        self._generator, self._name = generator, name
         self._worker = ThreadPoolExecutor(1)  # torch's random numbers are one stream: one request at a time draws
 
-    def prompt_ids(self, asked: Asked, prompt: str | Messages) -> Tensor:
-        """Return a prompt's ids, or refuse it."""
-        if asked.model not in (None, self.name):
-            raise UnknownModelError(f"model: {asked.model}: this server has {self.name}")
-        return self._generator.prompt_ids(prompt)
-
-    async def answer(self, asked: Asked, row: Tensor, most: int) -> AsyncGenerator[Piece | int, None]:
-        """Yield the pieces of all answers as they come, and last how many tokens they have together."""
-        most = min(most, self._generator.num_positions - len(row))
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Piece | int | Exception]()
-
-        def tell(item: Piece | int | Exception) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, item)
-
-        def new_answer(last: int) -> Answer:
-            return Answer(Decoder(self._generator.tokenizer, last), self._generator.ends, asked.stops(), most)
-
-        streamer = _Answers(new_answer, tell)
-
-        def compute() -> None:
-            try:
-                self._generator.generate([row] * asked.n, asked.sampling(most), streamer)
-            except _Enough:
-                tell(sum(answer.num_tokens for answer in streamer.answers or []))
-            except Exception as error:
-                tell(error)
-
-        self._worker.submit(compute)
-        try:
-            while True:
-                item = await told.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                if isinstance(item, int):
-                    return
-        finally:
-            streamer.is_cancelled = True  # where the client has gone
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an endpoint writes its answers."""
-
-    prefix: str  # of the ids
-    whole: str  # `object`
-    part: str
-    choice: Callable[[str], dict[str, Any]]  # what a text is in a whole answer
-    change: Callable[[str], dict[str, Any]]  # and in a stream's event
-
-    def body(self, kind: str, identity: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what every answer and every event has."""
-        return {"id": identity, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
-
-
-TEXT = Form("cmpl-", "text_completion", "text_completion", lambda text: {"text": text}, lambda text: {"text": text})
-CHAT = Form(
-    "chatcmpl-",
-    "chat.completion",
-    "chat.completion.chunk",
-    lambda text: {"message": {"role": "assistant", "content": text}},
-    lambda text: {"delta": {"role": "assistant", "content": text}},
-)
-
-
-async def respond(endpoint: Endpoint, form: Form, asked: Asked, row: Tensor, most: int) -> Response:
-    """Return the answer to a request, whole or as a stream of events."""
-    identity = f"{form.prefix}{uuid.uuid4().hex}"
-    if asked.stream:
-        return StreamingResponse(_events(endpoint, form, asked, row, most, identity), media_type="text/event-stream")
-    texts, finishes, num_tokens = [""] * asked.n, [""] * asked.n, 0
-    async for piece in endpoint.answer(asked, row, most):
-        if isinstance(piece, int):
-            num_tokens = piece
-        else:
+    async def respond(self, asked: Asked, prompt: str | Messages, most: int) -> Response:
+        """Return the answer to a request, whole or as a stream of events."""
+        if asked.model not in (None, self._name):
+            raise HTTPException(404, f"model: {asked.model}: this server has {self._name}")
+        answers = Answers(self._generator, asked, self._generator.prompt_ids(prompt), most)
+        if asked.stream:
+            return StreamingResponse(self._events(asked, answers), media_type="text/event-stream")
+        texts, finishes = [""] * asked.n, [""] * asked.n
+        async for piece in answers.pieces(self._worker):
             texts[piece.index] += piece.text
             finishes[piece.index] = piece.finish or ""
-    choices = [
-        {"index": index, **form.choice(text), "logprobs": None, "finish_reason": finish}
-        for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
-    ]
-    body = form.body(form.whole, identity, endpoint.name, choices)
-    return JSONResponse(body | {"usage": _usage(len(row), num_tokens)})
+        choices = [
+            _choice(asked, index, text, finish)
+            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
+        ]
+        return JSONResponse(self._head(asked) | {"choices": choices, "usage": answers.usage})
+
+    async def _events(self, asked: Asked, answers: Answers) -> AsyncIterator[str]:
+        head = self._head(asked)
+        async with aclosing(answers.pieces(self._worker)) as pieces:
+            async for piece in pieces:
+                yield _event(head | {"choices": [_choice(asked, piece.index, piece.text, piece.finish)]})
+        if asked.stream_options.include_usage:
+            yield _event(head | {"choices": [], "usage": answers.usage})
+        yield "data: [DONE]\n\n"
+
+    def _head(self, asked: Asked) -> dict[str, Any]:
+        """Return what the answer, or every event of its stream, begins with."""
+        kind = "text_completion"
+        if isinstance(asked, AskedChat):
+            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._name}
 
 
-async def _events(
-    endpoint: Endpoint, form: Form, asked: Asked, row: Tensor, most: int, identity: str
-) -> AsyncIterator[str]:
-    async with aclosing(endpoint.answer(asked, row, most)) as pieces:
-        async for piece in pieces:
-            if not isinstance(piece, int):
-                change = {"index": piece.index, **form.change(piece.text), "finish_reason": piece.finish}
-                yield _event(form.body(form.part, identity, endpoint.name, [change]))
-            elif asked.stream_options.include_usage:
-                body = form.body(form.part, identity, endpoint.name, [])
-                yield _event(body | {"usage": _usage(len(row), piece)})
-    yield "data: [DONE]\n\n"
+def _choice(asked: Asked, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    said: dict[str, Any] = {"text": text}
+    if isinstance(asked, AskedChat):
+        said = {"delta" if asked.stream else "message": {"role": "assistant", "content": text}}
+    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
 
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def _usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 def create_app(generator: Generator, name: str) -> FastAPI:
@@ -307,30 +255,24 @@ def create_app(generator: Generator, name: str) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(_request: Request, error: RequestValidationError) -> JSONResponse:
-        if isinstance(error.body, bytes):  # fastapi parses what the header says is JSON
-            return _refusal(400, "body: the header Content-Type: application/json is missing")
         return _refusal(400, "; ".join(map(_problem, error.errors())))
 
     @app.exception_handler(HTTPException)
     async def refuse_request(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:  # all that fastapi says of a body that is not UTF-8 is that it could not parse it
-            return _refusal(400, "body: is not JSON in UTF-8")
         return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
 
     @app.exception_handler(ScaleError)
     async def refuse(_request: Request, error: ScaleError) -> JSONResponse:
-        return _refusal(404 if isinstance(error, UnknownModelError) else 400, str(error))
+        return _refusal(400, str(error))
 
     @app.post("/v1/completions")
     async def complete(asked: AskedCompletion) -> Response:
-        return await respond(endpoint, TEXT, asked, endpoint.prompt_ids(asked, asked.prompt), asked.max_tokens)
+        return await endpoint.respond(asked, asked.prompt, asked.max_tokens)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: AskedChat) -> Response:
-        turns = [{"role": message.role, "content": message.text()} for message in asked.messages]
-        row = endpoint.prompt_ids(asked, turns)
-        most = asked.max_completion_tokens or asked.max_tokens or generator.num_positions
-        return await respond(endpoint, CHAT, asked, row, most)
+        turns = [message.model_dump() for message in asked.messages]
+        return await endpoint.respond(asked, turns, asked.max_completion_tokens or asked.max_tokens)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -15,21 +15,17 @@ import typer
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from scale_cli.cli import main
 from scale_cli.commands.export import export
-from scale_cli.commands.generate import output_lines
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.generation.generator import Continuation, Generator, Sampling
-from scale_cli.generation.streaming import Decoder, HeadStreamer
-from scale_cli.model.cache_scale import ScaleCache
+from scale_cli.generation.generator import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routing import RouterMemory
 from scale_cli.printable import printable
+from tests.command_line import Scale
 from tests.export.conftest import configured
 
 PROMPTS = ["Once upon a time", "Lily saw a big", "학교에서"]
@@ -53,28 +49,34 @@ def run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfi
     return config
 
 
-def completions(path: Path, prompts: list[str] = PROMPTS) -> list[str]:
-    return [c.completion for c in Generator(path).continue_all(prompts, GREEDY)]
+@pytest.fixture(scope="module")
+def generator(run: RunConfig) -> Generator:
+    return Generator(run.output_dir)
 
 
-def test_a_run_its_final_folder_a_checkpoint_and_its_exports_say_the_same(run: RunConfig) -> None:
-    expected = completions(run.output_dir)
-    (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
+@pytest.fixture(scope="module")
+def continued(generator: Generator) -> list[Continuation]:
+    return generator.continue_all(PROMPTS, GREEDY)
+
+
+def completions(path: Path) -> list[str]:
+    return [c.completion for c in Generator(path).continue_all(PROMPTS, GREEDY)]
+
+
+def test_a_run_its_folders_and_its_exports_say_the_same_and_have_its_chat_template(
+    run: RunConfig, continued: list[Continuation]
+) -> None:
+    expected = [c.completion for c in continued]
     assert all(expected[:2])  # what it makes of Hangul is no whole character
-    for folder in (
-        run.output_dir / "final",
-        checkpoint,
-        *(run.output_dir / "export" / n for n in ("transformers", "adapter")),
-    ):
+    (checkpoint,) = (run.output_dir / "checkpoints").iterdir()
+    exports = {name: run.output_dir / "export" / name for name in ("llama", "transformers", "adapter")}
+    for folder in (run.output_dir / "final", checkpoint, exports["transformers"], exports["adapter"]):
         assert completions(folder) == expected
-    assert all(completions(run.output_dir / "export" / "llama")[:2])
-
-
-def test_the_bases_chat_template_is_in_a_run_and_in_every_export(run: RunConfig) -> None:
-    for folder in (run.output_dir, *(run.output_dir / "export" / n for n in ("llama", "transformers", "adapter"))):
+    assert all(completions(exports["llama"])[:2])
+    for folder in (run.output_dir, *exports.values()):
         assert Generator(folder).tokenizer.chat_template == TEMPLATE
     for name in ("llama", "transformers"):  # by transformers alone
-        assert AutoTokenizer.from_pretrained(run.output_dir / "export" / name).chat_template == TEMPLATE
+        assert AutoTokenizer.from_pretrained(exports[name]).chat_template == TEMPLATE
 
 
 def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conversation(run: RunConfig) -> None:
@@ -85,17 +87,13 @@ def test_a_users_turn_is_answered_after_what_the_chat_template_makes_of_the_conv
     (answer,) = generator.continue_all([turns], GREEDY)
     assert generator.prompt_ids(turns).tolist() == generator.prompt_ids(f"[user]{PROMPTS[0]}\n[assistant]").tolist()
     assert (answer.prompt, answer.completion) == (PROMPTS[0], text.completion)
-    generator.tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ConfigError, match=r"^refused by the chat template: no$"):
-        generator.continue_all([turns], GREEDY)
-    generator.tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"^the tokenizer has no chat template"):
-        generator.continue_all([turns], GREEDY)
+    for template, told in (("{{ raise_exception('no') }}", "^refused .*: no$"), (None, "has no chat template")):
+        generator.tokenizer.chat_template = template
+        with pytest.raises(ConfigError, match=told):
+            generator.continue_all([turns], GREEDY)
 
 
-def test_at_a_terminal_a_conversation_goes_on(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_at_a_terminal_a_conversation_goes_on(run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter(["Once upon a time", "   ", "And then?"])
 
     def one_line(_: str) -> str:
@@ -114,25 +112,23 @@ def test_at_a_terminal_a_conversation_goes_on(
     monkeypatch.setattr(Generator, "continue_all", noted)
     monkeypatch.setattr("builtins.input", one_line)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--chat", "--max-new-tokens", "6"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    answers = capsys.readouterr().out.splitlines()
-    assert [len(turns) for turns in seen] == [1, 3] and len(answers) >= 2
+    done = scale("generate", run.output_dir, "--chat", "--max-new-tokens", "6")
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) >= 2
+    assert [len(turns) for turns in seen] == [1, 3]
     assert seen[1][0] == {"role": "user", "content": "Once upon a time"} and seen[1][1]["role"] == "assistant"
 
 
-def test_a_batch_of_prompts_is_continued_as_each_alone(run: RunConfig) -> None:
-    assert completions(run.output_dir) == [completions(run.output_dir, [prompt])[0] for prompt in PROMPTS]
+def test_a_batch_of_prompts_is_continued_as_each_alone(generator: Generator, continued: list[Continuation]) -> None:
+    alone = [generator.continue_all([prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert [c.completion for c in alone] == [c.completion for c in continued]
 
 
-def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(run: RunConfig) -> None:
-    generator = Generator(run.output_dir)
+def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
+    generator: Generator, continued: list[Continuation]
+) -> None:
     assert isinstance(generator.model, ScaleForCausalLM)
-    (continued,) = generator.continue_all(PROMPTS[:1], GREEDY)
     prompt = generator.prompt_ids(PROMPTS[0]).tolist()
-    ids = prompt + generator.tokenizer(continued.completion, add_special_tokens=False).input_ids
+    ids = prompt + generator.tokenizer(continued[0].completion, add_special_tokens=False).input_ids
     with torch.no_grad():
         states = generator.model.final_states(torch.tensor([ids]), preserved=True)
         heads = [logits[0].double().log_softmax(-1) for logits in generator.model.routed_logits(states)]
@@ -140,106 +136,84 @@ def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(run: RunCon
     for position, token in enumerate(ids[1 : len(prompt)]):
         said = [math.exp(head[position, token]) for head in heads]
         weight = weight * said[0] / (weight * said[0] + (1 - weight) * said[1])
-    assert continued.tokens[0].base_weight == pytest.approx(weight, rel=1e-3)
-    assert all(token.base_weight is not None and 0 <= token.base_weight <= 1 for token in continued.tokens)
+    shares = [token.shares or {} for token in continued[0].tokens]
+    assert shares[0]["base"] == pytest.approx(weight, rel=1e-3)
+    assert all(sum(share.values()) == pytest.approx(1.0) for share in shares)
 
 
-def test_the_tokens_add_up_to_the_completion(run: RunConfig) -> None:
-    for continued in Generator(run.output_dir).continue_all(PROMPTS, GREEDY):
-        assert "".join(token.text for token in continued.tokens) == continued.completion
-
-
-def test_sampling_hangs_on_the_seed_and_on_nothing_else(run: RunConfig) -> None:
-    def sampled(seed: int) -> list[Continuation]:
-        return Generator(run.output_dir).continue_all(PROMPTS, Sampling(12, temperature=1.0, seed=seed))
-
-    assert sampled(1) == sampled(1)
-    assert sampled(1) != sampled(2)
-
-
-def test_the_verb_prints_json_with_every_tokens_head(
-    run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_text_that_was_generated(
+    run: RunConfig, generator: Generator, continued: list[Continuation]
 ) -> None:
-    command = ["scale", "generate", str(run.output_dir), "--prompt", PROMPTS[0], "--max-new-tokens", "4", "--json"]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["prompt"] == PROMPTS[0]
-    assert len(told["tokens"]) == 4
+    for c in continued:
+        assert "".join(token.text for token in c.tokens) == c.completion
+    for of in (generator, Generator(run.output_dir / "export/llama")):
+        (begun,) = of.continue_all(["Once upon"], GREEDY)
+        row = of.prompt_ids("Once upon")
+        generated = of.model.generate(row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens)[0]
+        assert str(of.tokenizer.decode(generated)).endswith(f"Once upon{begun.completion}")
+        assert begun.completion[0] == " "
 
 
-def test_every_end_that_the_bases_settings_name_ends_a_text(run: RunConfig) -> None:
-    generator = Generator(run.output_dir)
-    whole = generator.continue_all(PROMPTS, GREEDY)
-    ids = [
-        generator.model.generate(generator.prompt_ids(p)[None], max_new_tokens=8, do_sample=False)[0] for p in PROMPTS
-    ]
-    new = [row[len(generator.prompt_ids(p)) :].tolist() for row, p in zip(ids, PROMPTS, strict=True)]
+def test_sampling_hangs_on_the_seed_and_on_nothing_else(generator: Generator) -> None:
+    one, again, other = (
+        generator.continue_all(PROMPTS, Sampling(12, temperature=1.0, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_windows_ends_them(
+    run: RunConfig, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
+    done = scale("generate", run.output_dir, "--max-new-tokens", "4", "--json")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["prompt"] for one in told] == ["Once", "Lily"]
+    assert all(len(one["tokens"]) == 4 and set(one["tokens"][0]["shares"]) == {"base", "trained"} for one in told)
+
+
+def test_every_end_that_the_bases_settings_name_ends_a_text(
+    run: RunConfig, generator: Generator, continued: list[Continuation]
+) -> None:
+    prompts = [generator.prompt_ids(prompt) for prompt in PROMPTS]
+    ids = [generator.model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0] for prompt in prompts]
+    new = [row[len(prompt) :].tolist() for row, prompt in zip(ids, prompts, strict=True)]
     ends = [generator.tokenizer.eos_token_id, new[0][4], new[1][5]]
-    folder = run.output_dir / "export" / "transformers"
-    settings = json.loads((folder / "generation_config.json").read_text())
-    changed = shutil.copytree(folder, run.output_dir.parent / "many-ends")
+    changed = shutil.copytree(run.output_dir / "export" / "transformers", run.output_dir.parent / "many-ends")
+    settings = json.loads((changed / "generation_config.json").read_text())
     (changed / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
-    for cut, text, row in zip(Generator(changed).continue_all(PROMPTS, GREEDY), whole, new, strict=True):
+    for cut, text, row in zip(Generator(changed).continue_all(PROMPTS, GREEDY), continued, new, strict=True):
         expected = min((row.index(end) for end in ends if end in row), default=GREEDY.max_new_tokens)
         assert len(cut.tokens) == expected and text.completion.startswith(cut.completion)
 
 
-def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    capsys.readouterr()
-    monkeypatch.setattr("sys.argv", ["scale", "generate", *arguments, "--max-new-tokens", "12"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    return capsys.readouterr()
-
-
 def test_the_text_is_on_standard_output_the_summary_on_standard_error_and_a_rule_between_prompts(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, scale: Scale, continued: list[Continuation]
 ) -> None:
-    continued = Generator(run.output_dir).continue_all(PROMPTS[:2], GREEDY)
-    prompts = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
-    out, err = said([str(run.output_dir), *prompts], monkeypatch, capsys)
-    assert out == "\n--------\n".join(printable(c.prompt + c.completion) for c in continued) + "\n"
-    assert err.startswith("base head spoke") and err.count("\n") == 1
+    texts = [printable(c.prompt + c.completion) for c in continued[:2]]
+    for number in (1, 2):  # one prompt is printed as it comes
+        prompts = [part for prompt in PROMPTS[:number] for part in ("--prompt", prompt)]
+        done = scale("generate", run.output_dir, *prompts, "--max-new-tokens", "12")
+        assert done.stdout == "\n--------\n".join(texts[:number]) + "\n"
+        assert done.stderr.startswith("spoken by base ") and done.stderr.count("\n") == 1
 
 
-def test_heads_are_shown_token_by_token_as_they_are_afterwards(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_heads_are_shown_by_their_names_or_in_colours(
+    run: RunConfig, scale: Scale, continued: list[Continuation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    continued = Generator(run.output_dir).continue_all(PROMPTS[:1], GREEDY)
-    plain, told = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
-    assert [plain] == [f"{line}\n" for line in output_lines(continued, as_json=False, show_heads=True)]
-    assert "\x1b" not in plain, "no colours where nobody looks, but the names of the heads"
-    assert told.startswith("heads: [base], [trained], each where it takes over\n")
-    spoken = re.split(r"\[(base|trained)\]", plain.removesuffix("\n"))
+    command = ("generate", run.output_dir, "--prompt", PROMPTS[0], "--show-heads", "--max-new-tokens", "12")
+    plain = scale(*command)
+    assert "\x1b" not in plain.stdout, "no colours where nobody looks, but the names of the heads"
+    assert plain.stderr.startswith("heads: [base], [trained], each where it takes over\n")
+    spoken = re.split(r"\[(base|trained)\]", plain.stdout.removesuffix("\n"))
     assert "".join(spoken[::2]) == f"{PROMPTS[0]}{continued[0].completion}"
     assert all(before != after for before, after in pairwise(spoken[1::2]))
-    monkeypatch.setattr("scale_cli.generation.streaming.has_colours", lambda: True)
+    monkeypatch.setattr("scale_cli.commands.generate._has_colours", lambda: True)
     monkeypatch.setattr(f"{typer.echo.__module__}.should_strip_ansi", lambda *_: False)  # as on a terminal
-    streamed, told = said([str(run.output_dir), "--prompt", PROMPTS[0], "--show-heads"], monkeypatch, capsys)
-    assert told.startswith("heads: \x1b[34mbase\x1b[0m, \x1b[33mtrained\x1b[0m\n")
-    assert [streamed] == [f"{line}\n" for line in output_lines(continued, as_json=False, show_heads=True)]
-    streamer = Generator(run.output_dir).streamer("", show_heads=True)
-    assert isinstance(streamer, HeadStreamer)
-    streamer.put(torch.tensor([[5]]))
-    assert capsys.readouterr().out == ""
-    assert isinstance(streamer.cache, ScaleCache)
-    streamer.cache.router = RouterMemory(torch.tensor([[-9.0], [0.0]]), torch.zeros(2, 1, 1), torch.zeros(2, 1))
-    for token in continued[0].tokens[:1]:
-        streamer.put(torch.tensor([Generator(run.output_dir).prompt_ids(token.text)[-1]]))
-        assert "\x1b[33m" in capsys.readouterr().out, "before the next token is there"
-
-
-def test_half_a_character_is_held_back_until_it_is_whole(run: RunConfig) -> None:
-    tokenizer = Generator(run.output_dir).tokenizer
-    first, *ids = tokenizer("x 학교 a", add_special_tokens=False).input_ids
-    decoder = Decoder(tokenizer, first)
-    added = [decoder.added(token) for token in ids] + [decoder.rest()]
-    assert "\ufffd" not in "".join(added)
-    assert "".join(added) == str(tokenizer.decode([first, *ids]))[len(str(tokenizer.decode([first]))) :]
+    coloured = scale(*command)
+    assert coloured.stderr.startswith("heads: \x1b[34mbase\x1b[0m, \x1b[33mtrained\x1b[0m\n")
+    by_name = {"base": "\x1b[34m", "trained": "\x1b[33m"}
+    shown = "".join(f"{by_name[name]}{text}\x1b[0m" for name, text in zip(spoken[1::2], spoken[2::2], strict=True))
+    assert coloured.stdout == f"{PROMPTS[0]}{shown}\n"
 
 
 @pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-novels-en"])
@@ -266,14 +240,13 @@ def test_text_that_is_told_token_by_token_has_its_whole_characters_and_no_others
     else:
         ids, expected = tokenizer(written, add_special_tokens=False).input_ids, written
     decoder = Decoder(tokenizer, tokenizer.eos_token_id)
-    told = "".join([decoder.added(token) for token in ids] + [decoder.rest()])
+    told = "".join([decoder.add(token) for token in ids] + [decoder.finish()])
     assert told == expected
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_ends_where_the_context_does(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, generator: Generator, scale: Scale
 ) -> None:
-    generator = Generator(run.output_dir)
     most = generator.model.config.max_position_embeddings
     word = generator.tokenizer(" Lily", add_special_tokens=False).input_ids
     (fits,) = generator.tokenizer.batch_decode([(word * most)[: most - 4]])
@@ -281,23 +254,8 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     assert 0 < room < 8
     short, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12, options={"min_new_tokens": 12}))
     assert (len(short.tokens), len(long.tokens)) == (12, room)
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--prompt", fits * 2])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    told = capsys.readouterr().err
-    assert stopped.value.code == 2 and told.count("\n") == 1
-    assert f"the model's context is {most:,}" in told
-
-
-def test_top_p_without_a_temperature_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=r"--top-p 0\.9: does nothing at temperature 0; add --temperature 1"):
-        Sampling(top_p=0.9)
-
-
-def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    shutil.copy(run.output_dir / "final" / "trained.safetensors", tmp_path)
-    with pytest.raises(RunFolderError, match="holds no model"):
-        Generator(tmp_path)
+    done = scale("generate", run.output_dir, "--prompt", fits * 2)
+    assert done.exit_code == 2 and f"the model's context is {most:,}" in done.error()
 
 
 def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None:
@@ -313,82 +271,58 @@ def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("options", "told"),
     [
-        ("temprature=1", "KEY is one of"),
-        ("top_k=many", "not a number of the kind"),
-        ("num_beams", "not a number of the kind"),
-        ("repetition_penalty=-1", "--set"),
-        ("top_k=5", "top_k"),  # greedy: it would say nothing
-        ("num_beams=0", "at least 1"),
-        ("no_repeat_ngram_size=-1", "at least 0"),
-        ("max_time=nan", "at least 0.001"),
-        ("repetition_penalty=inf", "at most 1000"),
-        ("min_p=1.5", "at most 1"),
-        ("min_new_tokens=999", "more than --max-new-tokens"),
+        (["--set", "temprature=1"], "KEY is one of"),
+        (["--set", "top_k=many"], "write KEY=NUMBER"),
+        (["--set", "num_beams"], "write KEY=NUMBER"),
+        (["--set", "num_beams=0"], "write KEY=NUMBER"),
+        (["--set", "max_time=nan"], "write KEY=NUMBER"),
+        (["--set", "repetition_penalty=inf"], "write KEY=NUMBER"),
+        (["--set", "top_k=5"], "top_k"),  # greedy: it would say nothing
+        (["--set", "min_p=1.5", "--temperature", "1"], "--set: `min_p`"),
+        (["--set", "length_penalty=1e6", "--set", "num_beams=2"], "--set: "),
+        (["--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
+        (["--samples", "2"], "--samples, --output: each needs the other"),
+        (["--samples", "2", "--output", "x.txt"], "named .jsonl"),
+        (["--samples", "2", "--output", "there.jsonl"], "is there already"),
     ],
 )
-def test_an_option_that_cannot_be_had_is_one_line(
-    run: RunConfig, option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_had_is_one_line(
+    run: RunConfig, scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--prompt", "x", "--set", option])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").touch()
+    path = run.output_dir / "final" / "scale.yaml" if "--samples" in options else run.output_dir
+    done = scale("generate", path, "--prompt", "x", *options)
+    assert done.exit_code == 2 and told in done.error()
 
 
-@pytest.mark.parametrize("folder", ["", "export/llama"])
-def test_prompt_and_completion_are_the_text_that_was_generated(run: RunConfig, folder: str) -> None:
-    generator = Generator(run.output_dir / folder)
-    (continued,) = generator.continue_all(["Once upon"], GREEDY)
-    row = generator.prompt_ids("Once upon")
-    generated = generator.model.generate(row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens)[0]
-    assert str(generator.tokenizer.decode(generated)).endswith(f"Once upon{continued.completion}")
-    assert continued.completion[0] == " "
-
-
-def test_lines_of_standard_input_may_end_as_windows_ends_them(
-    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", ["Once\r\n", "\r\n", "Lily"])
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir), "--max-new-tokens", "2", "--json"])
-    with pytest.raises(SystemExit):
-        main()
-    told = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
-    assert told == ["Once", "Lily"]
+def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> None:
+    shutil.copy(run.output_dir / "final" / "trained.safetensors", tmp_path)
+    with pytest.raises(RunFolderError, match="holds no model"):
+        Generator(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("stdin", "told"), [(None, "none given"), ([], "none given"), (["good\n", "\udcff\udcfe\n"], "not UTF-8")]
 )
 def test_standard_input_that_holds_no_text_is_one_line(
-    run: RunConfig,
-    stdin: list[str] | None,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: RunConfig, scale: Scale, stdin: list[str] | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", stdin)
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert told in capsys.readouterr().err
+    done = scale("generate", run.output_dir)
+    assert done.exit_code == 2 and told in done.error()
 
 
 def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_replay(
-    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, tmp_path: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
-    config = run.output_dir / "final" / "scale.yaml"
 
     def drawn(name: str, *options: str) -> list[str]:
-        arguments = ["generate", str(config), "--samples", "5", "--output", str(tmp_path / name), *options]
-        monkeypatch.setattr("sys.argv", ["scale", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0, capsys.readouterr().err
+        command = ("generate", run.output_dir / "final" / "scale.yaml", "--samples", "5", "--output", tmp_path / name)
+        assert scale(*command, *options).exit_code == 0
         return [json.loads(line)["text"] for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
 
     texts = drawn("one.jsonl")
@@ -399,31 +333,4 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     greedy, base = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"), Generator(run.model)
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
     source = CorpusSource(name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl"))
-    corpus = tokenised(source, base.tokenizer, tmp_path / "tokens", show_progress=False)
-    assert len(corpus) == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--samples", "2"], "--samples, --output: each needs the other"),
-        (["--samples", "2", "--output", "x.txt"], "named .jsonl"),
-        (["--samples", "2", "--output", "there.jsonl"], "is there already"),
-    ],
-)
-def test_samples_that_could_not_be_used_are_refused_before_the_base_is_loaded(
-    run: RunConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    told: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.jsonl").touch()
-    monkeypatch.setattr("sys.argv", ["scale", "generate", str(run.output_dir / "final" / "scale.yaml"), *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert len(tokenised(source, base.tokenizer, tmp_path / "tokens", show_progress=False)) == 5

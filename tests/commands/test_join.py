@@ -116,7 +116,6 @@ def test_it_generates_and_tells_every_heads_share(joined: Path) -> None:
     for token in continued.tokens:
         assert token.shares is not None and list(token.shares) == ["base", "korean", "writer", "upon"]
         assert sum(token.shares.values()) == pytest.approx(1.0)
-        assert token.base_weight == token.shares["base"]
 
 
 def test_the_verb_prints_a_table_and_the_folder_is_whole(

@@ -6,12 +6,13 @@ import json
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scale_cli.commands.serve import serving
+from scale_cli.commands.serve import serve
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
@@ -45,45 +46,61 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return present
 
 
+class Became(Exception):
+    """Raised where this process would have become a server."""
+
+
 @pytest.fixture
-def replaced_by(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of which this process would have become one."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr("os.execve", lambda _path, command, _environment: commands.append(command))
-    return commands
+def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]]:
+    """Return a function that serves, and says what was printed and which server there would be."""
+
+    def become(*server: Any) -> None:
+        raise Became(server)
+
+    monkeypatch.setattr("os.execve", lambda _path, command, _environment: become(command))
+    monkeypatch.setattr("scale_cli.generation.server.run_server", become)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def serve_and_listen(path: Path, engine: Any = None, options: Any = FREE, *, plainly: bool = False) -> Any:
+        lines: list[str] = []
+        with pytest.raises(Became) as became:
+            serve(path, engine, options, lines.append, plainly=plainly)
+        return lines, became.value.args[0]
+
+    return serve_and_listen
 
 
 def test_vllm_is_taken_where_it_is_and_told_the_routed_class(
-    folder: Path, installed: set[str], replaced_by: list[list[str]]
+    folder: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     installed.add("vllm")
-    server = serving(folder, None, ["--port", "9000", "--max-model-len", "64"], plainly=False)
-    server.start()
-    serving(folder, None, [], plainly=True).start()
+    (promise, model, ask), (command,) = said(folder, None, ["--port", "9000", "--max-model-len", "64"])
     engine = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     override = json.dumps({"architectures": ["ScaleRoutedLlamaForCausalLM"]})
-    assert replaced_by == [[*engine, "--hf-overrides", override, "--port", "9000", "--max-model-len", "64"], engine]
-    promise, model, ask = server.lines
+    assert command == [*engine, "--hf-overrides", override, "--port", "9000", "--max-model-len", "64"]
+    assert said(folder, None, [], plainly=True)[1] == (engine,)
     assert "in vllm: what the trained model says, to rounding" in promise
     assert "0.693 nats over its best head" in promise
     assert str(folder) in model and "curl http://localhost:9000/v1/completions" in ask
 
 
-def test_else_transformers_and_a_run_stands_for_its_plain_export(folder: Path, installed: set[str]) -> None:
-    assert (
-        f"{folder}, with its router, in transformers" in serving(folder.parents[1], None, FREE, plainly=False).lines[0]
-    )
-    assert "trained head alone" in serving(folder, "transformers", FREE, plainly=True).lines[0]
+def test_else_transformers_and_a_run_stands_for_its_plain_export(
+    folder: Path, installed: set[str], said: Callable[..., Any]
+) -> None:
+    lines, (generator, *_) = said(folder.parents[1])
+    assert f"{folder}, with its router, in transformers" in lines[0] and generator.head_names()
+    lines, (generator, *_) = said(folder, "transformers", plainly=True)
+    assert "trained head alone" in lines[0] and not generator.head_names()
 
 
 def test_a_tokenizer_that_does_not_frame_prompts_is_told_of_before_vllm_starts(
-    folder: Path, tmp_path: Path, installed: set[str]
+    folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
 ) -> None:
     installed.add("vllm")
     older = changed(folder, tmp_path / "older")
     written = json.loads((older / "tokenizer.json").read_text(encoding="utf-8"))
     (older / "tokenizer.json").write_text(json.dumps(written | {"post_processor": None}), encoding="utf-8")
-    told = [serving(path, None, [], plainly=False).lines for path in (folder, older)]
+    told = [said(path)[0] for path in (folder, older)]
     assert [len(lines) for lines in told] == [3, 4]
     assert "prompts begin without <s>" in told[1][1]
 
@@ -96,12 +113,14 @@ def changed(folder: Path, copy: Path, **keys: Any) -> Path:
     return copy
 
 
-def test_a_router_that_may_switch_is_promised_no_bound(folder: Path, tmp_path: Path, installed: set[str]) -> None:
+def test_a_router_that_may_switch_is_promised_no_bound(
+    folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
+) -> None:
     keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))["scale_router"]
     switching = changed(folder, tmp_path / "switching", scale_router={**keys, "switch_rate": 0.01})
-    assert "nats" not in serving(switching, None, FREE, plainly=False).lines[0]
+    assert "nats" not in said(switching)[0][0]
     leaning = changed(folder, tmp_path / "leaning", scale_router={**keys, "prior": 0.9})
-    assert "2.303 nats" in serving(leaning, None, FREE, plainly=False).lines[0]
+    assert "2.303 nats" in said(leaning)[0][0]
 
 
 def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_path: Path, installed: set[str]) -> None:
@@ -120,11 +139,11 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
     ]
     for path, engine, options, told in refused:
         with pytest.raises(ScaleError, match=told) as error:
-            serving(path, engine, options, plainly=False)
+            serve(path, engine, options, print, plainly=False)
         assert "\n" not in str(error.value)
     installed.discard("uvicorn")
     with pytest.raises(ScaleError, match=r"uvicorn: pip install 'scale-cli\[serve\]'"):
-        serving(folder, None, [], plainly=False)
+        serve(folder, None, [], print, plainly=False)
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_announced(
@@ -133,20 +152,20 @@ def test_a_port_in_use_is_one_line_before_anything_is_announced(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = scale("serve", folder, "--", "--port", str(port), "--host", "127.0.0.1")
-    assert done.error() == f"port {port} of 127.0.0.1: address already in use; take another: -- --port {port + 1}"
+    assert done.error().startswith(f"--host 127.0.0.1, --port {port}: Address already in use")
     assert (done.exit_code, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("options", [["--", "--port", "9"], ["--port", "9"]], ids=["after --", "without it"])
 def test_the_verb_says_what_it_promises_and_becomes_the_server(
-    folder: Path,
-    installed: set[str],
-    replaced_by: list[list[str]],
-    scale: Scale,
-    options: list[str],
+    folder: Path, installed: set[str], scale: Scale, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def become(_path: str, command: list[str], _environment: Any) -> None:
+        assert command[-2:] == ["--port", "9"]
+        raise SystemExit
+
     installed.add("vllm")
+    monkeypatch.setattr("os.execve", become)
     done = scale("serve", folder, *options)
     assert done.exit_code == 0
-    assert replaced_by[0][-2:] == ["--port", "9"]
     assert done.stdout.startswith(f"serving        {folder}, with its router")

@@ -20,7 +20,6 @@ from scale_cli.commands.export import check_written_export, export
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ExportParityError
 from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.generation.streaming import HeadStreamer
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import read_json
 from tests.widening import load_widened
@@ -166,9 +165,7 @@ def test_the_proof_of_an_export_is_of_its_router_too(trained_run: TrainedRun) ->
             check_written_export(config, summary.folder)
 
 
-def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_does(
-    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_does(trained_run: TrainedRun) -> None:
     config = trained_run(ONE_FOLDER, format="llama")
     folder = export(config).folder
     wanted, got = (
@@ -179,11 +176,3 @@ def test_generate_routes_with_one_folder_and_shows_the_heads_as_the_run_itself_d
         assert other.completion == one.completion
         for expected, token in zip(one.tokens, other.tokens, strict=True):
             assert token.shares == pytest.approx(expected.shares, rel=1e-3, abs=1e-6)
-    generator = Generator(folder)
-    told: list[int] = []
-    streamer = generator.streamer("Once upon a time", show_heads=True)
-    assert isinstance(streamer, HeadStreamer)
-    monkeypatch.setattr(streamer, "_print", lambda _text: told.append(streamer._head))
-    generator.continue_all(["Once upon a time"], Sampling(max_new_tokens=12), streamer)
-    shares = [list((token.shares or {}).values()) for token in got[0].tokens]
-    assert told[: len(shares)] == [share.index(max(share)) for share in shares]
