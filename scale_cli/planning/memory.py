@@ -70,12 +70,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them at its fullest; allocators, libraries and data come on top.
-
-        Where the optimiser's move is measured, a copy of what trains stands where activations were.
-        """
-        held = self.frozen + self.trainable + self.gradients + self.moments
-        return held + max(self.saved + self.head, self.trainable)
+        """All of them; allocators, libraries and data come on top."""
+        return self.frozen + self.trainable + self.gradients + self.moments + self.saved + self.head
 
 
 def training_memory(

@@ -30,7 +30,6 @@ class MetricsRecord(TypedDict, total=False):
     loss: float
     loss_by_source: dict[str, float]  # the mean since the record before
     grad_norm: float
-    update_norm: float  # of the optimiser's step
     lr: float
     num_tokens: int  # target tokens trained on by then
     tokens_per_s: float  # since the record before

@@ -47,9 +47,7 @@ class StopRequest:
     def agreed(self, accelerator: Accelerator, asked: Tensor) -> int:
         """Return what any process was asked by, the same on all: where there are several, in the step before the last.
 
-        Args:
-            accelerator: processes and devices.
-            asked: what all were asked by in the last step, summed, on the device, which may still be at work on it.
+        `asked` is what all were asked by in the last step, summed, on the device, which may still be at work on it.
         """
         if self._alone:
             return self.mine()
@@ -64,24 +62,16 @@ class StopRequest:
         return int(accelerator.gather(torch.tensor([self.mine()], device=accelerator.device)).max().item())
 
     def between_micro_batches(self, *, clock_too: bool) -> None:
-        """Leave the step under way, if this process is alone and was asked to stop.
+        """Leave the step under way (StopNow), if this process is alone and was asked to stop.
 
-        Args:
-            clock_too: not in the first step: a budget shorter than a step would never come to its end.
-
-        Raises:
-            StopNow: it was.
+        By the clock not in the first step: a budget shorter than a step would never come to its end.
         """
         if self._alone and (self.signals or (clock_too and self.mine())):
             raise StopNow
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal end the body where it stands; for work without any effect until it is done.
-
-        Raises:
-            StopNow: in the middle of the body, or before it.
-        """
+        """Let a signal end the body where it stands (StopNow); for work without any effect until it is done."""
         self._leaving = self._alone
         try:
             self._leave_if_asked()
@@ -116,12 +106,7 @@ def _on_its_way(number: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 @contextmanager
 def stop_requests(max_hours: float | None, *, alone: bool) -> Iterator[StopRequest]:
-    """Collect SIGTERM and SIGINT instead of dying of them.
-
-    Args:
-        max_hours: after which the clock asks to stop too; None for never.
-        alone: whether this is the only process.
-    """
+    """Collect SIGTERM and SIGINT instead of dying of them; after `max_hours` the clock asks to stop too."""
     request = StopRequest(max_hours, alone=alone)
     previous = {number: signal.signal(number, request.catch) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -139,18 +124,10 @@ def describe_stop(asked: int) -> tuple[str, int]:
 
 
 def command_to_go_on(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the command line that goes on with an interrupted run: the same one, and `train` has to be told to.
-
-    Args:
-        arguments: of the interrupted command, the verb first.
-        environment: of its process, in which a launcher says how many there are.
-    """
+    """Return the command line that goes on with an interrupted run: the same one, and `train` has to be told to."""
     again = list(arguments)
-    if again[0] == "train":
-        if "--resume" in again:  # from a checkpoint that is not the newest any more
-            at = again.index("--resume")
-            del again[at : at + 2]
-        again = [argument for argument in again if not argument.startswith("--resume=")] + ["--resume", "auto"]
+    if again[0] == "train" and again[-2:] != ["--resume", "auto"]:
+        again += ["--resume", "auto"]  # the last of several counts
     num_processes = int(environment.get("WORLD_SIZE", "1"))
     launched = ["accelerate", "launch", "--num_processes", str(num_processes), "-m", "scale_cli"]
     return shlex.join([*(launched if num_processes > 1 else ["scale"]), *again])

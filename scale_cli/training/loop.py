@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -37,9 +37,9 @@ from scale_cli.storage.metrics import (
 from scale_cli.storage.records import TrainState
 from scale_cli.training.checkpoint import Saver
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
-from scale_cli.training.observing import better_of, recorded
+from scale_cli.training.observing import better_of
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.step import StepResult, TakenStep, figures_of, measured_update_norm, train_step
+from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
@@ -131,18 +131,14 @@ class _Loop:
         """Take a step, and return what processes were asked to stop by in it."""
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
-        with waiting_for_steps(), ExitStack() as measuring:
-            ratios, norms = dict[str, Tensor](), list[Tensor]()
-            if self._is_logged(step + 1):
-                norms = measuring.enter_context(measured_update_norm(run.optimiser))
-                if not run.config.train.compile:  # what is compiled has no place to measure at
-                    ratios = measuring.enter_context(measured_stream_ratios(run.model))
+        measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
+        if self._is_logged(step + 1) and not run.config.train.compile:  # what is compiled has no place to measure at
+            measured = measured_stream_ratios(run.model)
+        with waiting_for_steps(), measured as ratios:
             of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
             taken = train_step(*of_run, look, self.stop.mine, run.hooks)
         if ratios:
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
-        if norms:
-            taken = replace(taken, update_norm=norms[0])
         if not self.taken:
             self.taken_since_s = started_s
         self.taken.append(taken)
@@ -199,8 +195,6 @@ class _Loop:
             record["loss_by_source"] = {source.name: loss / num for source, (loss, num) in sources if num}
         if self.run.peak_tokens_per_s is not None:
             record["mfu"] = round(tokens_per_s / self.run.peak_tokens_per_s, 4)
-        if taken.update_norm is not None:
-            record["update_norm"] = float(taken.update_norm)
         if taken.stream_ratios is not None:
             ratios = taken.stream_ratios.tolist()
             record["stream_ratios"] = [float(f"{ratio:.4g}") if math.isfinite(ratio) else None for ratio in ratios]
@@ -237,7 +231,7 @@ class _Loop:
             if losses_due:
                 with self.stop.at_once():
                     losses, samples = observer.losses(), observer.samples()
-                record[EVALUATION], record[BITS], record[SHARES] = recorded(losses)
+                record[EVALUATION], record[BITS], record[SHARES] = losses
                 if samples:
                     record[SAMPLES] = samples
                 with of_final(run.hooks, run.optimiser) as is_average:  # a signal finds the weights put back
@@ -245,10 +239,9 @@ class _Loop:
                         with self.stop.at_once():
                             losses = observer.losses()
                 if is_average:
-                    of_average = recorded(losses)
-                    record[EVALUATION_OF_AVERAGE], record[BITS_OF_AVERAGE], record[SHARES_OF_AVERAGE] = of_average
+                    record[EVALUATION_OF_AVERAGE], record[BITS_OF_AVERAGE], record[SHARES_OF_AVERAGE] = losses
                 if train.max_forgetting is not None:  # of the weights that final/ would hold
-                    best = better_of(best, observer.score(done, losses), train.max_forgetting)
+                    best = better_of(best, observer.score(done, losses.bits_per_byte), train.max_forgetting)
             if benchmarks_due:
                 with of_final(run.hooks, run.optimiser), self.stop.at_once():
                     record[BENCHMARKS] = observer.accuracies()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ContinuationsConfig, RunConfig
-from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, continuations, prompts_of
 from scale_cli.evaluation.scoring import Passes, score_corpus
@@ -32,13 +30,12 @@ if TYPE_CHECKING:
 _SAMPLE = ContinuationsConfig(prompts=1, prompt_tokens=32, new_tokens=32)
 
 
-@dataclass(frozen=True)
-class HeldOutLosses:
-    """What every head pays for the first documents of one corpus, `routed` for the router's rule."""
+class Evaluated(NamedTuple):
+    """What every head pays for the first documents of every corpus, `routed` for the router's rule."""
 
-    nats_per_token: dict[str, float]
-    bits_per_byte: dict[str, float]
-    base_share: float  # of tokens, those that the base head served under that rule
+    nats_per_token: Losses
+    bits_per_byte: Losses
+    base_shares: Shares  # of tokens, those that the base head served under that rule
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,10 @@ class Observer:
     held_out: list[TokenisedCorpus]  # in the config's order
     benchmarks: OpenedBenchmarks | None  # those of which a few items are asked
 
-    def losses(self) -> dict[str, HeldOutLosses]:
-        """Return what some documents of every held-out corpus cost, by the corpus's name."""
-        losses, train = {}, self.config.train
+    def losses(self) -> Evaluated:
+        """Return what some documents of every held-out corpus cost."""
+        evaluated = Evaluated({}, {}, {})
+        heads = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
         with self._in_evaluation():
             for source, corpus in zip(self.config.evaluation.perplexity, self.held_out, strict=True):
                 scored = score_corpus(
@@ -63,17 +61,15 @@ class Observer:
                     corpus,
                     self.config.method.router,
                     Passes.of(self.config),
-                    max_documents=train.eval_max_documents,
+                    max_documents=self.config.train.eval_max_documents,
                     progress=f"evaluating {source.name}" if is_main() else None,
                     share=share(),
                 )
-                names = {"base": "base", "adapted": "adapted", "routed": self.config.method.router.rule}
-                losses[source.name] = HeldOutLosses(
-                    {head: scored.nats_per_token(name) for head, name in names.items()},
-                    {head: scored.bits_per_byte(name) for head, name in names.items()},
-                    scored.base_share(names["routed"]),
-                )
-        return losses
+                nats, bits, base_shares = evaluated
+                nats[source.name] = {head: finite(scored.nats_per_token(name)) for head, name in heads.items()}
+                bits[source.name] = {head: finite(scored.bits_per_byte(name)) for head, name in heads.items()}
+                base_shares[source.name] = finite(scored.base_share(heads["routed"]))
+        return evaluated
 
     def accuracies(self) -> Losses:
         """Return every head's share of right answers among the first items of every benchmark."""
@@ -88,40 +84,34 @@ class Observer:
 
         The main process alone does it, but where parts of the model are elsewhere; where attention is compiled nobody.
         """
-        train, texts = self.config.train, {}
-        if train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
+        config, texts = self.config, {}
+        if config.train.attention == "flex_attention" or not (is_main() or is_sharded(self.model)):
             return {}
+        corpora = list(zip(config.evaluation.perplexity, self.held_out, strict=True))
+        first_of_each = {source.language: (source, corpus) for source, corpus in reversed(corpora)}
+        served, precision = config.method.definition.served(config.method.settings), config.evaluation.mixed_precision
         with self._in_evaluation():
-            answers = SelectableHeads(self.observed, self.config.method.router)
-            for source, corpus in self._of_each_language():
+            answers = SelectableHeads(self.observed, config.method.router)
+            for source, corpus in reversed(first_of_each.values()):
                 for prompt in prompts_of(corpus, self.tokenizer, _SAMPLE):
-                    precision = self.config.evaluation.mixed_precision
-                    said = continuations(answers, self._served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
+                    said = continuations(answers, served, self.tokenizer, _SAMPLE.new_tokens, precision, [prompt])
                     begun = str(self.tokenizer.decode(prompt.ids, skip_special_tokens=True))
                     texts[source.name] = {"prompt": begun, "continuation": said[0]}
         return texts
 
-    def _of_each_language(self) -> list[tuple[EvaluationSource, TokenisedCorpus]]:
-        pairs = zip(self.config.evaluation.perplexity, self.held_out, strict=True)
-        return list({source.language: (source, corpus) for source, corpus in reversed(list(pairs))}.values())[::-1]
-
-    @property
-    def _served(self) -> str:
-        """The head, or the rule, that the model answers with."""
-        return self.config.method.definition.served(self.config.method.settings)
-
-    def score(self, step: int, losses: Mapping[str, HeldOutLosses]) -> Score | None:
+    def score(self, step: int, bits_per_byte: Losses) -> Score | None:
         """Return what the head that is served has learned and lost; None where that is not finite."""
         served = "routed" if self.config.method.definition.routes else "adapted"
         learned, lost = [], []
         for source in self.config.evaluation.perplexity:
-            bits = losses[source.name].bits_per_byte
+            of_base, of_served = (bits_per_byte[source.name][head] for head in ("base", served))
+            if of_base is None or of_served is None:
+                return None
             if source.role == "acquisition":
-                learned.append(bits[served])
+                learned.append(of_served)
             else:
-                lost.append(bits[served] - bits["base"])
-        score = Score(step, sum(learned) / len(learned), max(lost))
-        return score if math.isfinite(score.acquisition) and math.isfinite(score.forgetting) else None
+                lost.append(of_served - of_base)
+        return Score(step, sum(learned) / len(learned), max(lost))
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
@@ -129,19 +119,6 @@ class Observer:
         with gathered_roots(self.wrapped, self.observed), attending_by_sdpa(self.model):
             yield
         self.model.train()
-
-
-def recorded(losses: Mapping[str, HeldOutLosses]) -> tuple[Losses, Losses, Shares]:
-    """Return nats per token, bits per byte and the base head's shares, by corpus; None for what is not finite."""
-
-    def by_head(of_heads: dict[str, float]) -> dict[str, float | None]:
-        return {head: finite(figure) for head, figure in of_heads.items()}
-
-    return (
-        {name: by_head(of_one.nats_per_token) for name, of_one in losses.items()},
-        {name: by_head(of_one.bits_per_byte) for name, of_one in losses.items()},
-        {name: finite(of_one.base_share) for name, of_one in losses.items()},
-    )
 
 
 def better_of(best: Score | None, new: Score | None, max_forgetting: float) -> Score | None:

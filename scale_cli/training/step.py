@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,6 @@ class TakenStep:
     num_targets: tuple[int, ...]  # of the global batch, by source
     # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), where it was measured
     stream_ratios: Tensor | None = None
-    update_norm: Tensor | None = None  # of the optimiser's step, where it was measured
 
     def result(self) -> StepResult:
         """Wait for the step, and return what it did."""
@@ -200,31 +199,3 @@ def hooks_of(
 
     training = Training(model, train, start, accelerator, probe, loss)
     return make_hooks(training, method.definition.hooks(method.settings, training))
-
-
-@contextmanager
-def measured_update_norm(optimiser: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
-    """Yield a list that a step within appends its update's norm to, without waiting for the device.
-
-    While it steps a copy of what trains is held, where the activations of its backward pass were.
-    """
-    norms: list[Tensor] = []
-    before: list[Tensor] = []
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-
-    @torch.no_grad()
-    def keep(*_: Any) -> None:
-        before.extend(parameter.detach().clone() for parameter in parameters)
-
-    @torch.no_grad()
-    def measure(*_: Any) -> None:
-        torch._foreach_sub_(before, parameters)
-        norms.append(whole_tensor(torch.nn.utils.get_total_norm(before)))
-        before.clear()
-
-    hooks = optimiser.register_step_pre_hook(keep), optimiser.register_step_post_hook(measure)
-    try:
-        yield norms
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -12,7 +12,6 @@ from scale_cli.planning.counting import SavedTensors, count_saved_tensors
 from scale_cli.planning.memory import Memory, Parameters, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
-from scale_cli.training.step import measured_update_norm
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scripts.benchmark.counting import LiveBytes
@@ -98,20 +97,6 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any, name: str) -> None:
 def test_a_process_of_several_holds_what_one_alone_does() -> None:
     alone, together = (planned_memory(EACH[0], "no", num_processes) for num_processes in (1, 2))
     assert together == alone
-
-
-def test_a_measured_update_holds_a_copy_of_what_trains_where_activations_were() -> None:
-    model = start_model(tiny_llama(vocab_size=VOCAB_SIZE), EACH[VARIANTS.index("full")], seed=0).train()
-    parameters = Parameters.of(model, TrainConfig(max_steps=1))
-    held = parameters.trainable_bytes * 2 + parameters.moments_bytes
-    few = Memory(0, parameters.trainable_bytes, parameters.trainable_bytes, parameters.moments_bytes, saved=8, head=8)
-    optimiser = build_optimiser(model, TrainConfig(max_steps=1))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimiser.step()
-    with LiveBytes() as live, measured_update_norm(optimiser):
-        optimiser.step()
-    assert few.total - held == pytest.approx(live.peak, rel=0.05)
 
 
 def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_it_decays_to_is_frozen() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from scale_cli.storage.metrics import (
     EVALUATION,
     SAMPLES,
     SHARES,
+    Losses,
     MetricsLog,
     MetricsRecord,
     read_records,
 )
 from scale_cli.storage.records import TRAINED, Score, TrainState
 from scale_cli.training.checkpoint import checkpoints, step_of
-from scale_cli.training.observing import HeldOutLosses, Observer, better_of
+from scale_cli.training.observing import Observer, better_of
 from scale_cli.upscale.run import Run
 from tests.config.small_config import EVALUATED, error_of
 from tests.evaluation.task_files import task_of
@@ -60,8 +60,8 @@ def test_the_best_has_learned_most_within_the_bound_and_where_none_keeps_within_
 
 
 def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> None:
-    def bits(base: float, adapted: float, routed: float) -> HeldOutLosses:
-        return HeldOutLosses({}, {"base": base, "adapted": adapted, "routed": routed}, 0.5)
+    def bits(base: float, adapted: float, routed: float | None) -> dict[str, float | None]:
+        return {"base": base, "adapted": adapted, "routed": routed}
 
     sources = [
         {"name": name, "path": "x.txt", "language": "en", "role": role}
@@ -81,7 +81,7 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         score = observer.score(7, losses)
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
-        assert observer.score(7, losses | {"c": bits(1, float("inf"), float("inf"))}) is None
+        assert observer.score(7, losses | {"c": {"base": 1.0, "adapted": None, "routed": None}}) is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_
     # Step 4 is the best that keeps within the bound; the last step is measured because there is one to choose.
     scores = {2: (5.0, 0.0), 4: (4.0, 0.1), 6: (3.0, 0.2), 8: (4.5, 0.0), 9: (4.0, 0.0)}
 
-    def scored(_: Observer, step: int, _losses: Mapping[str, HeldOutLosses]) -> Score:
+    def scored(_: Observer, step: int, _bits: Losses) -> Score:
         return Score(step, *scores[step])
 
     monkeypatch.setattr(Observer, "score", scored)
