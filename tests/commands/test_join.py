@@ -25,7 +25,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
-from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError
+from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError, ScaleError
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
 from scale_cli.join.report import score_corpora
@@ -33,6 +33,7 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
 from scale_cli.storage.layout import RunFolder
+from scale_cli.upscale.tokenizer import load_tokenizer
 from tests.export.conftest import configured
 from tests.join.conftest import trained
 from tests.widening import load_widened, lower_stories
@@ -81,13 +82,6 @@ def test_a_run_upon_another_brings_it_along_and_the_same_expansion_is_there_once
         assert [(m.name, m.parent) for m in joined.members] == [("korean", 0), ("upon", 1)]
 
 
-def test_an_adapter_export_is_joined_as_its_run_is(runs: Runs) -> None:
-    config = runs["writer"]
-    folder = export(config.model_copy(update={"export": config.export.model_copy(update={"format": "adapter"})})).folder
-    (run,), (adapter,) = (join_runs([path], None, 0.0).members for path in (config.output_dir, folder))
-    assert (adapter.name, adapter.sha256) == (run.name, run.sha256)
-
-
 def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
     from scale_cli.commands.evaluate import evaluate
 
@@ -110,14 +104,6 @@ def test_a_prior_and_a_switch_rate_are_the_models_own(runs: Runs, tmp_path: Path
     assert (config.router_prior, config.router_switch_rate) == (0.5, 0.01)
 
 
-def test_it_generates_and_tells_every_heads_share(joined: Path) -> None:
-    (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
-    assert len(continued.tokens) > 0
-    for token in continued.tokens:
-        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer", "upon"]
-        assert sum(token.shares.values()) == pytest.approx(1.0)
-
-
 def test_the_verb_prints_a_table_and_the_folder_is_whole(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +120,11 @@ def test_the_verb_prints_a_table_and_the_folder_is_whole(
         assert told in captured.out + captured.err
     (check,) = verify(tmp_path / "out").checks
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
+    (continued,) = Generator(tmp_path / "out").continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
+    assert len(continued.tokens) > 0
+    for token in continued.tokens:
+        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer"]
+        assert sum(token.shares.values()) == pytest.approx(1.0)
 
 
 def test_the_card_tells_what_every_expansion_was_trained_on_and_the_licence(
@@ -150,14 +141,16 @@ def test_the_card_tells_what_every_expansion_was_trained_on_and_the_licence(
     assert "trust_remote_code=True" in card.text
 
 
-def test_the_licence_of_the_base_is_carried_over(shared_data: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(shared_data: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(lower_stories(shared_data), base)
     (base / "LICENSE").write_text("do as you like", encoding="utf-8")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n", encoding="utf-8")
     run = trained(shared_data, tmp_path / "run", base=str(base))
     adapter = export(run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})).folder
-    join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
+    report = join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
+    (of_run,) = join_runs([run.output_dir], None, 0.0).members
+    assert [(member["name"], member["sha256"]) for member in report.members] == [(of_run.name, of_run.sha256)]
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license == "mit"
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
@@ -239,16 +232,25 @@ def test_a_run_on_another_base_is_refused_naming_the_tensor(runs: Runs, shared_d
     assert not (tmp_path / "out").exists()
 
 
-def test_unfinished_runs_other_folders_and_baselines_are_refused(shared_data: Path, tmp_path: Path) -> None:
+def test_unfinished_runs_other_folders_baselines_and_runs_that_measured_nothing_are_refused(
+    runs: Runs, shared_data: Path, tmp_path: Path
+) -> None:
     begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
     upscale(begun)
-    with pytest.raises(RunFolderError, match=r"begun: is not finished: it has no final/"):
-        join([begun.output_dir], tmp_path / "out", None, 0.0)
-    with pytest.raises(RunFolderError, match=r"nothing: neither a finished run"):
-        join([tmp_path / "nothing"], tmp_path / "out", None, 0.0)
-    plain = trained(shared_data, tmp_path / "plain", variant="freeze")
-    with pytest.raises(RunFolderError, match=r"plain: holds no expansion \(method\.variant: freeze\)"):
-        join([plain.output_dir], tmp_path / "out", None, 0.0)
+    trained(shared_data, tmp_path / "plain", variant="freeze")
+    config = runs["korean"].model_copy(update={"evaluation": EvaluationConfig()})
+    with new_folder(tmp_path / "bare") as partial:
+        shutil.copytree(config.output_dir / "final", partial, dirs_exist_ok=True)
+        (partial / "scale.yaml").write_text(dump_config(config))
+    refused: list[tuple[str, type[ScaleError], str]] = [
+        ("begun", RunFolderError, r"begun: is not finished: it has no final/"),
+        ("nothing", RunFolderError, r"nothing: neither a finished run"),
+        ("plain", RunFolderError, r"plain: holds no expansion \(method\.variant: freeze\)"),
+        ("bare", ConfigError, r"^evaluation\.perplexity: "),
+    ]
+    for name, error, message in refused:
+        with pytest.raises(error, match=message):
+            join([tmp_path / name], tmp_path / "out", None, 0.0)
 
 
 def test_an_output_that_is_something_else_is_left_alone(runs: Runs, tmp_path: Path) -> None:
@@ -259,15 +261,6 @@ def test_an_output_that_is_something_else_is_left_alone(runs: Runs, tmp_path: Pa
         with pytest.raises(RunFolderError, match="holds something other than a scale join"):
             join([run], output, None, 0.0)
         assert sorted(output.iterdir()) == before
-
-
-def test_runs_without_a_held_out_corpus_are_refused(runs: Runs, tmp_path: Path) -> None:
-    config = runs["korean"].model_copy(update={"evaluation": EvaluationConfig()})
-    with new_folder(tmp_path / "bare") as partial:
-        shutil.copytree(config.output_dir / "final", partial, dirs_exist_ok=True)
-        (partial / "scale.yaml").write_text(dump_config(config))
-    with pytest.raises(ConfigError, match=r"^evaluation\.perplexity: "):
-        join([tmp_path / "bare"], tmp_path / "out", None, 0.0)
 
 
 def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
@@ -303,16 +296,11 @@ def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_it
     assert "the mean of the expansions' heads" in (output / "README.md").read_text()
 
 
-def test_a_plain_join_answers_as_the_joined_model_and_is_held_to_its_runs(runs: Runs, tmp_path: Path) -> None:
-    members = [runs[name].output_dir for name in ("korean", "upon")]
-    bitwise, plain = tmp_path / "bitwise", tmp_path / "plain"
-    join(members, bitwise, prior=None, switch_rate=0.0)
-    join(members, plain, prior=None, switch_rate=0.0, folder_format="llama")
+def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(runs: Runs, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
     assert verify(plain).checks[0].held == ["hashes", "logits, routed and plain"]
     assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
-    sampling = Sampling(max_new_tokens=8)
-    ((said,), (plainly,)) = (Generator(at).continue_all(["Once upon a time"], sampling) for at in (bitwise, plain))
-    assert said.completion == plainly.completion
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
 
@@ -326,3 +314,21 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
     with pytest.raises(ConfigError, match=r"^--format llama: \d+ channels in all .* by \d+ heads") as refused:
         join([runs["korean"].output_dir, wide.output_dir], tmp_path / "out", None, 0.0, folder_format="llama")
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_of_two_runs_with_one_name_the_second_gets_a_number(runs: Runs, shared_data: Path, tmp_path: Path) -> None:
+    namesake = trained(shared_data, tmp_path / "korean", expansion={"ratio": 0.5})
+    base = trained(shared_data, tmp_path / "base", expansion={"init": "normal"})
+    joined = join_runs([config.output_dir for config in (runs["korean"], namesake, base)], None, 0.0)
+    assert joined.model.config.head_names == ["base", "korean", "korean-2", "base-2"]
+
+
+def test_the_same_corpus_is_opened_once_and_another_of_its_name_beside_it(runs: Runs) -> None:
+    config = runs["korean"]
+    tiny, petitions = config.evaluation.perplexity
+    fewer = [tiny.model_copy(update={"max_documents": 1}), petitions]
+    other = runs["writer"].model_copy(update={"evaluation": config.evaluation.model_copy(update={"perplexity": fewer})})
+    model = join_runs([config.output_dir], None, 0.0).model
+    scored = score_corpora(model, [config, config, other], load_tokenizer(config.model))
+    assert [corpus.name for corpus in scored] == ["tiny", "petitions-held-out", "tiny (writer)"]
+    assert [corpus.num_documents for corpus in scored] == [2, 2, 1]

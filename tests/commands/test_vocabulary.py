@@ -27,17 +27,33 @@ from scale_cli.planning import counting
 from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.run import Run
-from scale_cli.vocabulary import proofs
 from tests.command_line import ModelLoads, model_loads
 from tests.training.conftest import raise_signal_after
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 
+pytestmark = pytest.mark.usefixtures("few_characters")
 
-@pytest.fixture(autouse=True)
-def few_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_CODE_POINTS", [*range(0x500), *range(0xA900, 0xD900)])
-    monkeypatch.setattr(proofs, "_NUM_RANDOM", 500)
+
+def trained(config: RunConfig) -> RunConfig:
+    upscale(config)
+    train(config, None, lambda _: None)
+    return config
+
+
+@torch.no_grad()
+def check_export(config: RunConfig) -> Path:
+    """Hold an export to what was trained: its tokens, and what it serves of text that has new ones."""
+    session, folder = Run(config).open_final(), export(config).folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() and len(tokenizer) == 576
+    ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
+    assert ids.max() >= 512
+    served = (routed_class(folder) or AutoModelForCausalLM).from_pretrained(folder)
+    wanted, said = (model(input_ids=ids).logits.log_softmax(-1) for model in (session.load(), served))
+    assert torch.allclose(said, wanted, atol=1e-3)
+    verify(config.output_dir).require()
+    return folder
 
 
 @pytest.mark.parametrize("variant", ["route", "full"])
@@ -46,37 +62,18 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     assert any("new tokens     64;" in line for line in upscale(config).lines())
     train(config, None, lambda _: None)
     evaluate(config)
-    export(config)
-
-    session = Run(config).open_final()
-    assert len(session.tokenizer) == 576
-    folder = config.output_dir / "export/llama"
-    told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    told = json.loads((check_export(config) / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to transformers 4
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
-    assert ids.max() >= 512
-    assert tokenizer.get_vocab() == session.tokenizer.get_vocab()
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    trained = session.load()
-    assert plain.config.vocab_size == 576
-    with torch.no_grad():
-        wanted = trained(input_ids=ids).logits
-        served = (routed_class(folder) or type(plain)).from_pretrained(folder)
-        assert torch.allclose(served(input_ids=ids).logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-3)
-    verify(config.output_dir).require()
 
 
 def test_of_english_the_base_says_what_it_says_without_new_tokens(shared_data: Path, tmp_path: Path) -> None:
     losses = []
-    methods: dict[str, dict[str, Any]] = {"with": {}, "without": {"vocabulary": None}}
-    for name, method in methods.items():
+    without: dict[str, Any] = {"vocabulary": None}
+    for name, method in (("with", {}), ("without", without)):
         (tmp_path / name).mkdir()
-        config = config_of(shared_data, tmp_path / name, "route", **method)
-        upscale(config)
-        train(config, None, lambda _: None)
-        english = evaluate(config).report.corpora[0].heads
+        config = config_of(shared_data, tmp_path / name, **method)
+        english = evaluate(trained(config)).report.corpora[0].heads
         losses.append({name: english[name].bits_per_byte or 0.0 for name in ("base", "posterior")})
     assert losses[0]["base"] == pytest.approx(losses[1]["base"], rel=1e-5)
     assert losses[0]["posterior"] <= losses[0]["base"] + 1 / len(ENGLISH.encode()) + 1e-5
@@ -91,32 +88,18 @@ def upon(config: RunConfig, method: MethodConfig) -> RunConfig:
 
 
 def test_a_run_upon_one_with_new_tokens_has_them_in_every_verb_and_export(shared_data: Path, tmp_path: Path) -> None:
-    below = config_of(shared_data, tmp_path)
-    upscale(below)
-    train(below, None, lambda _: None)
-    config = upon(below, below.method.model_copy(update={"vocabulary": None}))
-    upscale(config)
-    train(config, None, lambda _: None)
+    below = trained(config_of(shared_data, tmp_path))
+    config = trained(upon(below, below.method.model_copy(update={"vocabulary": None})))
     evaluate(config)
-    session, folder = Run(config).open_final(), export(config).folder
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.get_vocab() == session.tokenizer.get_vocab() == Run(below).open_final().tokenizer.get_vocab()
-    ids = tokenizer(KOREAN, add_special_tokens=False, return_tensors="pt").input_ids[:, :40]
-    assert ids.max() >= 512
-    served = routed_class(folder).from_pretrained(folder)
-    with torch.no_grad():
-        wanted = session.load()(input_ids=ids).logits.log_softmax(-1)
-        assert torch.allclose(served(input_ids=ids).logits.log_softmax(-1), wanted, atol=1e-3)
-    verify(config.output_dir).require()
+    check_export(config)
+    assert Run(config).open_final().tokenizer.get_vocab() == Run(below).open_final().tokenizer.get_vocab()
 
 
 def test_interrupted_and_resumed_equals_uninterrupted_bitwise(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = config_of(shared_data, tmp_path)
+    whole = trained(config_of(shared_data, tmp_path))
     cut = whole.model_copy(update={"output_dir": tmp_path / "cut"})
-    upscale(whole)
-    train(whole, None, lambda _: None)
     upscale(cut)
     with monkeypatch.context() as patch:
         raise_signal_after(patch, signal.SIGTERM, 1)
@@ -131,11 +114,9 @@ def test_interrupted_and_resumed_equals_uninterrupted_bitwise(
 def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(shared_data, tmp_path)
     with pytest.raises(ValueError, match="lora takes no new tokens"):
         config_of(shared_data, tmp_path, "lora")
-    upscale(config)
-    train(config, None, lambda _: None)
+    config = trained(config_of(shared_data, tmp_path))
     with pytest.raises(BaseModelError, match=r"method\.vocabulary: .* is widened; only a plain base takes new tokens"):
         upscale(upon(config, config.method))
 

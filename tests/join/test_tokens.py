@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from scale_cli.commands.join import join, prove
@@ -27,7 +26,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.run import Run
 from scale_cli.vocabulary import proofs
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
-from scale_cli.vocabulary.extension import NewToken, new_tokens
+from scale_cli.vocabulary.extension import new_tokens
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN
 
@@ -123,27 +122,20 @@ def test_runs_of_the_same_tokens_have_them_once(runs: dict[str, RunConfig], rule
 
 
 def test_one_plain_model_holds_the_new_tokens_that_all_its_heads_have_alike(
-    runs: dict[str, RunConfig], tmp_path: Path
+    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "mean"
     join(folders(runs, "korean", "again"), output, None, 0.0, "llama", "mean")
     assert verify(output).checks[0].held == ["hashes", "logits, routed and plain"]
     assert len(AutoTokenizer.from_pretrained(output)) == OLD + NEW
-    for names, said in (
-        (("korean", "again"), "again has rows of its own for the new tokens that another has rows for"),
-        (("korean", "plain"), "plain lacks new tokens that another has"),
+    for other, rule, said in (
+        ("again", "posterior", "again has rows of its own for the new tokens that another has rows for"),
+        ("plain", "mean", "plain lacks new tokens that another has"),
     ):
-        rule = "mean" if "plain" in names else "posterior"
         with pytest.raises(ConfigError, match=f"^--format llama: {said}; take --format transformers$"):
-            join(folders(runs, *names), tmp_path / "none", None, 0.0, "llama", rule)
-
-
-def test_a_plain_model_of_as_many_tokens_as_llama_cpp_knows_another_model_by_is_refused(
-    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As 32,768 and twice 8,192 are, of runs that are each taken."""
+            join(folders(runs, "korean", other), tmp_path / "none", None, 0.0, "llama", rule)
     monkeypatch.setattr(vocabulary_tokenizer, "TAKEN_FOR_OTHERS", (OLD + 2 * NEW,))
-    with pytest.raises(ConfigError, match="640 tokens in all are what llama"):
+    with pytest.raises(ConfigError, match="640 tokens in all are what llama"):  # as 32,768 and twice 8,192 would be
         join(folders(runs, "korean", "russian"), tmp_path / "none", None, 0.0, "llama")
 
 
@@ -166,10 +158,7 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_its_last(tokenizer: Tokenizer, first_id: int) -> list[NewToken]:
-        return new_tokens(tokenizer, first_id)[:-1]
-
-    monkeypatch.setattr("scale_cli.join.members.new_tokens", without_its_last)
+    monkeypatch.setattr("scale_cli.join.members.new_tokens", lambda *of: new_tokens(*of)[:-1])
     with pytest.raises(PreservationError, match="are not what they were"):
         join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()

@@ -90,6 +90,11 @@ def test_new_tokens_save_tokens_and_what_is_written_is_read_back(kind: Callable[
     assert len(after) < len(before) / 2.5
     assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
     assert any(token.token.startswith(("Ġ", "▁")) for token in tokenizers.tokens)
+    described = json.loads(tokenizers.new.to_str())
+    assert sorted(described["model"]["vocab"].values()) == list(range(FIRST_ID + 100))
+    for index, token in tokenizers.old.get_added_tokens_decoder().items():
+        assert tokenizers.new.token_to_id(token.content) == index
+        assert tokenizers.new.encode(token.content, add_special_tokens=False).ids == [index]
 
 
 @functools.cache
@@ -126,34 +131,25 @@ def test_with_the_new_tokens_of_two_scripts_each_has_the_ids_that_it_has_alone(
             assert ids == [index + 100 if index >= FIRST_ID else index for index in alone]
 
 
-def test_the_proof_of_a_union_finds_one_text_that_is_cut_otherwise(few_characters: None) -> None:
-    hangul, (cyrillic, together) = grown(llama_3), united(llama_3)
-    parts = [(hangul.new, HANGUL), (cyrillic, CYRILLIC)]
+@pytest.mark.usefixtures("few_characters")
+def test_the_proofs_hold_and_find_one_token_that_moved_or_that_other_texts_have() -> None:
+    one, (cyrillic, together) = grown(llama_3), united(llama_3)
+    parts = [(one.new, HANGUL), (cyrillic, CYRILLIC)]
+    check_extension(one.old, one.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
     check_union(parts, together, FIRST_ID, [KOREAN, RUSSIAN, ENGLISH], seed=0)
-    fewer = extended(hangul.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
+
+    left, right = one.old.encode("epoch", add_special_tokens=False).tokens[-2:]
+    damaged = extended(one.old, [NewToken(left + right, (left, right))], FIRST_ID)
+    with pytest.raises(PreservationError, match="are not what they were"):
+        check_extension(one.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
+    described = json.loads(one.new.to_str())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["h"], vocabulary["e"] = vocabulary["e"], vocabulary["h"]
+    with pytest.raises(PreservationError, match="had the id"):
+        check_extension(one.old, Tokenizer.from_str(json.dumps(described)), HANGUL, [], [], seed=0)
+    fewer = extended(one.new, new_tokens(cyrillic, FIRST_ID)[:-1], FIRST_ID + 100)
     with pytest.raises(PreservationError, match="are not what they were"):
         check_union(parts, fewer, FIRST_ID, [RUSSIAN], seed=0)
-
-
-@pytest.mark.usefixtures("few_characters")
-def test_the_proof_holds_and_finds_one_token_that_other_texts_have() -> None:
-    tokenizers = grown(llama_3)
-    check_extension(tokenizers.old, tokenizers.new, HANGUL, [ENGLISH, KOREAN], [KOREAN], seed=0)
-
-    left, right = tokenizers.old.encode("epoch", add_special_tokens=False).tokens[-2:]
-    damaged = extended(tokenizers.old, [NewToken(left + right, (left, right))], FIRST_ID)
-    with pytest.raises(PreservationError, match="are not what they were"):
-        check_extension(tokenizers.old, damaged, HANGUL, [ENGLISH, "epoch"], [KOREAN], seed=0)
-
-
-def test_special_tokens_that_the_model_lacks_keep_their_ids() -> None:
-    tokenizers = grown(llama_3)
-
-    for content, added in [
-        (token.content, index) for index, token in tokenizers.old.get_added_tokens_decoder().items()
-    ]:
-        assert tokenizers.new.token_to_id(content) == added
-        assert tokenizers.new.encode(content, add_special_tokens=False).ids == [added]
 
 
 def test_merges_of_the_same_words_are_the_same_whatever_their_order() -> None:
@@ -190,18 +186,19 @@ def test_each_token_occurs_as_often_as_a_plain_learner_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"),
+    "model",
     [
-        (models.WordLevel({"a": 0}, unk_token="a"), "WordLevel"),
-        (models.WordPiece({"a": 0}, unk_token="a"), "WordPiece"),
-        (models.Unigram([("a", 0.0)], 0, byte_fallback=True), "Unigram"),
-        (models.BPE({"a": 0}, []), "BPE"),  # without bytes
-        (models.BPE({"a": 0}, [], byte_fallback=True, end_of_word_suffix="</w>"), "BPE"),
+        models.WordLevel({"a": 0}, unk_token="a"),
+        models.WordPiece({"a": 0}, unk_token="a"),
+        models.Unigram([("a", 0.0)], 0, byte_fallback=True),
+        models.BPE({"a": 0}, []),  # without bytes
+        models.BPE({"a": 0}, [], byte_fallback=True, end_of_word_suffix="</w>"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any, kind: str) -> None:
-    with pytest.raises(BaseModelError, match=rf"the tokenizer of a base \({kind}\) is neither") as refused:
+def test_a_tokenizer_of_another_kind_is_refused_by_name_in_one_line(model: Any) -> None:
+    with pytest.raises(
+        BaseModelError, match=rf"the tokenizer of a base \({type(model).__name__}\) is neither"
+    ) as refused:
         Spelling.of(Tokenizer(model), "a base")
     assert "\n" not in str(refused.value)
 
@@ -223,8 +220,3 @@ def test_bytes_alone_begin_a_script_where_whatever_completes_them_is_of_it(
     expected = all(first <= code <= last for code in completed)
     assert script.alone_begins(beginning) == script.alone_begins(b" " + beginning) == expected
     assert not script.alone_begins(b"a" + beginning)
-
-
-def test_the_extension_of_a_tokenizer_is_json_that_any_reader_takes() -> None:
-    described = json.loads(grown(llama_3).new.to_str())
-    assert sorted(described["model"]["vocab"].values()) == list(range(FIRST_ID + 100))
