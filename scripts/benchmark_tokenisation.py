@@ -50,7 +50,8 @@ def write_corpus(files: list[str], folder: Path) -> Any:
     import datasets
 
     from scale_cli.config.sources import ReadingConfig, TextSource
-    from scale_cli.data.documents import CorpusReader, Document
+    from scale_cli.data.documents import CorpusReader
+    from scale_cli.data.encoding import Document
 
     texts: list[str] = []
     for index, name in enumerate(files):

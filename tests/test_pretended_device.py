@@ -25,7 +25,7 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, IsolatedWindows
+from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import PreservationError
 from scale_cli.evaluation.benchmark_heads import ObservedHeads
@@ -128,8 +128,8 @@ def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: 
 
 def small_batches() -> Batches:
     ids = np.random.default_rng(0).integers(0, 61, 200)
-    windows = IsolatedWindows(ids, 16, np.arange(0, 201, 10), marked_by_last=False)
-    return Batches([windows], [1.0], seed=0, num_steps=2, global_batch_size=4, micro_batch_size=2)
+    windows = PackedWindows(ids, 16, offsets=np.arange(0, 201, 10))
+    return Batches([windows], [(2, [1.0])], seed=0, global_batch_size=4, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
-from scale_cli.data.corpora import open_sources
-from scale_cli.data.doubtful import one_document
+from scale_cli.data.corpora import one_document, open_sources
 from scale_cli.errors import ConfigError, ForgettingError
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters

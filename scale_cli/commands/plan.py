@@ -14,9 +14,8 @@ import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
-from scale_cli.data.corpora import cache_dir, every_source
-from scale_cli.data.documents import check_source
-from scale_cli.data.doubtful import idle_settings, num_readings, reading_warnings
+from scale_cli.data.corpora import cache_dir, every_source, idle_settings, num_readings, reading_warnings
+from scale_cli.data.files import check_source
 from scale_cli.data.tokens import already_tokenised, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file

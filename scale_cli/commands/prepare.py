@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import every_source, open_sources
-from scale_cli.data.doubtful import corpus_warnings
+from scale_cli.data.corpora import corpus_warnings, every_source, open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.upscale.run import Run
 

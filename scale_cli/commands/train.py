@@ -19,11 +19,11 @@ from scale_cli.data.corpora import (
     check_same_choice,
     check_same_text,
     content_names,
+    corpus_warnings,
     held_out_in_cache,
     open_sources,
     training_sources,
 )
-from scale_cli.data.doubtful import corpus_warnings
 from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line

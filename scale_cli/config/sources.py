@@ -36,8 +36,8 @@ class TextSource(Section):
     name: Name
     path: SourcePatterns | None = Field(
         default=None,
-        description="one or several globs of .txt .jsonl .json .csv .parquet, plain "
-        "or .gz .xz .zst; local, or hf:// s3:// gs:// az:// https://",
+        description="one or several globs of .txt .jsonl .json .csv, plain or .gz .xz "
+        ".zst, or of .parquet; local, or hf:// s3:// gs:// az:// https://",
     )
     dataset: PathText | None = Field(default=None, description="hub dataset id")
     subset: str | None = Field(default=None, description="of the dataset: its configuration")

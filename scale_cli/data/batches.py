@@ -7,10 +7,14 @@ conversations, every one that is learned. The last window is padded, and its pad
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +23,11 @@ from torch import Tensor
 
 from scale_cli.data.ledger import TrainedTokens
 
+_STEPS_AHEAD = 2
 IGNORED = -100  # the target that torch's cross-entropy leaves out; once more in model/head_loss.py, which is exported
+
+
+Item = TypeVar("Item")
 
 
 class Windows(ABC):
@@ -44,15 +52,24 @@ class Windows(ABC):
 
 
 class PackedWindows(Windows):
-    """A token stream as windows of `sequence_length` inputs and as many targets, or where `learned` is given, those."""
+    """A token stream as windows of `sequence_length` inputs and as many targets, or where `learned` is given, those.
+
+    Where `offsets` say where documents begin in the stream, positions restart at each, and so attention with them: at
+    its first token, or `lead` tokens before it, at what it is scored after.
+    """
 
     def __init__(
-        self, ids: npt.NDArray[np.integer], sequence_length: int, learned: npt.NDArray[np.bool_] | None = None
+        self,
+        ids: npt.NDArray[np.integer],
+        sequence_length: int,
+        learned: npt.NDArray[np.bool_] | None = None,
+        offsets: npt.NDArray[np.integer] | None = None,
+        lead: int = 0,
     ) -> None:
         assert len(ids) >= 2, "a stream needs an input and a target"
         self.ids = ids
         self.sequence_length = sequence_length
-        self._learned = learned
+        self._learned, self._offsets, self._lead = learned, offsets, lead
         starts = np.arange(0, len(ids) - 1, sequence_length)
         if learned is None:
             self.num_targets = np.minimum(sequence_length, len(ids) - 1 - starts)
@@ -65,50 +82,24 @@ class PackedWindows(Windows):
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         start, num_inputs = index * self.sequence_length, self._num_inputs(index)
-        inputs, targets = _padded(self.ids[start : start + num_inputs + 1], self.sequence_length)
+        inputs = np.zeros(self.sequence_length, dtype=np.int64)
+        targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
+        inputs[:num_inputs] = self.ids[start : start + num_inputs]
+        targets[:num_inputs] = self.ids[start + 1 : start + num_inputs + 1]
         if self._learned is not None:
             targets[:num_inputs][~self._learned[start + 1 : start + num_inputs + 1]] = IGNORED
         return inputs, targets
 
-
-class IsolatedWindows(PackedWindows):
-    """The same windows, in which positions restart at every document, and so attention with them.
-
-    A document begins in the stream where `offsets` says, with what it is scored after: a mark of its own, or the last
-    token of the document before (`marked_by_last`).
-    """
-
-    def __init__(
-        self,
-        ids: npt.NDArray[np.integer],
-        sequence_length: int,
-        offsets: npt.NDArray[np.integer],
-        learned: npt.NDArray[np.bool_] | None = None,
-        *,
-        marked_by_last: bool,
-    ) -> None:
-        super().__init__(ids, sequence_length, learned)
-        self.offsets = offsets
-        self._lead = int(marked_by_last)
-
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
         """Return each input's position, (T,), since its document began, or the window; padding goes on counting."""
+        if self._offsets is None:
+            return None
         start = index * self.sequence_length + self._lead
-        first, last = np.searchsorted(self.offsets, (start, start + self._num_inputs(index)))
+        first, last = np.searchsorted(self._offsets, (start, start + self._num_inputs(index)))
         begins = np.zeros(self.sequence_length, dtype=np.int64)
-        restarts = self.offsets[first:last] - start
+        restarts = self._offsets[first:last] - start
         begins[restarts] = restarts
         return np.arange(self.sequence_length) - np.maximum.accumulate(begins)
-
-
-def _padded(
-    tokens: Sequence[int] | npt.NDArray[np.integer], length: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the inputs and the targets in some tokens, both (length,); padding is input 0 and target IGNORED."""
-    inputs = np.zeros(length, dtype=np.int64)
-    targets = np.full(length, IGNORED, dtype=np.int64)
-    inputs[: len(tokens) - 1], targets[: len(tokens) - 1] = tokens[:-1], tokens[1:]
-    return inputs, targets
 
 
 @dataclass(frozen=True)
@@ -182,40 +173,37 @@ class Batches:
 
     Args:
         sources: the windows of each source.
-        weights: each source's share of the samples, relative to the others; some may be 0.
+        mixture: of each part of the run in order the step at which it ends, and each source's share of its samples,
+            relative to the others; some may be 0.
         seed: decides draws and orders.
-        num_steps: how many steps will be asked for.
         global_batch_size: sequences a step.
         micro_batch_size: sequences a process holds at once.
         distillation: of each source, the weight of the divergence from the base; None: there is none.
-        stages: in order, the step at which a part of the run ends, and the weights in that part instead.
     """
 
     def __init__(
         self,
         sources: Sequence[Windows],
-        weights: list[float],
+        mixture: Sequence[tuple[int, Sequence[float]]],
         *,
         seed: int,
-        num_steps: int,
         global_batch_size: int,
         micro_batch_size: int,
         distillation: Sequence[float] | None = None,
-        stages: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
         self.sources = sources
         self.distillation = distillation or [0.0] * len(sources)
         self.seed = seed
-        self.num_steps = num_steps
+        self.num_steps = mixture[-1][0]
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        num_samples = num_steps * global_batch_size
+        num_samples = self.num_steps * global_batch_size
         draws = np.random.default_rng([seed, 0]).random(num_samples)
         self._source_of = np.zeros(num_samples, dtype=np.uint16)
         first = 0
-        for until, of_stage in stages or [(num_steps, weights)]:
-            last = until * global_batch_size
-            self._source_of[first:last] = _drawn(draws[first:last], of_stage)
+        for end, weights in mixture:
+            last = end * global_batch_size
+            self._source_of[first:last] = _drawn(draws[first:last], weights)
             first = last
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
         for index in range(len(sources)):
@@ -234,12 +222,10 @@ class Batches:
         epoch, position = divmod(turn, len(self.sources[source]))
         return source, int(self._epoch_order(source, epoch)[position])
 
-    def _samples(self, step: int) -> range:
-        return range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
-
     def windows_of(self, step: int) -> list[tuple[int, int]]:
         """Return (source, window) for every sequence of a step's global batch."""
-        return [self._locate(sample) for sample in self._samples(step)]
+        first = step * self.global_batch_size
+        return [self._locate(sample) for sample in range(first, first + self.global_batch_size)]
 
     def num_targets(self, step: int) -> tuple[int, ...]:
         """Return the targets in a step's global batch, over all processes, by source."""
@@ -272,9 +258,59 @@ class Batches:
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""
-        samples = self._samples(step)
+        located = self.windows_of(step)
         for start in range(0, self.global_batch_size, self.micro_batch_size * num_processes):
             first = start + rank * self.micro_batch_size
-            located = [self._locate(sample) for sample in samples[first : first + self.micro_batch_size]]
-            distillation = tuple(self.distillation[source] for source, _ in located)
-            yield stacked(self.sources, located, distillation if any(distillation) else None)
+            mine = located[first : first + self.micro_batch_size]
+            distillation = tuple(self.distillation[source] for source, _ in mine)
+            yield stacked(self.sources, mine, distillation if any(distillation) else None)
+
+
+class Prefetched(Generic[Item]):
+    """The items of an iterable, in order, a few of them made before they are asked for.
+
+    One thread is enough for batches: reading a memory map and filling arrays lets go of the interpreter. Use it in a
+    `with` statement, which stops the thread however the body ends. An error of the iterable is raised in its place.
+    """
+
+    def __init__(self, items: Iterable[Item], num_ahead: int) -> None:
+        self._items = iter(items)
+        self._num_ahead = num_ahead
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ready: deque[Future[Item]] = deque()
+        self.waited_s = 0.0  # that somebody has waited for an item
+
+    def __enter__(self) -> Self:
+        self._make_ahead()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make_ahead(self) -> None:
+        while len(self._ready) < self._num_ahead:
+            self._ready.append(self._thread.submit(next, self._items))
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        asked_s = time.monotonic()
+        item = self._ready[0].result()  # an end or an error stays the first: asked again, it says the same
+        self.waited_s += time.monotonic() - asked_s
+        self._ready.popleft()
+        self._make_ahead()
+        return item
+
+
+def batches_ahead(
+    batches: Batches, first: int, rank: int, num_processes: int, device: torch.device
+) -> Prefetched[StepBatches]:
+    """Return what one process takes, step by step from a step on, the next made meanwhile.
+
+    For a GPU they are made in memory that it copies from by itself.
+    """
+    steps = batches.from_step(first, rank, num_processes)
+    if device.type == "cuda":
+        steps = (replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches]) for step in steps)
+    return Prefetched(steps, _STEPS_AHEAD)

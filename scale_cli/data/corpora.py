@@ -1,26 +1,34 @@
-"""The corpora a config names, opened: training batches and held-out documents."""
+"""The corpora a config names, opened: training batches, held-out documents, and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusConfig, TextSource
-from scale_cli.data.batches import Batches, IsolatedWindows, PackedWindows, Windows
+from scale_cli.config.sources import CorpusConfig, CorpusSource, TextSource
+from scale_cli.config.training import KEYS_OF_SCHEDULES
+from scale_cli.data.batches import Batches, PackedWindows, Windows
 from scale_cli.data.encoding import Ids
 from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
+from scale_cli.report.numbers import percent
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import read_corpora
 
+# Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
+# et al., arXiv 2305.16264).
+_OFTEN = 16
+_FEW_LOST = 1e-4
+_HASHES_AT_ONCE = 1 << 20
+_LARGE_DOCUMENT_BYTES = 1 << 16
 # Tokens of which the neighbours are counted: they and their pairs are held in memory.
 _NUM_COUNTED = 2**24
 
@@ -68,11 +76,9 @@ def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     """Return what a corpus is trained on in."""
-    length = config.sequence_length
-    if not config.isolate_documents:
-        return PackedWindows(corpus.ids, length, corpus.learned)
-    by_last = corpus.markers.bos is None
-    return IsolatedWindows(corpus.ids, length, corpus.offsets, corpus.learned, marked_by_last=by_last)
+    offsets = corpus.offsets if config.isolate_documents else None
+    lead = int(corpus.markers.bos is None)  # a document without a mark of its own is scored after the one before
+    return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
 
 
 def build_batches(
@@ -86,17 +92,14 @@ def build_batches(
     for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
         whole = windows_of(config.corpus, corpus)
         windows.append(whole if of_source is None else chosen_windows(source, whole, of_source))
+    distilled = config.method.distillation.weight
     return Batches(
         windows,
-        config.corpus.mixture(config.train.max_steps)[0][1],
+        config.corpus.mixture(config.train.max_steps),
         seed=config.seed,
-        num_steps=config.train.max_steps,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),
-        distillation=[
-            config.method.distillation.weight if source.role == "replay" else 0.0 for source in config.corpus.sources
-        ],
-        stages=config.corpus.mixture(config.train.max_steps),
+        distillation=[distilled if source.role == "replay" else 0.0 for source in config.corpus.sources],
     )
 
 
@@ -146,3 +149,96 @@ def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig)
             f"trained; go on from a checkpoint of step {min(was, would):,} or before, or start anew in another "
             "output_dir"
         )
+
+
+def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
+    """Return how often a run reads each window of a training source, the last of which may be mostly padding."""
+    train, share = config.train, config.corpus.shares(config.train.max_steps)[config.corpus.sources.index(source)]
+    num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
+    num_read = share * train.max_steps * train.global_batch_size
+    return num_read / max(1, round(num_windows * source.share_read))
+
+
+def corpus_warnings(
+    config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
+) -> list[str]:
+    """Return a line for everything that is doubtful about some corpora; a held-out one is None where it is not open."""
+    trained = {source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)}
+    lines = idle_settings(config)
+    for source in config.corpus.sources:
+        lines += reading_warnings(config, source, len(trained[source.name].ids))
+        lines += _text_warnings(source, trained[source.name])
+    for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
+        if corpus is not None:
+            lines += [*_text_warnings(held, corpus), *([one_document(held.name)] if len(corpus) == 1 else [])]
+            lines += _shared(held.name, corpus, trained)
+    return lines
+
+
+def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -> list[str]:
+    """Return a line where a training source is read very often, or none."""
+    often = num_readings(config, source, num_tokens)
+    if often <= _OFTEN:
+        return []
+    return [
+        f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
+        "teach little but themselves: give more text, a lower weight, fewer train.max_steps, or many times the "
+        "train.weight_decay"
+    ]
+
+
+def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
+    """Return a line where the tokenizer loses text, and one where large files are not parted into documents."""
+    lost, kept, lines = corpus.ledger.round_trip, corpus.ledger.kept, []
+    if lost.lost_fraction > _FEW_LOST:
+        share = percent(lost.lost_fraction, 2)
+        lines.append(f"corpus {source.name}: the tokenizer loses {share} of its text, as in {lost.example!r}")
+    is_txt = any(".txt" in PurePath(path).suffixes for path in source.paths)
+    parted = kept.documents > corpus.ledger.files or kept.num_bytes < kept.documents * _LARGE_DOCUMENT_BYTES
+    if source.documents == "paragraph" and is_txt and not parted:
+        lines.append(
+            f"corpus {source.name}: {kept.documents:,} document{'s' * (kept.documents > 1)} of {kept.num_bytes:,} "
+            "bytes in all: a blank line ends a document, and there is none; say `documents: line` of the source where "
+            "every line is a document, or `documents: file` where every file is"
+        )
+    return lines
+
+
+def one_document(name: str) -> str:
+    """Return what to say of a held-out corpus of one document."""
+    return (
+        f"held-out {name}: one document, and intervals are over documents: its figures have none; a blank line ends a "
+        "document of a .txt, or a line does with `documents: line`"
+    )
+
+
+def idle_settings(config: RunConfig) -> list[str]:
+    """Return a line for every setting that comes to nothing in this run, or never to what it says."""
+    train, method = config.train, config.method
+    lines = [
+        f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
+        for key, schedules in KEYS_OF_SCHEDULES.items()
+        if getattr(train, key) is not None and train.schedule not in schedules
+    ]
+    if train.warmup_steps > train.max_steps:
+        lines.append(
+            f"train.warmup_steps {train.warmup_steps:,}: more than train.max_steps {train.max_steps:,}, so that the "
+            f"rate never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
+            "the one with the other"
+        )
+    return lines + method.definition.idle(method.settings, train.max_steps)
+
+
+def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:
+    """Return a line for every training source that has documents of a held-out one, whatever their white space."""
+    lines = []
+    for source, corpus in trained.items():
+        found = np.zeros(len(held_out), np.bool_)
+        for start in range(0, len(corpus), _HASHES_AT_ONCE):  # of which there may be very many
+            found |= np.isin(held_out.hashes, corpus.hashes[start : start + _HASHES_AT_ONCE])
+        if found.any():
+            lines.append(
+                f"held-out {name}: {found.sum():,} of its {len(held_out):,} documents ({percent(found.mean())}) "
+                f"are in {source}, which is trained on: what is measured on them is memory"
+            )
+    return lines

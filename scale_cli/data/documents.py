@@ -2,6 +2,10 @@
 
 Memory does not grow with the corpus: lines, paragraphs and rows are read one by one, and one that is larger than the
 limit is passed over without being held.
+
+A conversation becomes text by the base's chat template, in transformers' sandbox. Learned are the assistant's turns:
+all that the template adds with one, behind what it writes to ask for it. So the mask needs nothing of the template but
+that a conversation's text begins with the text of its beginning. A conversation of which this does not hold is dropped.
 """
 
 from __future__ import annotations
@@ -9,29 +13,31 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.encoding import Spans
-from scale_cli.data.files import SourceFile, decompressed, source_files, unpacked
-from scale_cli.data.hub import check_dataset, dataset_rows, named_dataset_errors
-from scale_cli.errors import CorpusError
+from scale_cli.data.encoding import Document, Spans
+from scale_cli.data.files import SourceFile, dataset_errors, dataset_rows, decompressed, source_files
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NEWLINE = "\r\n"
 # A line of JSON is longer than its text: an escape takes up to six bytes for one, and there are other fields.
 _JSON_BYTES_PER_TEXT_BYTE = 8
 _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+
+Messages = list[dict[str, Any]]
 
 
 class _Unreadable(Exception):
@@ -59,16 +65,6 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True)
-class Document:
-    """A document that can be tokenised."""
-
-    text: str  # with something but white space in it
-    num_bytes: int  # of its UTF-8 form
-    place: str = ""  # file:line, or the row
-    learned: Spans | None = None  # from where to where it is learned; None: all of it
-
-
-@dataclass(frozen=True)
 class Rejected:
     """Something that is no document."""
 
@@ -79,11 +75,6 @@ class Rejected:
 
 
 Record = Document | Rejected
-
-
-def described(source: TextSource) -> str:
-    """Return a source's name and where it is, for a message."""
-    return f"{source.name} ({', '.join(source.paths) or source.dataset})"
 
 
 class CorpusReader:
@@ -105,7 +96,7 @@ class CorpusReader:
         return self._finished_bytes + (self._raw.tell() if self._raw is not None else 0)
 
     def __iter__(self) -> Iterator[Record]:
-        records = self._from_files() if self.source.dataset is None else _read_hub(self.source, self._limit)
+        records = self._from_files() if self.source.dataset is None else _read_dataset(self.source, self._limit)
         documents = (record for record in records if isinstance(record, Document))
         self.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
         most, kept, dropped = self.source.max_documents, 0, 0
@@ -122,8 +113,7 @@ class CorpusReader:
             try:
                 with file.open() as raw:
                     self._raw = raw
-                    with decompressed(file, raw) as stream:
-                        yield from _READERS[file.format](file, stream, self.source, self._limit)
+                    yield from _READERS[file.format](file, decompressed(file, raw), self.source, self._limit)
             except _DAMAGED as error:
                 message = " ".join(str(error).split()) or type(error).__name__
                 yield Rejected(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
@@ -132,97 +122,95 @@ class CorpusReader:
             self._finished_bytes += file.size
 
 
-def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | None, int]]:
-    """Yield every line's number, content (None where it is longer than the limit) and length in bytes."""
+def judge(text: str | Reason, place: str, limit: int, learned: Spans | None = None, *, num_bytes: int = 0) -> Record:
+    """Return a document, or why it is none; of what has no text, `num_bytes` is how long it is in its file."""
+    if isinstance(text, Reason):
+        return Rejected(text, place, num_bytes)
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
+        return Rejected(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
+    if num_bytes > limit:
+        return Rejected(Reason.TOO_LARGE, place, num_bytes)
+    if "\0" in text:
+        return Rejected(Reason.NUL, place, num_bytes)
+    if not text.strip():
+        return Rejected(Reason.EMPTY, place, num_bytes)
+    return Document(text, num_bytes, place, learned)
+
+
+def _lines(stream: IO[bytes], limit: int) -> Iterator[tuple[int, str | Reason, int]]:
+    """Yield every line's number, its text (or why it has none) and its length in bytes."""
     number = 0
     while line := stream.readline(limit + 1):
         number, length = number + 1, len(line)
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)  # Windows puts one there
         if length <= limit or line.endswith(b"\n"):
-            yield number, line, len(line)
+            yield number, _decode(line), len(line)
             continue
         while not line.endswith(b"\n") and (line := stream.readline(_SKIPPED_AT_ONCE)):
             length += len(line)
-        yield number, None, length
+        yield number, Reason.TOO_LARGE, length
 
 
-def _decoded(line: bytes | None) -> str | Reason:
-    if line is None:
-        return Reason.TOO_LARGE
+def _decode(text: bytes) -> str | Reason:
     try:
-        return line.decode()
+        return text.decode()
     except UnicodeDecodeError:
         return Reason.NOT_UTF8
 
 
-def _checked_line(line: bytes | None) -> str | Reason:
-    text = _decoded(line)
-    return Reason.NUL if isinstance(text, str) and "\0" in text else text
-
-
-class _Gathered:
-    """The lines of one document as they come; the first that is bad spoils it."""
-
-    def __init__(self, file: SourceFile, limit: int) -> None:
-        self._file, self._limit = file, limit
-        self._lines: list[str] = []
-        self._first_line = 1
-        self._bad: tuple[Reason, int] | None = None
-        self.num_bytes = 0
-
-    def add(self, number: int, line: str | Reason, length: int) -> None:
-        if not self.num_bytes:
-            self._first_line = number
-        self.num_bytes += length
-        if isinstance(line, str) and self.num_bytes > self._limit + len("\r\n"):
-            line = Reason.TOO_LARGE
-        if self._bad is not None:
-            return
-        if isinstance(line, str):
-            self._lines.append(line)
-        else:
-            self._bad = (line, number)
-            self._lines.clear()
-
-    def finished(self) -> Record:
-        if self._bad is not None:
-            return Rejected(self._bad[0], f"{self._file}:{self._bad[1]}", self.num_bytes)
-        return judged("".join(self._lines).rstrip("\r\n"), f"{self._file}:{self._first_line}", self._limit)
-
-
 def _read_txt(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
-    if source.documents == "line":
-        yield from _read_lines(file, stream, limit)
-        return
-    whole, gathered = source.documents == "file", _Gathered(file, limit)
-    for number, line, length in _lines(stream, limit):
-        checked = _checked_line(line)
-        if whole or isinstance(checked, Reason) or checked.strip():
-            gathered.add(number, checked, length)
-        elif gathered.num_bytes:
-            yield gathered.finished()
-            gathered = _Gathered(file, limit)
-    if whole or gathered.num_bytes:
-        yield gathered.finished()
+    lines = _lines(stream, limit + len(_NEWLINE))
+    if source.documents == "file":
+        yield _joined(lines, file, limit)
+    elif source.documents == "line":
+        for line in lines:
+            if isinstance(line[1], Reason) or line[1].strip(_NEWLINE):
+                yield _joined([line], file, limit)
+    else:
+        for is_blank, paragraph in groupby(lines, lambda line: isinstance(line[1], str) and not line[1].strip()):
+            if not is_blank:
+                yield _joined(paragraph, file, limit)
 
 
-def _read_lines(file: SourceFile, stream: IO[bytes], limit: int) -> Iterator[Record]:
-    for number, line, length in _lines(stream, limit + len("\r\n")):
-        text = _checked_line(line)
-        if isinstance(text, str):
-            text = text.rstrip("\r\n")
-        if text:
-            yield judged(text, f"{file}:{number}", limit, num_bytes=length)
+def _joined(lines: Iterable[tuple[int, str | Reason, int]], file: SourceFile, limit: int) -> Record:
+    """Return the document that some lines are; the first bad one spoils it, and says where."""
+    texts: list[str] = []
+    first, bad, num_bytes = 0, None, 0
+    for number, line, length in lines:
+        first, num_bytes = first or number, num_bytes + length
+        if bad is not None:
+            continue
+        if isinstance(line, str) and "\0" in line:
+            line = Reason.NUL
+        elif isinstance(line, str) and num_bytes > limit + len(_NEWLINE):
+            line = Reason.TOO_LARGE
+        if isinstance(line, str):
+            texts.append(line)
+        else:
+            first, bad, texts = number, line, []
+    return judge(bad or "".join(texts).rstrip(_NEWLINE), f"{file}:{first or 1}", limit, num_bytes=num_bytes)
 
 
 def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        record = _json_record(line)
+        record = _parse(line) if isinstance(line, str) else line
         if isinstance(record, Reason):
             yield Rejected(record, f"{file}:{number}", length)
         else:
             yield _picked(record, source, f"{file}:{number}", limit, length)
+
+
+def _parse(line: str) -> Any:
+    """Return a line's JSON, or the reason why it is none."""
+    if not line.strip():
+        return Reason.EMPTY
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return Reason.NUL if "\0" in line else Reason.NOT_JSON
 
 
 def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
@@ -241,29 +229,19 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
         yield _picked(record, source, f"{file}: item {number}", limit)
 
 
-def _json_record(line: bytes | None) -> Any:
-    decoded = _decoded(line)
-    if isinstance(decoded, Reason):
-        return decoded
-    if not decoded.strip():
-        return Reason.EMPTY
-    try:
-        return json.loads(decoded)
-    except (ValueError, RecursionError):
-        return Reason.NUL if "\0" in decoded else Reason.NOT_JSON
-
-
 def _picked(record: Any, source: TextSource, place: str, limit: int, num_bytes: int = 0) -> Record:
     """Return what a source takes of a record: its text, or its messages as JSON."""
     field = source.messages_field or source.text_field
-    if isinstance(record, dict) and field in record:
-        return judged(_text_of(record[field], source), place, limit, num_bytes=num_bytes)
-    return Rejected(Reason.NO_FIELD, place, num_bytes, tuple(record) if isinstance(record, dict) else ())
+    if not isinstance(record, dict) or field not in record:
+        return Rejected(Reason.NO_FIELD, place, num_bytes, tuple(record) if isinstance(record, dict) else ())
+    value = record[field]
+    text: str | Reason = value if isinstance(value, str) else Reason.WRONG_TYPE
+    if source.messages_field is not None:
+        text = _messages(value)
+    return judge(text, place, limit, num_bytes=num_bytes)
 
 
-def _text_of(value: Any, source: TextSource) -> str | Reason:
-    if source.messages_field is None:
-        return value if isinstance(value, str) else Reason.WRONG_TYPE
+def _messages(value: Any) -> str | Reason:
     if not isinstance(value, list) or not all(map(_is_message, value)):
         return Reason.WRONG_TYPE
     if not any(message["role"] == "assistant" for message in value):
@@ -294,77 +272,28 @@ def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
     for batch in rows:
         for value in batch.column(0).to_pylist():
             number = next(later for later in count(number + 1) if later not in broken)
-            yield judged(_checked_line(value), f"{file}: row {number}", limit, num_bytes=len(value))
+            yield judge(_decode(value), f"{file}: row {number}", limit, num_bytes=len(value))
     yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
-def judged(text: str | Reason, place: str, limit: int, learned: Spans | None = None, *, num_bytes: int = 0) -> Record:
-    """Return a document, or why it is none; of what has no text, `num_bytes` is how long it is in its file."""
-    if isinstance(text, Reason):
-        return Rejected(text, place, num_bytes)
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError:  # JSON can say "\ud800", half a surrogate pair; no tokenizer can
-        return Rejected(Reason.NOT_UTF8, place, len(text.encode(errors="replace")))
-    if num_bytes > limit:
-        return Rejected(Reason.TOO_LARGE, place, num_bytes)
-    if "\0" in text:
-        return Rejected(Reason.NUL, place, num_bytes)
-    if not text.strip():
-        return Rejected(Reason.EMPTY, place, num_bytes)
-    return Document(text, num_bytes, place, learned)
-
-
 def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
-    if file.compression:
-        # It is read from its end, where a decompressor cannot jump, and may be larger than memory.
-        with unpacked(file, stream) as whole:
-            yield from _read_rows(file, whole, source.text_field, limit)
-    else:
-        yield from _read_rows(file, stream, source.text_field, limit)
-
-
-def _read_rows(file: SourceFile, stream: IO[bytes], text_field: str, limit: int) -> Iterator[Record]:
     # Buffered, and not ahead, a row group's column is read page by page instead of whole.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
-    names = table.schema_arrow.names
-    if names.count(text_field) != 1:
-        raise _Unreadable(
-            f"{'two columns' if text_field in names else 'no column'} {text_field!r} in: {', '.join(names)}"
-        )
-    number = 0
-    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[text_field]):
+    names, number = table.schema_arrow.names, count(1)
+    if names.count(source.text_field) != 1:
+        raise _Unreadable(f"not one column {source.text_field!r} in: {', '.join(names)}")
+    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field]):
         column = batch.column(0)
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        holds_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
-        for scalar in column:
-            number += 1
-            place = f"{file}: row {number}"
-            try:
-                text = scalar.as_py() if holds_text else None  # of other types it may fail in other ways
-            except UnicodeDecodeError:
-                yield Rejected(Reason.NOT_UTF8, place, scalar.as_buffer().size)
-                continue
-            yield judged(text if isinstance(text, str) else Reason.WRONG_TYPE, place, limit)
+        is_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
+        for value in column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column):
+            text = Reason.WRONG_TYPE if value is None else _decode(value)
+            yield judge(text, f"{file}: row {next(number)}", limit, num_bytes=len(value or b""))
 
 
-def check_source(source: TextSource) -> None:
-    """Find out whether a source is there: the first byte of every file read, or the hub (or its cache) asked."""
-    if source.dataset is not None:
-        check_dataset(source)
-        return
-    for file in source_files(source):
-        try:
-            if file.stored is None:  # a store has been asked for it; to open it there is to fetch it
-                with file.open() as opened:
-                    opened.read(1)
-        except OSError as error:
-            raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
-
-
-def _read_hub(source: TextSource, limit: int) -> Iterator[Record]:
-    with named_dataset_errors(source):
+def _read_dataset(source: TextSource, limit: int) -> Iterator[Record]:
+    with dataset_errors(source):
         for number, row in enumerate(dataset_rows(source), start=1):
             yield _picked(row, source, f"{source.dataset} row {number}", limit)
 
@@ -376,3 +305,37 @@ _READERS = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+
+
+def conversations(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[Record]:
+    """Yield records whose documents are messages as JSON, with the text that a tokenizer's template makes of them."""
+    for record in records:
+        if not isinstance(record, Document):
+            yield record
+            continue
+        try:
+            text, learned = write_conversation(json.loads(record.text), tokenizer)
+        except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
+            yield Rejected(Reason.NOT_RENDERED, record.place, record.num_bytes)
+            continue
+        found = Rejected(Reason.REWRITTEN, record.place, record.num_bytes)
+        yield found if learned is None else judge(text, record.place, limit, learned)
+
+
+def write_conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans | None]:
+    """Return a conversation's text, and from where to where in it the assistant speaks.
+
+    None: the template writes a turn otherwise when more follow.
+    """
+
+    def text_of(messages: Messages, *, asks: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+
+    whole, learned = text_of(messages), []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = text_of(messages[:number], asks=True), text_of(messages[: number + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                return whole, None
+            learned.append((len(before), len(after)))
+    return whole, tuple(learned)

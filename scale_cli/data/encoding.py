@@ -22,7 +22,7 @@ from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from scale_cli.errors import RunError
 
@@ -31,18 +31,20 @@ _CHUNK_BYTES = 1 << 19
 _CHUNK_DOCUMENTS = 4096
 # With fewer chunks than this, workers would start for longer than they work.
 _CHUNKS_FOR_WORKERS = 8
-_WORDS_TRIED, _LONGEST_EXAMPLE = 4096, 40
+_LONGEST_EXAMPLE = 40
 
 Ids = npt.NDArray[np.integer]
 Spans = tuple[tuple[int, int], ...]  # of characters, from and to
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A text of which parts are learned."""
+class Document:
+    """A text that can be tokenised."""
 
-    text: str  # the marks of its turns are special tokens
-    learned: Spans
+    text: str  # with something but white space in it; the marks of a conversation's turns are special tokens
+    num_bytes: int  # of its UTF-8 form
+    place: str = ""  # file:line, or the row
+    learned: Spans | None = None  # from where to where it is learned; None: all of it
 
 
 @dataclass(frozen=True)
@@ -97,62 +99,48 @@ class Encoder:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
 
-    def encode(self, documents: Sequence[str | Conversation]) -> Encoded:
+    def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
-        texts = [document if isinstance(document, str) else document.text for document in documents]
+        texts = [document.text for document in documents]
+        # Markers are added later, once, whatever the tokenizer's template would add; the fast way counts no characters.
+        encode = self._tokenizer.encode_batch if self._spec.conversations else self._tokenizer.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=False)
+        unframed = [encoding.ids for encoding in encodings]
         ids: list[int] = []
         lengths, learned = [], []
-        encodings = self._encodings(texts)
-        unframed = [encoding.ids for encoding in encodings]
         for document, encoding, own in zip(documents, encodings, unframed, strict=True):
             framed = [*self._spec.before, *own, *self._spec.after]
-            if isinstance(document, Conversation):
+            if document.learned is not None:
                 if own[-1:] == list(self._spec.after):  # the template has written it
                     framed = own
-                learned.append(_learned(document, encoding.offsets, len(framed)))
+                learned.append(_learned(document.text, document.learned, encoding.offsets, len(framed)))
             ids += framed
             lengths.append(len(framed))
-        sizes = [len(text.encode()) for text in texts]
+        num_bytes = [document.num_bytes for document in documents]
         hashes = np.frombuffer(b"".join(map(_hash, texts)), "<u8").astype(np.uint64)
         return Encoded(
             np.array(ids, self._spec.dtype),
             np.array(lengths, np.int64),
-            np.array(sizes, np.int64),
+            np.array(num_bytes, np.int64),
             hashes,
-            self._round_trip(texts, sizes, unframed),
+            self._round_trip(texts, num_bytes, unframed),
             np.concatenate(learned) if learned else None,
         )
 
-    def _encodings(self, texts: list[str]) -> list[Encoding]:
-        # Markers are added later, once, whatever the tokenizer's template would add.
-        if self._spec.conversations:
-            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # which counts no characters
-
     def _round_trip(self, texts: list[str], sizes: list[int], ids: list[list[int]]) -> RoundTrip:
+        # What stands for unknown text is no text, whatever letters its own name has.
+        unknown = self._spec.unknown
+        known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
+        decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
         num_lost, example = 0, ""
-        for text, num_bytes, decoded in zip(texts, sizes, self._decode(ids), strict=True):
+        for text, num_bytes, decoded in zip(texts, sizes, decoded_texts, strict=True):
             if text == decoded:
                 continue
             characters = _characters(text)
             if lost := characters - _characters(decoded):
                 num_lost += math.ceil(num_bytes * lost.total() / characters.total())
-                example = example or self._first_lost_word(text)
+                example = example or next(word for word in text.split() if _characters(word) & lost)[:_LONGEST_EXAMPLE]
         return RoundTrip(sum(sizes), num_lost, example)
-
-    def _decode(self, ids: list[list[int]]) -> list[str]:
-        # What stands for unknown text is no text, whatever letters its own name has.
-        unknown = self._spec.unknown
-        known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
-        return self._tokenizer.decode_batch(known, skip_special_tokens=False)
-
-    def _first_lost_word(self, text: str) -> str:
-        words = text.split()[:_WORDS_TRIED]
-        ids = [encoding.ids for encoding in self._encodings(words)]
-        for word, decoded in zip(words, self._decode(ids), strict=True):
-            if _characters(word) - _characters(decoded):
-                return word[:_LONGEST_EXAMPLE]
-        return text.strip()[:_LONGEST_EXAMPLE]  # no word alone, but a text that they make together
 
 
 def _characters(text: str) -> Counter[str]:
@@ -173,10 +161,10 @@ def _plain(character: str) -> str:
     return character
 
 
-def _learned(conversation: Conversation, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:
+def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens: int) -> npt.NDArray[np.bool_]:
     """Return (tokens,): whether any character of each is learned; what stands behind the text is not."""
-    before = np.zeros(len(conversation.text) + 1, np.int64)  # learned characters before each place
-    for start, end in conversation.learned:
+    before = np.zeros(len(text) + 1, np.int64)  # learned characters before each place
+    for start, end in spans:
         before[start + 1 : end + 1] = 1
     before = before.cumsum()
     starts, ends = np.array(offsets).T
@@ -187,12 +175,12 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
 
 
-def encode_all(texts: Iterator[str | Conversation], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
-    """Yield the ids of all texts in order, which are read as they are needed, a few chunks ahead at the most.
+def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:
+    """Yield the ids of all documents in order, which are read as they are needed, a few chunks ahead at the most.
 
     They are the same whatever the number of workers beside this process; of one, or with little to do, it works alone.
     """
-    chunks = _chunks(texts)
+    chunks = _chunks(documents)
     head = list(islice(chunks, _CHUNKS_FOR_WORKERS))
     if num_workers == 1 or len(head) < _CHUNKS_FOR_WORKERS:
         encoder = Encoder(spec)
@@ -219,14 +207,12 @@ def encode_all(texts: Iterator[str | Conversation], spec: TokenizerSpec, num_wor
             workers.shutdown(wait=True, cancel_futures=True)
 
 
-def _chunks(texts: Iterator[str | Conversation]) -> Iterator[list[str | Conversation]]:
-    chunk: list[str | Conversation] = []
+def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
     size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(
-            (text if isinstance(text, str) else text.text).encode(errors="surrogatepass")
-        )  # what no tokenizer takes is told where it is tokenised
+    for document in documents:
+        chunk.append(document)
+        size += document.num_bytes
         if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_DOCUMENTS:
             yield chunk
             chunk, size = [], 0
@@ -252,9 +238,9 @@ def _die_with_parent() -> None:
     os._exit(1)  # killed, it could not tell: the worker would wait for work for ever
 
 
-def _encode_in_worker(texts: list[str | Conversation]) -> Encoded:
+def _encode_in_worker(documents: list[Document]) -> Encoded:
     assert _worker_encoder is not None
     try:
-        return _worker_encoder.encode(texts)
+        return _worker_encoder.encode(documents)
     except BaseException as error:  # a panic in Rust is no Exception, and may not survive the way to the parent
         raise RunError(f"tokenising failed: {type(error).__name__}: {error}") from None

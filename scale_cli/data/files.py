@@ -1,11 +1,6 @@
-"""The files of a source: local ones by a pattern, or by the URL of a store that fsspec reads (hf://, s3://, gs://).
+"""Where text lies: local files by a pattern, files of a store that fsspec reads (hf://, s3://, gs://), hub datasets.
 
-Compressed ones are streams, read to their last byte: what is cut off or damaged says so.
-
-The SHA-256 of a local one is remembered in the cache (`.sources.json`), while the file system says that it is the same:
-by its inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set
-back. A file that has changed just now is not remembered, for another change might fall into the same tick of that
-clock. Damage that a disk does without telling is found in what was tokenised, by `scale verify`.
+Compressed files are streams, read to their last byte: what is cut off or damaged says so.
 """
 
 from __future__ import annotations
@@ -13,49 +8,36 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import json
 import lzma
 import shutil
 import tempfile
 import time
-import zlib
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 
 from scale_cli.config.sources import TextSource
-from scale_cli.errors import CorpusError, StorageError
+from scale_cli.errors import CorpusError, StorageError, one_line
 from scale_cli.storage.atomic import file_sha256, json_sha256, read_json, write_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-_RECORD = ".sources.json"
+_HASHES = ".sources.json"
 # Fewer bytes are hashed in a millisecond.
 _LEAST_BYTES = 1 << 20
 _SETTLED_NS = 2 * 10**9
 _READ_AT_ONCE = 1 << 16
 # No xz preset needs more than 65 MB to decompress; a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
-# What a file may unpack to on the disk: text shrinks to a tenth, a table of it seldom to a fiftieth.
-_MAX_UNPACKING, _SMALL_BYTES = 200, 1 << 26
-_MAX_LISTED, _GUESSED_BYTES = 10_000, 1 << 14
-# Their encodings of one byte a character are told apart by hardly a letter.
-_WESTERN = ("ca", "da", "de", "en", "es", "fi", "fr", "is", "it", "nb", "nl", "no", "pt", "sv")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What a store told of a file, asked once."""
-
-    store: Any  # fsspec's file system
-    size: int  # in bytes
-    content: str  # the hash of all that it told: its own hash, or size and time
+_GUESSED_BYTES = 1 << 14
+# Encodings of one byte a character are told apart by hardly a letter, so that the rare ones are not guessed at all.
+_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "cp949", "cp932", "gb18030", "big5", "cp1251", "cp1252"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +45,10 @@ class SourceFile:
     """One file, here or in a store."""
 
     name: str  # path or URL, as messages give it
+    size: int  # in bytes, as it lies there
     pattern: str = ""  # that found it
-    stored: Stored | None = None  # None where the file is local
+    store: Any = None  # fsspec's file system; None where the file is local
+    told: str = ""  # the hash of all that the store told of it: its own hash, or size and time
 
     def __str__(self) -> str:
         return self.name
@@ -80,27 +64,27 @@ class SourceFile:
         """The suffix that says what it holds."""
         return PurePosixPath(self.name.removesuffix(self.compression)).suffix
 
-    @property
-    def size(self) -> int:
-        """In bytes, as it lies there."""
-        return Path(self.name).stat().st_size if self.stored is None else self.stored.size
-
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
         """Open it for reading from any place; what a store holds is fetched first: it fails as a whole or not."""
-        if self.stored is None:
+        if self.store is None:
             with Path(self.name).open("rb") as file:
                 yield file
             return
         with tempfile.TemporaryFile() as whole:
-            with _named_errors(self.name), self.stored.store.open(self.name, "rb") as stored:
+            with named_errors(self.name), self.store.open(self.name, "rb") as stored:
                 shutil.copyfileobj(stored, whole)
             whole.seek(0)
             yield whole
 
-    def content(self, hashes: SourceHashes) -> str:
-        """Return what names its content."""
-        return hashes.sha256(Path(self.name)) if self.stored is None else self.stored.content
+
+@contextmanager
+def named_errors(place: str, problem: str = "cannot be read") -> Iterator[None]:
+    """Tell in one line what went wrong at a place; every store and every dataset has errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise CorpusError(f"{place} {problem} ({getattr(error, 'strerror', None) or one_line(error)})") from None
 
 
 def source_files(source: TextSource) -> list[SourceFile]:
@@ -113,8 +97,8 @@ def source_files(source: TextSource) -> list[SourceFile]:
         for file in found:
             files.setdefault(file.name, file)
     for file in files.values():
-        if file.format not in FORMATS:
-            known = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSIONS)}"
+        if file.format not in FORMATS or (file.format == ".parquet" and file.compression):
+            known = f"{', '.join(FORMATS)}, each but .parquet also {', '.join(COMPRESSIONS)}"
             raise CorpusError(f"{file}: not a corpus format (known: {known})")
         if source.messages_field is not None and file.format not in (".jsonl", ".json"):
             raise CorpusError(f"{file}: messages_field: conversations are read of .jsonl, .json and datasets")
@@ -126,146 +110,110 @@ def source_files(source: TextSource) -> list[SourceFile]:
 def _local(name: str, pattern: str) -> list[SourceFile]:
     files = []
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        file = SourceFile(str(path), pattern)
+        if path.is_file():
+            files.append(SourceFile(str(path), path.stat().st_size, pattern))
         # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
-        if path.is_dir() and file.format not in FORMATS and path != Path(pattern):
-            continue
-        if not path.is_file():
-            if path.is_dir():
-                raise CorpusError(f"{name}: {path} is a folder, not a file{_text_in(path)}")
-            kind = "a broken link" if not path.exists() else "a pipe or a device"
-            raise CorpusError(f"{name}: {path} is {kind}, not a file")
-        files.append(file)
+        elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
+            kind = f"a folder, not a file{_text_in(path)}" if path.is_dir() else "a broken link or a device, not a file"
+            raise CorpusError(f"{name}: {path} is {kind}")
     return files
 
 
 def _text_in(folder: Path) -> str:
-    """Return which pattern finds the most text in a folder, for a message; nothing where there is none."""
-    for below in ("*", "**/*"):
-        files = map(SourceFile, map(str, islice(folder.glob(below), _MAX_LISTED)))
-        suffixes = Counter(file.format + file.compression for file in files if file.format in FORMATS)
-        if suffixes:
-            return f"; give {folder / below}{suffixes.most_common(1)[0][0]}"
+    """Return which pattern finds text in a folder, for a message; nothing where there is none."""
+    for below, form, compression in product(("*", "**/*"), FORMATS, ("", *COMPRESSIONS)):
+        if any(folder.glob(below + form + compression)):
+            return f"; give {folder / below}{form}{compression}"
     return ""
 
 
 def _in_store(name: str, pattern: str) -> list[SourceFile]:
     import fsspec  # it, and what it opens a store with, only where a URL asks for them
 
-    with _named_errors(f"{name}: {pattern}"):
+    with named_errors(f"{name}: {pattern}"):
         store, path = fsspec.url_to_fs(pattern)
         try:
             found = store.glob(path, detail=True) if glob.has_magic(path) else {path: store.info(path)}
         except FileNotFoundError:
             return []
-        return [
-            SourceFile(store.unstrip_protocol(one), pattern, _stored(store, one, found[one]))
-            for one in sorted(found)
-            if found[one]["type"] == "file"
-        ]
+        files = []
+        for one, told in sorted(found.items()):
+            if told["type"] != "file":
+                continue
+            told = told if told["size"] is not None else store.info(one)  # an index page of a server has names alone
+            if told["size"] is None:
+                raise ValueError(f"{one}: its server tells no size, so that a change would go unnoticed; download it")
+            files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), pattern, store, json_sha256(told)))
+        return files
 
 
-def _stored(store: Any, path: str, told: dict[str, Any]) -> Stored:
-    if told["size"] is None:  # an index page of a web server, which tells names alone
-        told = store.info(path)
-    if told["size"] is None:
-        raise ValueError(f"{path}: its server tells no size, so that a change would go unnoticed; download it")
-    return Stored(store, int(told["size"]), json_sha256(told))
+def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
+    """Return what names the content of each file: its SHA-256, or the hash of all that its store told of it.
+
+    The SHA-256 of a local file is remembered in the cache, while the file system says that the file is the same: by its
+    inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set back.
+    A file that has changed just now is not remembered, for another change might fall into the same tick of that clock.
+    """
+    known: Any = None
+    with suppress(StorageError):
+        known = read_json(cache_dir / _HASHES)
+    known, new = known if isinstance(known, dict) else {}, {}
+    hashes = []
+    for file in files:
+        if file.store is not None:
+            hashes.append(file.told)
+            continue
+        path, started_ns = Path(file.name), time.time_ns()
+        with named_errors(file.name):
+            stamp = _stamp(path)
+            sha256 = known.get(json.dumps(stamp))
+            if not isinstance(sha256, str):
+                sha256 = file_sha256(path)
+                _, _, num_bytes, *changes_ns = stamp
+                if _stamp(path) == stamp and num_bytes >= _LEAST_BYTES and max(changes_ns) + _SETTLED_NS < started_ns:
+                    new[json.dumps(stamp)] = sha256
+        hashes.append(sha256)
+    if new:
+        with suppress(StorageError):  # it is computed again another time
+            write_json(cache_dir / _HASHES, known | new)
+    return hashes
 
 
-@contextmanager
-def _named_errors(place: str) -> Iterator[None]:
-    """Tell in one line what went wrong in a store."""
-    try:
-        yield
-    except Exception as error:  # every store has errors of its own
-        raise CorpusError(f"{place} cannot be read ({' '.join(str(error).split()) or type(error).__name__})") from None
-
-
-class SourceHashes:
-    """The hashes of source files, each computed once."""
-
-    def __init__(self, cache_dir: Path) -> None:
-        self._path = cache_dir / _RECORD
-        self._new: dict[str, dict[str, Any]] = {}
-
-    def sha256(self, file: Path) -> str:
-        """Return a file's hash, of the record where the file is the same."""
-        before = _stamp(file)
-        if before["bytes"] < _LEAST_BYTES:
-            return file_sha256(file)
-        name = str(file.resolve())
-        known = self._recorded.get(name)
-        if isinstance(known, dict) and known.items() >= before.items() and isinstance(known.get("sha256"), str):
-            return str(known["sha256"])
-        started_ns, sha256 = time.time_ns(), file_sha256(file)
-        last_ns = max(before["written_ns"], before["changed_ns"])
-        if _stamp(file) == before and last_ns + _SETTLED_NS < started_ns:
-            self._new[name] = {**before, "sha256": sha256}
-        return sha256
-
-    @cached_property
-    def _recorded(self) -> dict[str, Any]:
-        try:
-            recorded = read_json(self._path)
-        except StorageError:
-            return {}
-        return recorded if isinstance(recorded, dict) else {}
-
-    def remember(self) -> None:
-        """Add what was computed to the record; where that cannot be written, it is computed again another time."""
-        if self._new:
-            with suppress(StorageError):
-                write_json(self._path, self._recorded | self._new)
-
-
-def _stamp(file: Path) -> dict[str, int]:
+def _stamp(file: Path) -> tuple[str, int, int, int, int]:
     status = file.stat()
-    return {
-        "inode": status.st_ino,
-        "bytes": status.st_size,
-        "written_ns": status.st_mtime_ns,
-        "changed_ns": status.st_ctime_ns,
-    }
+    return str(file.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def likely_encoding(file: SourceFile, language: str) -> str | None:
+def likely_encoding(file: SourceFile) -> str | None:
     """Return what a text is probably written in, as iconv calls it; None where it is UTF-8, or like nothing known."""
     from charset_normalizer import from_bytes  # only for text that is refused
 
-    with suppress(OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException):
-        with file.open() as raw, decompressed(file, raw) as stream:
-            content = stream.read(_GUESSED_BYTES)
-        if len(content) == _GUESSED_BYTES:  # the last character may have been cut
-            end = max(content.rfind(b"\n"), content.rfind(b" ")) + 1 or len(content)
-            content = content[: end + (b"\0" in content and end % 2)]
-        as_utf8 = content.decode(errors="replace")
-        num_bad = as_utf8.count("\ufffd") + as_utf8.count("\0")
-        if num_bad <= sum(character > "\x7f" for character in as_utf8) - as_utf8.count("\ufffd"):
-            return None  # with some damage
-        known = ["utf_16", "utf_16_le", "utf_16_be", "cp1252"] if language in _WESTERN else None
-        if found := from_bytes(content, cp_isolation=known).best():
-            return found.encoding.upper().replace("_", "-").replace("UTF-16-", "UTF-16")
-    return None
+    with file.open() as stream:
+        content = stream.read(_GUESSED_BYTES)
+    if len(content) == _GUESSED_BYTES:  # the last character may have been cut
+        end = max(content.rfind(b"\n"), content.rfind(b" ")) + 1 or len(content)
+        content = content[: end + (b"\0" in content and end % 2)]
+    as_utf8 = content.decode(errors="replace")
+    num_bad = as_utf8.count("\ufffd") + as_utf8.count("\0")
+    if num_bad <= sum(character > "\x7f" for character in as_utf8) - as_utf8.count("\ufffd"):
+        return None  # with some damage
+    found = from_bytes(content, cp_isolation=_ENCODINGS).best()
+    return found.encoding.upper().replace("_", "-").replace("UTF-16-", "UTF-16") if found else None
 
 
-@contextmanager
-def decompressed(file: SourceFile, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield the content of an open file, decompressed where its name says so."""
+def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
+    """Return the content of an open file, decompressed where its name says so."""
     if not file.compression:
-        yield raw
-        return
+        return raw
     if file.size == 0:
         raise EOFError("an empty file is not a compressed one")  # gzip takes it for one without text
     if file.compression == ".gz":
-        text: Any = gzip.GzipFile(fileobj=raw)  # buffered already: a second buffer would lose what comes before damage
-        yield text
-    elif file.compression == ".xz":
-        yield io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
-    else:
-        # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
-        stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-        yield io.BufferedReader(stream)
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))  # another buffer would lose what is before damage
+    if file.compression == ".xz":
+        return io.BufferedReader(_XzStreams(raw), _READ_AT_ONCE)
+    # Arrow's reader says that a stream was cut off; zstandard's ends there as if it were whole.
+    zstd: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+    return io.BufferedReader(zstd)
 
 
 class _XzStreams(io.RawIOBase):
@@ -279,7 +227,8 @@ class _XzStreams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while True:
+        data = b""
+        while not data:
             more = b""
             if self._stream.eof:
                 more = self._stream.unused_data.lstrip(b"\0")  # zeros may pad it
@@ -290,19 +239,41 @@ class _XzStreams(io.RawIOBase):
                 self._stream = lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES)
             elif self._stream.needs_input and not (more := self._raw.read(_READ_AT_ONCE)):
                 raise EOFError("compressed file ended before its end-of-stream marker")
-            if data := self._stream.decompress(more, len(buffer)):
-                buffer[: len(data)] = data
-                return len(data)
+            data = self._stream.decompress(more, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
-@contextmanager
-def unpacked(file: SourceFile, stream: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield a decompressed stream as a file that can be read from its end, in a temporary file."""
-    limit = _SMALL_BYTES + _MAX_UNPACKING * file.size
-    with tempfile.TemporaryFile() as whole:
-        while block := stream.read(_READ_AT_ONCE):
-            if whole.tell() + len(block) > limit:
-                raise OSError(f"unpacks to more than {_MAX_UNPACKING} times its size")
-            whole.write(block)
-        whole.seek(0)
-        yield whole
+def dataset_rows(source: TextSource) -> Iterable[dict[str, Any]]:
+    """Return the rows of a dataset's split, read as they are needed."""
+    import datasets  # takes seconds: only hub sources need it
+
+    rows: Iterable[dict[str, Any]] = datasets.load_dataset(
+        source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
+    )
+    return rows
+
+
+def dataset_builder(source: TextSource) -> Any:
+    """Return what `datasets` knows of a dataset before it is loaded; its `hash` is the commit of the revision."""
+    import datasets
+
+    with dataset_errors(source):
+        return datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
+
+
+def dataset_errors(source: TextSource) -> AbstractContextManager[None]:
+    return named_errors(f"{source.name}: the dataset {source.dataset}", "cannot be loaded")
+
+
+def check_source(source: TextSource) -> None:
+    """Find out whether a source is there: the first byte of every file read, or the hub (or its cache) asked."""
+    if source.dataset is not None:
+        splits = [str(split) for split in dataset_builder(source).config.data_files or ()]
+        if splits and source.split not in splits:
+            known = ", ".join(splits)
+            raise CorpusError(f"{source.name}: the dataset {source.dataset} has no split {source.split!r} ({known})")
+    for file in source_files(source):
+        if file.store is None:  # a store has been asked for it; to open it there is to fetch it
+            with named_errors(f"{source.name}: {file}"), file.open() as opened:
+                opened.read(1)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import Document, Reason, Record, Rejected, described
-from scale_cli.data.encoding import RoundTrip
+from scale_cli.data.documents import Reason, Record, Rejected
+from scale_cli.data.encoding import Document, RoundTrip
 from scale_cli.data.files import SourceFile, likely_encoding, source_files
 from scale_cli.errors import CorpusError
 from scale_cli.report.numbers import percent
@@ -18,7 +18,6 @@ from scale_cli.storage.records import RunRecord
 
 _PLACES = 3
 _FIELDS, _LONGEST_FIELD = 12, 40
-_COMMANDS = {"": "cat", ".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc"}
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class TokenLedger(RunRecord):
 
 def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: float) -> None:
     """Hold a source to a limit: CorpusError where more of it is bad, or none is good, with what and where first."""
-    name, losses = described(source), ledger.described_losses()
+    name, losses = _described(source), ledger.described_losses()
     if ledger.num_skipped and not ledger.read.documents:
         raise CorpusError(f"{name}: no document is left: skip_documents passes over all {ledger.num_skipped:,}")
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
@@ -188,20 +187,24 @@ def _other_encoding(source: TextSource, ledger: Ledger) -> str:
     """Return how to convert the first bad file, where it is text, but not UTF-8; else nothing."""
     places = [*ledger.damaged_files, *(place for count in ledger.dropped.values() for place in count.places)]
     for file in source_files(source):
-        if file.stored is None and any(place.startswith(str(file)) for place in places):
-            if (encoding := likely_encoding(file, source.language)) is None:
+        if file.store is None and not file.compression and any(place.startswith(file.name) for place in places):
+            if (encoding := likely_encoding(file)) is None:
                 return ""
-            to = f"{str(file).removesuffix(file.format + file.compression)}.utf-8{file.format}"
-            read = f"{_COMMANDS[file.compression]} {shlex.quote(str(file))}"
-            return f"; {file} looks like {encoding}: {read} | iconv -f {encoding} -t UTF-8 > {shlex.quote(to)}"
+            converted = shlex.quote(f"{file.name.removesuffix(file.format)}.utf-8{file.format}")
+            convert = f"cat {shlex.quote(file.name)} | iconv -f {encoding} -t UTF-8 > {converted}"
+            return f"; {file} looks like {encoding}: {convert}"
     return ""
 
 
-def check_unknown_fraction(name: str, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
+def check_unknown_fraction(source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
     """Hold a tokenizer to giving back the text of a source."""
     if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
-            f"{name}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
+            f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "
             f"{round_trip.example!r}, more than corpus.max_unknown_fraction {max_unknown_fraction} allows: it does not "
             "know this text, or its files are of two models; name one that does in model.tokenizer"
         )
+
+
+def _described(source: TextSource) -> str:
+    return f"{source.name} ({', '.join(source.paths) or source.dataset})"

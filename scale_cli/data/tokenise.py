@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.conversations import conversations
-from scale_cli.data.documents import CorpusReader, Record
-from scale_cli.data.encoding import Conversation, Encoded, RoundTrip, TokenizerSpec, encode_all
+from scale_cli.data.documents import CorpusReader, Record, conversations
+from scale_cli.data.encoding import Encoded, RoundTrip, TokenizerSpec, encode_all
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.progress import progress_bar
@@ -74,12 +73,13 @@ def tokenise(
             records = conversations(reader, template_of, reading.max_document_bytes)
         with _Shards(unfinished, progress, spec) as shards:
             documents = ledger.kept_of(records, lambda: reader.path)
-            texts = (d.text if d.learned is None else Conversation(d.text, d.learned) for d in documents)
-            next(islice(texts, shards.written.documents, shards.written.documents), None)  # those are done
-            usable_cores = len(os.sched_getaffinity(0))
-            encoded = encode_all(texts, spec, reading.num_workers or usable_cores)
-            for part in _with_progress(encoded, source.name, reader, shards, show_progress):
-                shards.append(part)
+            next(islice(documents, shards.written.documents, shards.written.documents), None)  # those are done
+            num_workers = reading.num_workers or len(os.sched_getaffinity(0))
+            with _bar(source, reader, show_progress) as bar:
+                for part in encode_all(documents, spec, num_workers):
+                    shards.append(part)
+                    bar.update(reader.position_bytes - bar.n)
+                    bar.set_postfix_str(f"{shards.written.tokens:,} tokens", refresh=False)
             ledger.num_skipped = reader.num_skipped
             ledger.num_tokens, ledger.round_trip = shards.written.tokens, shards.written.round_trip
         if spec.conversations:
@@ -94,6 +94,12 @@ def tokenise(
         ledger.save(unfinished)
         publish_folder(unfinished, folder)
         progress.unlink()
+
+
+def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
+    """Return a progress bar over the bytes of a source's files, which give throughput and time left."""
+    title, total = f"tokenising {source.name}", reader.total_bytes or None
+    return progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
 
 
 @dataclass(frozen=True)
@@ -135,14 +141,10 @@ class _Shards:
     def __enter__(self) -> _Shards:
         with writing(self._folder):
             for name, size in self._sizes(self.written).items():
-                path = self._folder / name
-                path.touch()
-                file = path.open("r+b")
-                self._files[name] = file
-                if name == OFFSETS and not self.written.documents:
-                    file.write(np.zeros(1, np.int64).tobytes())
-                file.truncate(size)
-                file.seek(size)
+                self._files[name] = (self._folder / name).open("ab")
+                if not self.written.documents:
+                    self._files[name].truncate(0)
+                self._files[name].truncate(size)  # longer than before by the first offset, 0
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -179,24 +181,3 @@ class _Shards:
                 os.fsync(file.fileno())
         write_json(self._progress, self.written.to_json())
         self._recorded_tokens = self.written.tokens
-
-
-def _with_progress(
-    encoded: Iterator[Encoded], name: str, reader: CorpusReader, shards: _Shards, show: bool
-) -> Iterator[Encoded]:
-    """Pass the parts on, with a bar over the bytes of the source's files, which give throughput and time left."""
-    bar = progress_bar(
-        total=reader.total_bytes or None,
-        desc=f"tokenising {name}",
-        unit="B",
-        unit_scale=True,
-        disable=not show,
-        leave=False,
-    )
-    first_tokens = shards.written.tokens
-    with bar:
-        for part in encoded:
-            yield part
-            bar.update(reader.position_bytes - bar.n)
-            rate = (shards.written.tokens - first_tokens) / max(bar.format_dict["elapsed"], 1e-9)
-            bar.set_postfix_str(f"{shards.written.tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)

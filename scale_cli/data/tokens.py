@@ -27,14 +27,12 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.conversations import conversations
-from scale_cli.data.documents import CorpusReader, Record, described
-from scale_cli.data.encoding import Encoder, Ids, TokenizerSpec
-from scale_cli.data.files import SourceFile, SourceHashes, source_files
-from scale_cli.data.hub import dataset_commit
+from scale_cli.data.documents import CorpusReader, Record, conversations
+from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
+from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
-from scale_cli.errors import BaseModelError, CorpusError
+from scale_cli.errors import BaseModelError
 from scale_cli.storage.atomic import file_sha256, json_sha256, writing
 
 _FORMAT_VERSION = 5
@@ -101,16 +99,14 @@ def tokenised(
 ) -> TokenisedCorpus:
     """Open a source's tokenised form, making it first where the cache does not hold it."""
     reading = reading or ReadingConfig()
-    hashes = SourceHashes(cache_dir)
-    folder = cache_dir / _folder_name(source, tokenizer, hashes, reading)
+    folder = cache_dir / content_name(source, tokenizer, cache_dir, reading)
     if not is_tokenised(folder):
         template_of = None if source.messages_field is None else tokenizer
         spec = _tokenizer_spec(tokenizer, conversations=template_of is not None)
         tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of)
-    hashes.remember()
     corpus = _opened(folder, tokenizer)
     check_bad_fraction(source, corpus.ledger, reading.max_bad_fraction)
-    check_unknown_fraction(described(source), corpus.ledger.round_trip, reading.max_unknown_fraction)
+    check_unknown_fraction(source, corpus.ledger.round_trip, reading.max_unknown_fraction)
     return corpus
 
 
@@ -127,60 +123,33 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
         records: Iterable[Record] = islice(reader, _SAMPLE_RECORDS)
         if source.messages_field is not None:
             records = conversations(records, tokenizer, reading.max_document_bytes)
-        texts, num_characters = [], 0
+        room, sample = _SAMPLE_CHARACTERS, []
         for document in ledger.kept_of(records):
-            texts.append(document.text[: _SAMPLE_CHARACTERS - num_characters])
-            num_characters += len(document.text)
-            if num_characters >= _SAMPLE_CHARACTERS:
+            text = document.text[:room]
+            sample.append(Document(text, len(text.encode())))
+            room -= len(text)
+            if not room:
                 break
         ledger.num_skipped = reader.num_skipped
-        is_whole = is_whole and ledger.read.documents < _SAMPLE_RECORDS and num_characters < _SAMPLE_CHARACTERS
-        ledger.round_trip += encoder.encode(texts).round_trip
+        is_whole = is_whole and room > 0 and ledger.read.documents < _SAMPLE_RECORDS
+        ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1
     if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
         check_bad_fraction(source, ledger, reading.max_bad_fraction)
     # Of a part of the text the share is not known to a hundredth, but a script that is lost is seen in it.
     least = 0.0 if is_whole else _PLAINLY_LOST
-    check_unknown_fraction(described(source), ledger.round_trip, max(least, reading.max_unknown_fraction))
+    check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
 
 
 def content_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> str:
     """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
-    hashes = SourceHashes(cache_dir)
-    name = _folder_name(source, tokenizer, hashes, reading)
-    hashes.remember()
-    return name
-
-
-def already_tokenised(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
-) -> TokenisedCorpus | None:
-    """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
-    folder = cache_dir / _folder_name(source, tokenizer, SourceHashes(cache_dir), reading)
-    return _opened(folder, tokenizer) if is_tokenised(folder) else None
-
-
-def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
-    ledger = Ledger.load(folder)
-    ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
-    offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
-    num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
-    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r")
-    learned = np.memmap(folder / LEARNED, dtype=np.bool_, mode="r") if (folder / LEARNED).is_file() else None
-    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
-
-
-def _folder_name(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, hashes: SourceHashes, reading: ReadingConfig
-) -> str:
-    """Return the name of a source's folder."""
     # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not the
     # default, or every cache that there is would be made again.
     settings = {
         "format": _FORMAT_VERSION,
-        "content": _content(source, hashes),
+        "content": _content(source, cache_dir),
         "text_field": source.text_field,
         "documents": source.documents,
         "max_documents": source.max_documents,
@@ -192,21 +161,37 @@ def _folder_name(
     return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
-def _content(source: TextSource, hashes: SourceHashes) -> list[object]:
-    def content(file: SourceFile) -> str:
-        try:
-            return file.content(hashes)
-        except OSError as error:
-            raise CorpusError(f"{source.name}: {file} cannot be read ({error.strerror or error})") from None
-
+def _content(source: TextSource, cache_dir: Path) -> list[object]:
+    """Return what decides a source's records, with a hash for every file."""
     if source.dataset is None:
-        return [(file.format + file.compression, content(file)) for file in source_files(source)]
+        files = source_files(source)
+        kinds = [file.format + file.compression for file in files]
+        return list(zip(kinds, content_hashes(files, cache_dir), strict=True))
     place = Path(source.dataset)
     if not place.is_dir():
-        return [source.dataset, source.subset, source.split, dataset_commit(source)]
-    files = sorted(file for file in place.rglob("*") if file.is_file())
-    contents = [(str(file.relative_to(place)), content(SourceFile(str(file)))) for file in files]
+        return [source.dataset, source.subset, source.split, dataset_builder(source).hash]
+    files = [SourceFile(str(file), 0) for file in sorted(place.rglob("*")) if file.is_file()]
+    names = [str(Path(file.name).relative_to(place)) for file in files]
+    contents = list(zip(names, content_hashes(files, cache_dir), strict=True))
     return [source.dataset, source.subset, source.split, contents]
+
+
+def already_tokenised(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
+) -> TokenisedCorpus | None:
+    """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
+    folder = cache_dir / content_name(source, tokenizer, cache_dir, reading)
+    return _opened(folder, tokenizer) if is_tokenised(folder) else None
+
+
+def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
+    ledger = Ledger.load(folder)
+    ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
+    offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
+    num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
+    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r")
+    learned = np.memmap(folder / LEARNED, dtype=np.bool_, mode="r") if (folder / LEARNED).is_file() else None
+    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
 
 
 def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:

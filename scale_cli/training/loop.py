@@ -15,8 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scale_cli import progress
-from scale_cli.data.batches import StepBatches
-from scale_cli.data.prefetch import Prefetched, batches_ahead
+from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.hooks import of_final
 from scale_cli.planning.device import peak_memory_bytes

@@ -28,7 +28,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import cache_dir
-from scale_cli.data.documents import check_source
+from scale_cli.data.files import check_source
 from scale_cli.data.tokens import DocumentMarkers, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
-from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import content_name
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing

@@ -69,9 +69,8 @@ class Shape:
         np.save(path, ids, allow_pickle=False)
         return Batches(
             [PackedWindows(np.load(path, mmap_mode="r", allow_pickle=False), self.sequence_length)],
-            [1.0],
+            [(_NUM_STEPS, [1.0])],
             seed=seed,
-            num_steps=_NUM_STEPS,
             global_batch_size=self.batch_size,
             micro_batch_size=self.batch_size,
         )

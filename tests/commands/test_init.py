@@ -23,7 +23,8 @@ from scale_cli.config.load import checked, load_config
 from scale_cli.config.safe_yaml import parse
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
-from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
 from scale_cli.planning import fitting
 from scale_cli.planning.fitting import Sizes, fitting_sizes

@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
-from scale_cli.errors import CorpusError
+from scale_cli.data.documents import CorpusReader, Reason, Record, Rejected
+from scale_cli.data.encoding import Document
 
 DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
+LIMIT = 10_000_000
 
 
 def zstd(content: bytes) -> bytes:
@@ -29,12 +30,8 @@ def zstd(content: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
-def plain(content: bytes) -> bytes:
-    return content
-
-
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "": plain,
+    "": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
     ".zst": zstd,
@@ -49,7 +46,7 @@ def as_jsonl(documents: list[str], field: str = "text") -> bytes:
     return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)).encode()
 
 
-def as_parquet(documents: list[str], field: str = "text") -> bytes:
+def as_parquet(documents: Sequence[str | None], field: str = "text") -> bytes:
     sink = io.BytesIO()
     pa.parquet.write_table(pa.table({"id": range(len(documents)), field: documents}), sink)
     return sink.getvalue()
@@ -61,35 +58,35 @@ def as_json(documents: list[str], field: str = "text") -> bytes:
 
 def as_csv(documents: list[str], field: str = "text") -> bytes:
     table = io.StringIO(newline="")
-    csv.writer(table).writerows([["id", field], *enumerate(documents)])
+    csv.writer(table, quoting=csv.QUOTE_ALL).writerows([["id", field], *enumerate(documents)])
     return table.getvalue().encode()
 
 
-FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+FORMATS: dict[str, Callable[..., bytes]] = {
     ".txt": as_txt,
     ".jsonl": as_jsonl,
     ".json": as_json,
     ".csv": as_csv,
     ".parquet": as_parquet,
 }
-
-formats = pytest.mark.parametrize("form", FORMATS)
-compressions = pytest.mark.parametrize("compression", COMPRESSORS)
-compressed = pytest.mark.parametrize("compression", [c for c in COMPRESSORS if c])
-
-
-LIMIT = 10_000_000
+# What is read; a parquet file is compressed inside.
+READ = [(form, compression) for form in FORMATS for compression in COMPRESSORS if form != ".parquet" or not compression]
+forms = pytest.mark.parametrize(("form", "compression"), READ)
 
 
-def records(path: Path | str, limit: int = LIMIT, **options: Any) -> list[Record]:
-    return list(CorpusReader(TextSource(name="source", path=str(path), language="ko", **options), limit))
+def source_of(path: str | list[str] | None, **options: Any) -> TextSource:
+    return TextSource.model_validate({"name": "source", "path": path, "language": "ko", **options})
 
 
-def read(path: Path | str, **options: Any) -> list[str]:
+def records(path: Path | str | list[str], limit: int = LIMIT, **options: Any) -> list[Record]:
+    return list(CorpusReader(source_of(path if isinstance(path, list) else str(path), **options), limit))
+
+
+def read(path: Path | str | list[str], **options: Any) -> list[str]:
     """The documents of a source in which nothing is bad."""
     found = records(path, **options)
-    assert not [record for record in found if isinstance(record, Rejected)]
-    return [record.text for record in found if isinstance(record, Document)]
+    assert not dropped(found)
+    return kept(found)
 
 
 def kept(found: list[Record]) -> list[str]:
@@ -98,11 +95,3 @@ def kept(found: list[Record]) -> list[str]:
 
 def dropped(found: list[Record]) -> list[tuple[Reason, str]]:
     return [(record.reason, record.place) for record in found if isinstance(record, Rejected)]
-
-
-def error_of(path: Path | str) -> str:
-    with pytest.raises(CorpusError) as caught:
-        records(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows
+from scale_cli.data.corpora import build_batches, open_sources
+from scale_cli.upscale.tokenizer import load_tokenizer
+from tests.config.small_config import SMALLEST, load_text
 
 # A stream whose ids are their own positions says of every id in a batch where it came from.
 FAR = 2**15  # apart, so that the streams of several sources share no id
@@ -23,9 +26,10 @@ def stream(length: int, source: int = 0) -> npt.NDArray[np.uint32]:
 
 
 def batches(lengths: list[int], sequence_length: int, weights: list[float] | None = None, **options: Any) -> Batches:
-    defaults: dict[str, Any] = {"seed": 0, "num_steps": 4, "global_batch_size": 4, "micro_batch_size": 2}
+    defaults: dict[str, Any] = {"seed": 0, "global_batch_size": 4, "micro_batch_size": 2}
     windows = [PackedWindows(stream(length, source), sequence_length) for source, length in enumerate(lengths)]
-    return Batches(windows, weights or [1.0] * len(lengths), **(defaults | options))
+    whole = [(options.pop("num_steps", 4), weights or [1.0] * len(lengths))]
+    return Batches(windows, options.pop("stages", whole), **(defaults | options))
 
 
 def joined(micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +70,6 @@ def test_every_token_but_the_first_is_a_target_once_an_epoch_after_the_one_befor
     assert seen == list(range(1, length))
 
 
-@settings(deadline=None, max_examples=50)
-@given(LENGTHS, SEQUENCE_LENGTHS)
-def test_a_window_reads_on_where_the_one_before_it_ends(length: int, sequence_length: int) -> None:
-    windows = PackedWindows(stream(length), sequence_length)
-    for before, after in pairwise(range(len(windows))):
-        assert windows.window(before)[1][-1] == windows.window(after)[0][0]
-
-
 # Batches
 
 
@@ -104,6 +100,7 @@ def test_the_ranks_of_any_world_hold_the_global_batch_of_one_process(plan: dict[
         assert {len(rank) for rank in ranks} == {parts // world}
         for batch in (batch for rank in ranks for batch in rank):
             assert batch.input_ids.shape == batch.targets.shape == (plan["micro_batch_size"], plan["sequence_length"])
+        assert sum(of.num_targets(step)) == sum(int((b.targets != IGNORED).sum()) for rank in ranks for b in rank) > 0
         interleaved = [batch for turn in zip(*ranks, strict=True) for batch in turn]
         assert rows(joined(interleaved)) == rows(global_batch(of, step))
 
@@ -131,27 +128,23 @@ def test_a_batch_depends_on_seed_and_step_alone(plan: dict[str, Any], data: st.D
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans())
-def test_a_loss_is_normalised_by_the_targets_that_are_there(plan: dict[str, Any]) -> None:
-    of = batches(**plan)
-    for step in range(plan["num_steps"]):
-        counted = sum(int((batch.targets != IGNORED).sum()) for batch in of.micro_batches(step))
-        assert sum(of.num_targets(step)) == counted > 0
-
-
-@settings(deadline=None, max_examples=60)
-@given(plans())
-def test_every_epoch_of_every_source_visits_each_of_its_windows_once(plan: dict[str, Any]) -> None:
-    of = batches(**(plan | {"num_steps": 20}))
-    drawn = [row for step in range(20) for row in rows(global_batch(of, step))]
-    for source, windows in enumerate(of.sources):
-        mine = [inputs[0] - source * FAR for inputs, _ in drawn if inputs[0] // FAR == source]
-        starts = set(range(0, len(windows) * plan["sequence_length"], plan["sequence_length"]))
-        for begin in range(0, len(mine), len(windows)):
-            epoch = mine[begin : begin + len(windows)]
-            assert len(set(epoch)) == len(epoch)
-            assert set(epoch) <= starts
-    assert len(drawn) == 20 * plan["global_batch_size"]
+@given(plans(), st.integers(1, 4))
+def test_every_epoch_of_every_source_visits_each_of_its_windows_once_whatever_the_stages(
+    plan: dict[str, Any], end: int
+) -> None:
+    """The k-th sample of a source is the k-th window of its epochs, whatever stage it is drawn in."""
+    odd = [float(i + 1) for i in range(len(plan["lengths"]))]
+    for stages in ([(20, plan["weights"])], [(end, plan["weights"]), (20, odd)]):
+        of = batches(**plan, stages=stages)
+        located = [located for step in range(20) for located in of.windows_of(step)]
+        drawn = [row for step in range(20) for row in rows(global_batch(of, step))]
+        assert [inputs[0] % FAR for inputs, _ in drawn] == [window * plan["sequence_length"] for _, window in located]
+        assert len(located) == 20 * plan["global_batch_size"]
+        for source, windows in enumerate(of.sources):
+            mine = [window for drawn_from, window in located if drawn_from == source]
+            for begin in range(0, len(mine), len(windows)):
+                epoch = mine[begin : begin + len(windows)]
+                assert len(set(epoch)) == len(epoch)
 
 
 @settings(deadline=None, max_examples=60)
@@ -194,16 +187,6 @@ def test_different_seeds_draw_and_order_differently(seeds: list[int]) -> None:
     assert draws[0] != draws[1]
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 1.0], [0.1, 0.2, 0.7], [1.0, 99.0]])
-def test_sources_are_mixed_by_their_weights(weights: list[float]) -> None:
-    num_steps, size = 500, 8
-    of = batches([50] * len(weights), 7, weights, num_steps=num_steps, global_batch_size=size, micro_batch_size=size)
-    drawn = Counter(inputs[0] // FAR for step in range(num_steps) for inputs, _ in rows(global_batch(of, step)))
-    for source, weight in enumerate(weights):
-        # The seed is fixed: this either holds for good or shows a bias of four standard deviations and more.
-        assert binomtest(drawn[source], num_steps * size, weight / sum(weights)).pvalue > 1e-4
-
-
 @settings(deadline=None, max_examples=30)
 @given(plans(), st.integers(-8, 8))
 def test_only_the_proportions_of_the_weights_count(plan: dict[str, Any], exponent: int) -> None:
@@ -231,7 +214,7 @@ def test_every_stage_draws_by_its_own_weights_and_nothing_before_it_depends_on_i
     seed: int, end: int, weights: list[int]
 ) -> None:
     """Shares lie where those of independent draws would, but for one seed in 100 million."""
-    options: dict[str, Any] = {"num_steps": 4, "global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
+    options: dict[str, Any] = {"global_batch_size": 200, "micro_batch_size": 1, "seed": seed}
     first, second = [float(weights[0]), float(weights[1]), 0.0], [0.0, 1.0, float(weights[2])]
     staged = batches([50, 60, 70], 5, stages=[(end, first), (4, second)], **options)
     for steps, of_stage in ((range(end), first), (range(end, 4), second)):
@@ -245,17 +228,63 @@ def test_every_stage_draws_by_its_own_weights_and_nothing_before_it_depends_on_i
     assert all(whole.windows_of(step) == alone.windows_of(step) for step in range(4))
 
 
-@settings(deadline=None, max_examples=30)
-@given(plans(), st.integers(1, 4))
-def test_a_source_goes_on_in_its_epoch_from_one_stage_to_the_next(plan: dict[str, Any], end: int) -> None:
-    """The k-th sample of a source is the k-th window of its epochs, whatever stage it is drawn in."""
-    plan = plan | {"num_steps": 5, "global_batch_size": 6, "micro_batch_size": 1}
-    even, odd = [1.0] * len(plan["lengths"]), [float(i + 1) for i in range(len(plan["lengths"]))]
-    of = batches(**plan, stages=[(end, even), (5, odd)])
-    located = [located for step in range(5) for located in of.windows_of(step)]
-    for source in range(len(plan["lengths"])):
-        windows = [window for drawn, window in located if drawn == source]
-        size = len(of.sources[source])
-        for start in range(0, len(windows), size):
-            epoch = windows[start : start + size]
-            assert len(set(epoch)) == len(epoch)
+# Isolated documents
+
+
+DOCUMENTS = st.lists(st.integers(1, 12), min_size=2, max_size=12)
+
+
+def isolated(lengths: list[int], sequence_length: int, lead: int = 0) -> PackedWindows:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return PackedWindows(np.arange(1, offsets[-1] + 1), sequence_length, offsets=offsets, lead=lead)
+
+
+@given(DOCUMENTS, st.integers(2, 9))
+def test_a_position_counts_from_where_its_document_began_or_the_window_and_no_token_changes(
+    lengths: list[int], sequence_length: int
+) -> None:
+    windows = isolated(lengths, sequence_length)
+    packed = PackedWindows(windows.ids, sequence_length)
+    of_token = [place for length in lengths for place in range(length)]
+    for index in range(len(windows)):
+        positions = windows.positions(index)
+        assert positions is not None and positions.shape == (sequence_length,)
+        first = index * sequence_length
+        for at in range(windows.num_targets[index]):
+            assert positions[at] == min(of_token[first + at], at)
+        assert np.array_equal(windows.window(index), packed.window(index))
+
+
+@given(DOCUMENTS, st.integers(2, 9))
+def test_without_a_mark_of_its_own_a_document_begins_with_that_which_ended_the_one_before(
+    lengths: list[int], sequence_length: int
+) -> None:
+    windows = isolated(lengths, sequence_length, lead=1)
+    # As inputs: the first document without its last token, and every other with the last of the one before it.
+    one_earlier = isolated([lengths[0] - 1, *lengths[1:], 1], sequence_length)
+    for index in range(len(windows)):
+        mine, theirs = windows.positions(index), one_earlier.positions(index)
+        assert mine is not None and theirs is not None
+        assert np.array_equal(mine[: windows.num_targets[index]], theirs[: windows.num_targets[index]])
+
+
+@pytest.mark.parametrize("checkpoint", ["ckpt-stories260K", "ckpt-eltec"])  # with BOS and EOS, and with EOS alone
+def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
+    tmp_path: Path, shared_data: Path, checkpoint: str
+) -> None:
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{text}."}}\n' for text in ("One", "A cat", "It")))
+    source = f"corpus.sources.0.path={tmp_path}/*.jsonl"
+    folders = f"model.base={shared_data / checkpoint / 'hf'}", f"corpus.cache_dir={tmp_path}/cache"
+    config = load_text(SMALLEST, source, *folders, "corpus.isolate_documents=true")
+    (corpus,) = open_sources(config, config.corpus.sources, load_tokenizer(config.model))
+    of = build_batches(config, [corpus], 1)
+    inputs, targets = of.sources[0].window(0)
+    positions = of.sources[0].positions(0)
+    assert positions is not None
+    for index in range(1, len(corpus)):
+        first = int(corpus.offsets[index]) + (corpus.markers.bos is not None)
+        assert targets[first - 1] == corpus.ids[first]
+        assert (positions[first - 1], inputs[first - 1]) == (0, corpus.markers.context)
+    for micro_batch in of.micro_batches(0):
+        assert micro_batch.position_ids is not None
+        assert micro_batch.position_ids[0].tolist() == positions.tolist()

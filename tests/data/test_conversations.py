@@ -21,11 +21,10 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.batches import IGNORED, PackedWindows
-from scale_cli.data.conversations import Messages, conversations, written
-from scale_cli.data.documents import CorpusReader, Document, Rejected
+from scale_cli.data.documents import CorpusReader, Messages, Rejected, conversations
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.data.tokens import tokenised
-from scale_cli.errors import ConfigError, CorpusError
+from scale_cli.errors import ConfigError
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records
 from tests.training.conftest import make_config
@@ -49,6 +48,8 @@ MARKED = """{%- for message in messages -%}
 {% endif -%}"""
 # As some reasoning models do: what the assistant has said is written otherwise once more has been said.
 FORGETFUL = "{%- for m in messages -%}[{{ m.role }}]{{ m.content if loop.last else '...' }}{%- endfor -%}"
+# It asks in other words than it writes.
+THINKING = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 STRICT = "{{ raise_exception('a system turn') if messages[0].role == 'system' }}" + PLAIN
 
 SAID = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(str.strip)
@@ -96,7 +97,7 @@ def corpus_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
     return corpus
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(talks=st.lists(TURNS, min_size=1, max_size=3), system=st.none() | SAID)
 def test_the_mask_is_the_assistants_turns_and_the_ids_are_transformers_own(
     corpus_of: Tokenised, tokenizer: PreTrainedTokenizerBase, talks: list[Any], system: str | None
@@ -142,6 +143,7 @@ def test_every_learned_token_is_a_target_once_an_epoch_and_no_other_ever(
     ("template", "messages", "reason"),
     [
         (FORGETFUL, talk([("a", "b"), ("c", "d")]), "writes otherwise"),
+        (THINKING, talk([("a", "b")]), "writes otherwise"),
         (STRICT, talk([("a", "b")], system="s"), "refused by the chat template"),
         (PLAIN, talk([("a", "b")])[:1], "no turn of the assistant"),
         (PLAIN, [{"role": "user"}], "wrong type"),
@@ -160,23 +162,6 @@ def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
     (record,) = conversations(CorpusReader(source, 10_000), with_template(tokenizer, template), 10_000)
     assert isinstance(record, Rejected) and reason in record.reason.value
     assert record.place.endswith("x.jsonl:1")
-
-
-def test_a_turn_that_asks_in_other_words_than_it_is_written_in_is_not_guessed_at(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    thinking = PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    document = Document(json.dumps(talk([("a", "b")])), 1, "here")
-    (record,) = conversations([document], with_template(tokenizer, thinking), 10_000)
-    assert isinstance(record, Rejected)
-    assert written(talk([("a", "b")]), tokenizer).text.startswith("<|im_start|>user\na<|im_end|>\n")
-
-
-def test_conversations_of_a_table_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("messages\n[]\n")
-    source = TextSource(name="x", path=str(tmp_path / "x.csv"), language="ko", messages_field="messages")
-    with pytest.raises(CorpusError, match=r"x\.csv: messages_field"):
-        CorpusReader(source, 100)
 
 
 def test_a_run_on_conversations_adds_up_and_is_refused_where_the_base_has_no_template(

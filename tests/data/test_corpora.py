@@ -1,15 +1,153 @@
-"""Stages of a mixture, from the config to what is drawn, and where a longer run may go on."""
+"""The corpora of a config: what is warned of, and the stages of a mixture."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import check_same_stages
-from scale_cli.data.doubtful import num_readings
+from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.data.corpora import (
+    build_batches,
+    check_same_stages,
+    corpus_warnings,
+    idle_settings,
+    num_readings,
+    open_sources,
+)
 from scale_cli.errors import RunFolderError
+from scale_cli.training.schedule import learning_rate
+
+WORDS = [f"w{number}" for number in range(60)]
+HELD_OUT = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10 w11"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def configured(folder: Path, training: list[list[str]], held_out: list[str], **train: Any) -> RunConfig:
+    for number, texts in enumerate([*training, held_out]):
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    sources: list[dict[str, Any]] = [
+        {"name": f"c{n}", "path": str(folder / f"{n}.jsonl"), "language": "en", "weight": n + 1.0}
+        for n in range(len(training))
+    ]
+    held = {"name": "held", "path": str(folder / f"{len(training)}.jsonl"), "language": "en", "role": "retention"}
+    return RunConfig.model_validate(
+        {
+            "output_dir": folder / "run",
+            "model": {"base": "none"},
+            "corpus": {"sequence_length": 8, "sources": sources, "num_workers": 1},
+            "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 1, **train},
+            "evaluation": {"perplexity": [held]},
+        }
+    )
+
+
+def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    training = open_sources(config, config.corpus.sources, tokenizer)
+    return corpus_warnings(config, training, open_sources(config, config.evaluation.perplexity, tokenizer))
+
+
+def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT), tokenizer) == []
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "infinite"])
+def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, schedule: str
+) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, warmup_steps=40, schedule=schedule)
+    (line,) = warned(config, tokenizer)
+    assert "train.warmup_steps 40: more than train.max_steps 4" in line
+    rates = [learning_rate(step, config.train) for step in range(4)]
+    assert rates == pytest.approx([config.train.lr * (step + 1) / 40 for step in range(4)])
+
+
+def test_settings_that_come_to_nothing_are_named(tmp_path: Path) -> None:
+    idle = {"decay_steps": 1, "cooldown_steps": 1}
+    for schedule, named in (("cosine", ["decay_steps", "cooldown_steps"]), ("wsd", ["cooldown_steps"])):
+        config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, schedule=schedule, **idle)
+        assert [line.partition(":")[0] for line in idle_settings(config)] == [f"train.{key}" for key in named]
+    method = MethodConfig.model_validate({"variant": "adept", "adept": {"every_steps": 4}})
+    (line,) = idle_settings(configured(tmp_path, [WORDS], HELD_OUT).model_copy(update={"method": method}))
+    assert line.startswith("method.adept.every_steps 4")
+
+
+def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = configured(tmp_path, [[" ".join(WORDS)], [" ".join(WORDS)]], HELD_OUT, max_steps=150)
+    (line,) = warned(config, tokenizer)
+    assert "corpus c0" not in line  # 13 times
+    assert line.startswith("corpus c1: its 60 tokens are read 25 times over")
+    corpora = open_sources(config, config.corpus.sources, tokenizer)
+    for source, corpus, trained in zip(
+        config.corpus.sources, corpora, build_batches(config, corpora, 1).trained_tokens(150), strict=True
+    ):
+        told = num_readings(config, source, len(corpus.ids))
+        assert trained.num_trained / (len(corpus.ids) - 1) == pytest.approx(told, rel=0.3)  # sources are drawn
+
+
+def test_a_text_that_is_shorter_than_a_window_is_read_once_in_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = configured(tmp_path, [["w1 w2 w3"]], HELD_OUT)
+    (corpus,) = open_sources(config, config.corpus.sources, tokenizer)
+    (trained,) = build_batches(config, [corpus], 1).trained_tokens(4)
+    told = num_readings(config, config.corpus.sources[0], len(corpus.ids))
+    assert told == trained.num_trained / (len(corpus.ids) - 1) == 8
+
+
+def test_held_out_documents_that_are_trained_on_are_counted_whatever_their_white_space(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    trained = ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], " ".join(WORDS), HELD_OUT[2]]
+    (line,) = warned(configured(tmp_path, [trained], [*HELD_OUT, HELD_OUT[2]]), tokenizer)
+    assert line.startswith("held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on")
+
+
+def test_lost_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = " ".join(WORDS * 9)
+    (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
+    assert line == "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'"
+
+
+def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sentences = "".join(f"w{number % 60} w{number % 7}\n" for number in range(20_000))
+    text = {"one": sentences, "parted": sentences.replace("w1 ", "\nw2 "), "small": "w1 w2\nw3 w4\n"}
+    tree = configured(tmp_path, [HELD_OUT], HELD_OUT).model_dump(mode="json", exclude={"corpus"})
+    for name, of_file, documents, told in [
+        ("one", "one", "paragraph", True),
+        ("by_line", "one", "line", False),
+        ("by_file", "one", "file", False),
+        ("parted", "parted", "paragraph", False),
+        ("small", "small", "paragraph", False),
+    ]:
+        (tmp_path / f"{of_file}.txt").write_text(text[of_file], encoding="utf-8")
+        source = {"name": name, "path": str(tmp_path / f"{of_file}.txt"), "language": "en", "documents": documents}
+        config = RunConfig.model_validate({**tree, "corpus": {"sequence_length": 8, "sources": [source]}})
+        lines = [line for line in warned(config, tokenizer) if "documents: line" in line]
+        assert [line.partition(" of ")[0] for line in lines] == [f"corpus {name}: 1 document"] * told
+        assert all("documents: file" in line for line in lines)
+
+
+def test_a_held_out_text_of_one_document_is_told_to_have_no_interval(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (line,) = warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT[:1]), tokenizer)
+    assert line.startswith("held-out held: one document,") and "documents: line" in line
+
+
+# Stages of a mixture, from the config to what is drawn, and where a longer run may go on
 
 
 def staged(max_steps: int) -> RunConfig:

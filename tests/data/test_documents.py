@@ -1,90 +1,88 @@
+"""What is read, and what is bad: it costs itself alone, with a reason and a place."""
+
 from __future__ import annotations
 
 import gzip
-import lzma
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Reason
+from scale_cli.data.documents import CorpusReader, Reason, Rejected
+from scale_cli.data.encoding import Document
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
     COMPRESSORS,
     DOCUMENTS,
     FORMATS,
     LIMIT,
+    READ,
     as_jsonl,
     as_parquet,
     as_txt,
-    compressed,
-    compressions,
     dropped,
-    formats,
+    forms,
     kept,
     read,
     records,
+    source_of,
 )
 
 # What is read
 
 
-@formats
-@compressions
+@forms
 def test_every_format_and_compression_gives_the_same_documents(tmp_path: Path, form: str, compression: str) -> None:
     file = tmp_path / f"corpus{form}{compression}"
     file.write_bytes(COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
     assert read(file) == DOCUMENTS
+    if form != ".txt":
+        file.write_bytes(COMPRESSORS[compression](FORMATS[form](DOCUMENTS, "body")))
+        assert read(file, text_field="body") == DOCUMENTS
+    if form in (".txt", ".jsonl"):
+        file.write_bytes(COMPRESSORS[compression](b"\xef\xbb\xbf" + FORMATS[form](DOCUMENTS)))
+        assert read(file) == DOCUMENTS
 
 
-@compressed
-def test_a_file_of_several_compressed_parts_is_read_to_its_end(tmp_path: Path, compression: str) -> None:
-    file = tmp_path / f"corpus.jsonl{compression}"
-    file.write_bytes(b"".join(COMPRESSORS[compression](as_jsonl([text])) for text in DOCUMENTS))
+@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8))
+def test_csv_and_json_give_the_texts_that_were_written(tmp_path_factory: Any, written: list[str]) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    for form in (".csv", ".json"):
+        (folder / f"written{form}").write_bytes(FORMATS[form](written))
+        assert kept(records(folder / f"written{form}")) == [text for text in written if text.strip()]
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_a_compressed_file_of_several_parts_is_read_to_its_end(tmp_path: Path, compression: str) -> None:
+    file, compress = tmp_path / f"corpus.jsonl{compression}", COMPRESSORS[compression]
+    padding = bytes(100_000) if compression == ".xz" else b""
+    file.write_bytes(b"".join(compress(as_jsonl([text])) + padding[:4] for text in DOCUMENTS) + padding)
     assert read(file) == DOCUMENTS
-
-
-@compressed
-@pytest.mark.parametrize("after", ["damaged part", "something else"])
-def test_what_follows_a_compressed_part_is_not_passed_over(tmp_path: Path, compression: str, after: str) -> None:
-    file = tmp_path / f"corpus.jsonl{compression}"
-    part = COMPRESSORS[compression](as_jsonl(DOCUMENTS))
-    file.write_bytes(part + (part[:12] + b"xx" + part[12:] if after == "damaged part" else b"something else"))
-    found = records(file)
-    assert kept(found) in ([], DOCUMENTS)  # what was decompressed together with the damage is lost
-    assert [reason for reason, _ in dropped(found)] == [Reason.DAMAGED_FILE]
-
-
-def test_zeros_may_pad_the_parts_of_an_xz_file(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl.xz"
-    file.write_bytes(b"\0\0\0\0".join(lzma.compress(as_jsonl([text])) for text in DOCUMENTS) + bytes(100_000))
-    assert read(file) == DOCUMENTS
-
-
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("blank", ["", " ", "\t \t", "\u3000"])
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_blank_lines_part_documents(tmp_path: Path, newline: str, blank: str, number: int) -> None:
-    file = tmp_path / "corpus.txt"
-    gap = (blank + newline) * number
-    lines = [gap, f"one{newline}more{newline}", gap, f"two{newline}", gap, "three"]
-    file.write_bytes("".join(lines).encode())
-    assert read(file) == [f"one{newline}more", "two", "three"]
+    part = compress(as_jsonl(DOCUMENTS))
+    for after in (part[:12] + b"xx" + part[12:], b"something else"):
+        file.write_bytes(part + after)
+        found = records(file)
+        assert kept(found) in ([], DOCUMENTS)  # what was decompressed together with the damage is lost
+        assert [reason for reason, _ in dropped(found)] == [Reason.DAMAGED_FILE]
 
 
 LINES = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["Cs"]), max_size=5)
+BLANKS = st.sampled_from(["", " ", "\t \t", "\u3000"])
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(LINES, max_size=10), st.booleans())
+@settings(deadline=None, max_examples=150)
+@given(st.lists(LINES | BLANKS, max_size=10), st.sampled_from(["\n", "\r\n"]), st.booleans())
 def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends_in_newline: bool
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: str, ends_in_newline: bool
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "lines.txt"
-    file.write_bytes(("\n".join(lines) + "\n" * ends_in_newline).encode())
-    documents = [document.split("\n") for document in read(file)]
+    file.write_bytes((newline.join(lines) + newline * ends_in_newline).encode())
+    documents = [document.split(newline) for document in read(file)]
     if lines and lines[0].startswith("\ufeff"):
         lines = [lines[0].removeprefix("\ufeff"), *lines[1:]]
     assert [line for document in documents for line in document] == [line for line in lines if line.strip()]
@@ -93,101 +91,174 @@ def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     assert len(documents) == len(starts)
 
 
-@pytest.mark.parametrize("form", [".txt", ".jsonl"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"corpus{form}"
-    file.write_bytes(b"\xef\xbb\xbf" + FORMATS[form](DOCUMENTS))
-    assert read(file) == DOCUMENTS
-
-
-@pytest.mark.parametrize("form", [".jsonl", ".parquet"])
-def test_the_text_field_is_the_one_that_is_named(tmp_path: Path, form: str) -> None:
-    file = tmp_path / f"corpus{form}"
-    file.write_bytes({".jsonl": as_jsonl, ".parquet": as_parquet}[form](DOCUMENTS, "body"))
-    assert read(file, text_field="body") == DOCUMENTS
-
-
-def test_the_files_of_a_glob_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.txt", "c/d.txt.gz"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        content = as_jsonl([name]) if "jsonl" in name else name.encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert read(tmp_path / "**/*.*") == ["a.txt", "b.jsonl", "c/d.txt.gz"]
-
-
-@pytest.mark.parametrize("name", ["a::b.txt", "news.2024.txt", "한글.txt", "with space.txt"])
-def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(as_txt(DOCUMENTS))
-    assert read(tmp_path / name) == DOCUMENTS
-
-
-@compressions
-def test_a_file_may_be_one_document(tmp_path: Path, compression: str) -> None:
-    text = "\n" + "\n\n".join(DOCUMENTS)
-    for name, newline in (("a", ""), ("b", "\n")):
-        content = (text + newline).encode("utf-8-sig")
-        (tmp_path / f"{name}.txt{compression}").write_bytes(COMPRESSORS[compression](content))
-    path = str(tmp_path / f"*.txt{compression}")
-    assert read(path, documents="file") == [text, text]
-
-
-@compressions
+@pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_line_may_be_one_document(tmp_path: Path, compression: str, end: str) -> None:
-    lines = ["\ufeff첫 문장", "", "  둘째 ", "third\u2028still", ""]
-    (tmp_path / f"a.txt{compression}").write_bytes(COMPRESSORS[compression](end.join(lines).encode()))
+def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, compression: str, end: str) -> None:
+    lines = ["첫 문장", "", "  둘째 ", "third\u2028still", ""]
+    for name in ("a", "b"):
+        content = COMPRESSORS[compression](end.join(lines).encode("utf-8-sig"))
+        (tmp_path / f"{name}.txt{compression}").write_bytes(content)
     path = str(tmp_path / f"*.txt{compression}")
-    assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"]
+    assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"] * 2
+    assert read(path, documents="file") == [end.join(lines).rstrip(end)] * 2
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_limit_on_documents_counts_what_is_kept(tmp_path: Path, limit: int) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(b"{\n" + as_jsonl(["a"]) + b"{\n" + as_jsonl(["c", "d"]))
+    found = records(file, max_documents=limit)
+    assert kept(found) == ["a", "c", "d"][:limit] and isinstance(found[-1], Document)
+    file.write_bytes(b"{\n" * 99)
+    assert len(records(file, max_documents=limit)) == limit + 1
+
+
+def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(as_txt(DOCUMENTS * 99))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(as_txt(DOCUMENTS * 99)))
+    reader = CorpusReader(source_of(str(tmp_path / "*")), LIMIT)
+    positions = [reader.position_bytes for _ in reader]
+    assert positions == sorted(positions)
+    assert reader.position_bytes == reader.total_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+# What is bad
+
+ENDING = [(form, compression) for form, compression in READ if compression or form == ".parquet"]  # it has an end
+BAD_LINES = [
+    (b"{", Reason.NOT_JSON),
+    (b"", Reason.EMPTY),
+    (b" \t", Reason.EMPTY),
+    (b'{"text": "a"} {"text": "b"}', Reason.NOT_JSON),
+    (b"[" * 7000, Reason.NOT_JSON),
+    (b"[]", Reason.NO_FIELD),
+    (b'"text"', Reason.NO_FIELD),
+    (b'{"body": "a"}', Reason.NO_FIELD),
+    (b'{"text": null}', Reason.WRONG_TYPE),
+    (b'{"text": ["a"]}', Reason.WRONG_TYPE),
+    (b'{"text": ""}', Reason.EMPTY),
+    (b'{"text": " \\n"}', Reason.EMPTY),
+    (b'{"text": "caf\xe9"}', Reason.NOT_UTF8),
+    (b'{"text": "\\ud800"}', Reason.NOT_UTF8),
+    (b'{"text": "a\\u0000b"}', Reason.NUL),
+    (b"\0" * 100, Reason.NUL),
+    (b'{"text": "' + b"a" * 1001 + b'"}', Reason.TOO_LARGE),
+    (b'{"id": "' + b"a" * 20_000 + b'", "text": "b"}', Reason.TOO_LARGE),
+]
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, compression: str) -> None:
+    file = tmp_path / f"corpus.jsonl{compression}"
+    content = b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES))
+    file.write_bytes(COMPRESSORS[compression](content))
+    found = records(file, limit=1000)
+    assert kept(found) == [str(index) for index in range(len(BAD_LINES))]
+    assert dropped(found) == [(reason, f"{file}:{2 * index + 2}") for index, (_, reason) in enumerate(BAD_LINES)]
+
+
+@pytest.mark.parametrize(("end", "compression"), [(b"\n", ""), (b"\r\n", ""), (b"\r\n", ".gz")])
+def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes, compression: str) -> None:
+    file, longest = tmp_path / f"corpus.txt{compression}", b"x" * 1000
+    bad = {b"caf\xe9": Reason.NOT_UTF8, b"a\0b": Reason.NUL, b"a" * 1003: Reason.TOO_LARGE, b" \t": Reason.EMPTY}
+    for line, reason in list(bad.items())[:3]:
+        file.write_bytes(COMPRESSORS[compression](end.join([b"one", b"", b"two", line, b"also two", b"", b"three"])))
+        found = records(file, limit=1000)
+        assert kept(found) == ["one", "three"]
+        assert dropped(found) == [(reason, f"{file}:4")]
+        assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
+        assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
+    for last in (b"", end):
+        file.write_bytes(COMPRESSORS[compression](end.join([b"one", b"", *bad, b"", longest]) + last))
+        found = records(file, limit=1000, documents="line")
+        assert kept(found) == ["one", longest.decode()]
+        assert dropped(found) == [(reason, f"{file}:{line}") for line, reason in enumerate(bad.values(), start=3)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_document_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"corpus{form}"
+    for limit, over in product((6, 50, 1000), (0, 1)):
+        text = "한" * ((limit + over) // 3) + "x" * ((limit + over) % 3)
+        file.write_bytes(FORMATS[form]([text, "a"]))
+        found = records(file, limit=limit)
+        assert kept(found) == ([] if over else [text]) + ["a"]
+        assert [reason for reason, _ in dropped(found)] == [Reason.TOO_LARGE] * over
+
+
+def test_a_paragraph_of_many_lines_is_not_held_beyond_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_bytes(b"one\n\n" + b"0123456789\n" * 1000 + b"\nthree\n")
+    found = records(file, limit=100)
+    assert kept(found) == ["one", "three"]
+    assert dropped(found) == [(Reason.TOO_LARGE, f"{file}:12")]
+    assert found[1].num_bytes == 11_000
+
+
+@pytest.mark.parametrize(("form", "compression"), ENDING)
+def test_of_a_cut_off_or_misnamed_file_what_came_before_is_kept(tmp_path: Path, form: str, compression: str) -> None:
+    file = tmp_path / f"corpus{form}{compression}"
+    documents = [f"document {i * i}" for i in range(999)]
+    whole = COMPRESSORS[compression](FORMATS[form](documents))
+    (tmp_path / f"later{form}").write_bytes(FORMATS[form](["of the next file"]))
+    for content in (*(whole[: int(part * len(whole))] for part in (0.0, 0.02, 0.5, 0.99)), as_txt(DOCUMENTS)):
+        file.write_bytes(content)
+        *found, damage, last = records(tmp_path / "*")
+        assert kept(found) == documents[: len(found)]
+        if len(content) > 0.9 * len(whole) and compression == ".gz" and form in (".txt", ".jsonl"):
+            assert found  # of the others, which end as one block, there may be none
+        assert kept([last]) == ["of the next file"]
+        assert isinstance(damage, Rejected) and damage.reason == Reason.DAMAGED_FILE
+        assert damage.place.startswith(f"{file} (")
+
+
+def test_a_bad_parquet_row_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.parquet"
+    file.write_bytes(as_parquet(["a", None, "", "a\0", "a" * 1001, "c"]))
+    found = records(file, limit=1000)
+    assert kept(found) == ["a", "c"]
+    reasons = [Reason.WRONG_TYPE, Reason.EMPTY, Reason.NUL, Reason.TOO_LARGE]
+    assert dropped(found) == [(reason, f"{file}: row {row}") for row, reason in enumerate(reasons, start=2)]
+    pa.parquet.write_table(pa.table({"text": [1, 2]}), file)
+    assert [reason for reason, _ in dropped(records(file))] == [Reason.WRONG_TYPE] * 2
+    offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfea")
+    pa.parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)}), file)
+    found = records(file)
+    assert kept(found) == ["a"]
+    assert dropped(found) == [(Reason.NOT_UTF8, f"{file}: row 1")] and found[0].num_bytes == 2
 
 
 # Datasets: a local folder goes the way of a hub id
 
 
-def dataset(folder: Path, text_field: str = "text", split: str = "train") -> TextSource:
-    return TextSource(name="source", dataset=str(folder), language="ko", text_field=text_field, split=split)
+def of_dataset(folder: Path, **options: Any) -> list[Any]:
+    return list(CorpusReader(source_of(None, dataset=str(folder), **options), LIMIT))
 
 
-def test_a_dataset_gives_its_documents_in_order(tmp_path: Path) -> None:
+def test_a_dataset_gives_its_documents_in_order_and_bad_ones_a_reason_and_a_place(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(as_jsonl(DOCUMENTS))
-    (tmp_path / "test.jsonl").write_bytes(as_jsonl(["held out"]))
-    assert kept(list(CorpusReader(dataset(tmp_path), LIMIT))) == DOCUMENTS
-    assert kept(list(CorpusReader(dataset(tmp_path, split="test"), LIMIT))) == ["held out"]
+    (tmp_path / "test.jsonl").write_text('{"text": ""}\n{"text": "a\\u0000"}\n{"text": null}\n{"text": "a"}\n')
+    assert kept(of_dataset(tmp_path)) == DOCUMENTS
+    found, reasons = of_dataset(tmp_path, split="test"), [Reason.EMPTY, Reason.NUL, Reason.WRONG_TYPE]
+    assert kept(found) == ["a"]
+    assert dropped(found) == [(reason, f"{tmp_path} row {row}") for row, reason in enumerate(reasons, start=1)]
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("content", "split", "named"),
     [
-        ('{"body": "a"}', Reason.NO_FIELD),
-        ('{"text": null}', Reason.WRONG_TYPE),
-        ('{"text": ""}', Reason.EMPTY),
-        ('{"text": "a\\u0000"}', Reason.NUL),
-    ],
-)
-def test_a_bad_row_of_a_dataset_has_a_reason_and_a_place(tmp_path: Path, line: str, reason: Reason) -> None:
-    (tmp_path / "train.jsonl").write_text(line + "\n")
-    found = list(CorpusReader(dataset(tmp_path), LIMIT))
-    assert dropped(found) == [(reason, f"{tmp_path} row 1")]
-
-
-@pytest.mark.parametrize(
-    ("content", "source", "named"),
-    [
-        (None, {}, "folder"),
-        (b'{"text": "a"}\n', {"split": "nosuch"}, "nosuch"),
-        (b'{"text": "a"}\n{"text": "\n', {}, "folder"),
+        (None, "train", "folder"),
+        (b'{"text": "a"}\n', "nosuch", "nosuch"),
+        (b'{"text": "a"}\n{"text": "\n', "train", ""),
     ],
     ids=["no folder", "no such split", "damaged"],
 )
-def test_a_dataset_that_cannot_be_read_is_named(
-    tmp_path: Path, content: bytes | None, source: dict[str, str], named: str
-) -> None:
+def test_a_dataset_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, split: str, named: str) -> None:
     folder = tmp_path / "folder"
     if content is not None:
         folder.mkdir()
         (folder / "train.jsonl").write_bytes(content)
     with pytest.raises(CorpusError) as caught:
-        list(CorpusReader(dataset(folder, **source), LIMIT))
+        of_dataset(folder, split=split)
     message = str(caught.value)
-    assert message.startswith("source: ")
-    assert named in message
-    assert "\n" not in message
+    assert message.startswith(f"source: the dataset {folder}") and named in message and "\n" not in message

@@ -1,10 +1,11 @@
-"""Where text lies: lists of patterns, and stores that fsspec reads."""
+"""Where text lies: lists of patterns, stores that fsspec reads, what is refused, and hashes that are remembered."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import os
+import subprocess
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,15 +13,29 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Document, check_source
-from scale_cli.data.files import SourceFile, SourceHashes, source_files
+from scale_cli.config.sources import ReadingConfig
+from scale_cli.data import files
+from scale_cli.data.files import SourceFile, check_source, content_hashes, source_files
+from scale_cli.data.tokens import check_sample
 from scale_cli.errors import CorpusError
-from tests.data.corpus_files import COMPRESSORS, DOCUMENTS, FORMATS, LIMIT, compressions, formats
+from scale_cli.storage.atomic import file_sha256
+from tests.data.corpus_files import (
+    COMPRESSORS,
+    DOCUMENTS,
+    FORMATS,
+    LIMIT,
+    as_json,
+    as_jsonl,
+    as_parquet,
+    as_txt,
+    forms,
+    read,
+    source_of,
+)
+from tests.vocabulary.tokenizers_at_hand import llama_3
 
 BUCKET = "s3://bucket"
 
@@ -47,48 +62,19 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     Store.store.clear()
 
 
-def source(path: str | list[str], **options: Any) -> TextSource:
-    return TextSource(name="source", path=path, language="ko", **options)
-
-
-def texts(of: TextSource) -> list[str]:
-    return [record.text for record in CorpusReader(of, LIMIT) if isinstance(record, Document)]
-
-
-@formats
-@compressions
+@forms
 def test_a_store_gives_what_the_same_file_here_gives(form: str, compression: str, store: Store) -> None:
     store.pipe(f"{BUCKET}/a/x{form}{compression}", COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
-    assert texts(source(f"{BUCKET}/**/*{form}{compression}")) == DOCUMENTS
-    check_source(source(f"{BUCKET}/a/x{form}{compression}"))
+    assert read(f"{BUCKET}/**/*{form}{compression}") == DOCUMENTS
+    check_source(source_of(f"{BUCKET}/a/x{form}{compression}"))
 
 
 def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, store: Store) -> None:
-    for name in ("b", "a", "c"):
-        (tmp_path / f"{name}.txt").write_text(f"of {name}")
+    for name in ("b", "a", "c::한글 2024"):
+        (tmp_path / f"{name}.txt").write_text(f"of {name}", encoding="utf-8")
     store.pipe(f"{BUCKET}/d.txt", b"of d")
-    several = source([str(tmp_path / "c.txt"), f"{BUCKET}/d.txt", str(tmp_path / "*.txt")])
-    assert texts(several) == ["of c", "of d", "of a", "of b"]
-
-
-def test_what_names_the_content_of_a_file_in_a_store_changes_with_it(tmp_path: Path, store: Store) -> None:
-    def content() -> str:
-        (file,) = source_files(source(f"{BUCKET}/x.txt"))
-        return file.content(SourceHashes(tmp_path))
-
-    store.pipe(f"{BUCKET}/x.txt", b"one")
-    before = content()
-    assert content() == before
-    store.pipe(f"{BUCKET}/x.txt", b"two")
-    assert content() != before
-
-
-@pytest.mark.parametrize("pattern", [f"{BUCKET}/*.txt", f"{BUCKET}/x.txt", "/nowhere/*.txt"])
-def test_a_pattern_among_several_that_matches_nothing_is_named(pattern: str, tmp_path: Path, store: Store) -> None:
-    (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(CorpusError, match="source: no file matches") as caught:
-        check_source(source([str(tmp_path / "x.txt"), pattern]))
-    assert pattern in str(caught.value)
+    several = [str(tmp_path / "c*.txt"), f"{BUCKET}/d.txt", str(tmp_path / "*.txt")]
+    assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
 
 
 def test_a_store_is_asked_once_for_all_files_of_a_pattern(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,16 +87,8 @@ def test_a_store_is_asked_once_for_all_files_of_a_pattern(store: Store, monkeypa
         return info(self, path, **given)
 
     monkeypatch.setattr(Store, "info", noted)
-    files = source_files(source(f"{BUCKET}/*.txt"))
-    assert [file.size for file in files] == [4] * 9
+    assert [file.size for file in source_files(source_of(f"{BUCKET}/*.txt"))] == [4] * 9
     assert not any(path.endswith(".txt") for path in asked)
-
-
-def test_a_server_that_tells_no_size_is_refused_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.pipe(f"{BUCKET}/x.txt", b"text")
-    monkeypatch.setattr(Store, "info", lambda _, path, **__: {"name": path, "size": None, "type": "file"})
-    with pytest.raises(CorpusError, match=r"^source: s3://bucket/x\.txt cannot be read \(.*tells no size.*\)$"):
-        check_source(source(f"{BUCKET}/x.txt"))
 
 
 def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,52 +99,210 @@ def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypat
 
     monkeypatch.setattr(Store, "open", fails)
     with pytest.raises(CorpusError, match=r"s3://bucket/x\.jsonl cannot be read \(no answer after 60 s\)$"):
-        texts(source(f"{BUCKET}/x.jsonl"))
-
-
-def test_a_store_whose_library_is_not_installed_is_told_in_one_line() -> None:
+        read(f"{BUCKET}/x.jsonl")
     with pytest.raises(CorpusError, match=r"source: gs://bucket/x\.txt cannot be read \(.*gcsfs.*\)$"):
-        check_source(source("gs://bucket/x.txt"))
+        check_source(source_of("gs://bucket/x.txt"))  # whose library is not installed
+    monkeypatch.setattr(Store, "info", lambda _, path, **__: {"name": path, "size": None, "type": "file"})
+    with pytest.raises(CorpusError, match=r"^source: s3://bucket/x\.jsonl cannot be read \(.*tells no size.*\)$"):
+        check_source(source_of(f"{BUCKET}/x.jsonl"))
+
+
+# What is refused
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["ftp://host/x.txt", "file:///x.txt", "s3://user:hunter2@bucket/x.txt", "zip://x.txt::s3://bucket/x.zip"],
+    ("path", "said"),
+    [
+        ("ftp://host/x.txt", "is a URL"),
+        ("file:///x.txt", "is a URL"),
+        ("s3://user:hunter2@bucket/x.txt", "is a URL"),
+        ("zip://x.txt::s3://bucket/x.zip", "is a URL"),
+        ("", "is empty"),
+        ([], "is an empty list"),
+        (["x.txt", "ftp://h/x"], "URL"),
+    ],
 )
-def test_other_urls_and_those_with_a_password_are_refused_and_not_repeated(path: str) -> None:
-    with pytest.raises(ValidationError, match="is a URL") as caught:
-        source(path)
+def test_a_bad_pattern_is_one_error_that_repeats_no_password(path: str | list[str], said: str) -> None:
+    with pytest.raises(ValidationError, match=said) as caught:
+        source_of(path)
+    assert caught.value.error_count() == 1
     assert "hunter2" not in " ".join(error["msg"] for error in caught.value.errors())
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8))
-def test_csv_and_json_give_the_texts_that_were_written(tmp_path_factory: Any, written: list[str]) -> None:
-    folder = tmp_path_factory.mktemp("written")
-    wanted = [text for text in written if text.strip()]
-    table = io.StringIO(newline="")
-    writer = csv.writer(table, quoting=csv.QUOTE_ALL)
-    writer.writerows([["id", "text"], *([number, text] for number, text in enumerate(written))])
-    (folder / "x.csv").write_text(table.getvalue(), encoding="utf-8", newline="")
-    (folder / "x.json").write_text(json.dumps([{"text": text} for text in written]))
-    for name in ("x.csv", "x.json"):
-        assert texts(source(str(folder / name))) == wanted
+def refusal(path: Path | str | list[str], **options: Any) -> str:
+    """The line that a source gets when a verb opens it."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=llama_3())
+    with pytest.raises(CorpusError) as caught:
+        check_sample(source_of(path if isinstance(path, list) else str(path), **options), tokenizer, ReadingConfig())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-def test_a_file_names_its_format_and_its_compression() -> None:
-    named = {name: SourceFile(name) for name in ("a.b.jsonl.gz", "s3://x/y.csv", "z.txt.xz", "w")}
-    parts = {name: (file.format, file.compression) for name, file in named.items()}
-    assert parts == {
-        "a.b.jsonl.gz": (".jsonl", ".gz"),
-        "s3://x/y.csv": (".csv", ""),
-        "z.txt.xz": (".txt", ".xz"),
-        "w": ("", ""),
-    }
+@pytest.mark.parametrize("pattern", [f"{BUCKET}/*.txt", f"{BUCKET}/x.txt", "/nowhere/*.txt"])
+@pytest.mark.usefixtures("store")
+def test_a_pattern_that_matches_no_file_is_named(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CorpusError, match="source: no file matches") as caught:
+        check_source(source_of([str(tmp_path / "x.txt"), pattern]))
+    assert pattern in str(caught.value)
+    assert refusal(tmp_path / "fol*").endswith(f"no file matches {tmp_path}/fol*")
 
 
-@pytest.mark.parametrize(
-    ("path", "said"), [("", "is empty"), ([], "is an empty list"), (["x.txt", "ftp://h/x"], "URL")]
-)
-def test_a_bad_pattern_is_one_error(path: str | list[str], said: str) -> None:
-    with pytest.raises(ValidationError, match=said) as caught:
-        source(path)
-    assert caught.value.error_count() == 1
+@pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.parquet.gz"])
+def test_an_unknown_format_is_named_before_anything_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"text")
+    (tmp_path / "a.txt").write_bytes(b"first")
+    assert refusal(tmp_path / "*").startswith(f"{tmp_path / name}: not a corpus format (known: .txt, .jsonl")
+
+
+def test_a_file_of_records_is_not_parted_otherwise_and_a_table_has_no_conversations(tmp_path: Path) -> None:
+    for form in (".csv", ".parquet"):
+        (tmp_path / f"x{form}").write_bytes(FORMATS[form](DOCUMENTS))
+        assert refusal(tmp_path / f"x{form}", documents="line").startswith(f"{tmp_path}/x{form}: documents: line is")
+        assert refusal(tmp_path / f"x{form}", messages_field="m").startswith(f"{tmp_path}/x{form}: messages_field")
+
+
+@pytest.mark.parametrize("below", ["", "more/"])
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, end: str) -> None:
+    (tmp_path / "text" / below).mkdir(parents=True, exist_ok=True)
+    for name in ("a.jsonl.gz", "README.md"):
+        (tmp_path / "text" / below / name).write_bytes(b"")
+    pattern = tmp_path / "text" / ("**" if below else "") / "*.jsonl.gz"
+    assert refusal(f"{tmp_path}/text{end}").endswith(f"text is a folder, not a file; give {pattern}")
+
+
+TEXT_OF = {
+    "ko": "모든 국민은 법 앞에 평등하다. 누구든지 성별 종교 또는 사회적 신분에 의하여 차별을 받지 아니한다.",
+    "ja": "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。何でも薄暗いじめじめした所で泣いていた。",
+    "zh": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
+    "ru": "Все люди рождаются свободными и равными в своём достоинстве и правах.",
+    "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits et doués de raison et déjà là.",
+}
+ENCODINGS = [
+    *((encoding, "ko") for encoding in ("cp949", "utf-16-le", "utf-16-be", "utf-16")),
+    *((encoding, "ja") for encoding in ("cp932", "utf-16-le")),
+    ("gb18030", "zh"),
+    ("cp1251", "ru"),
+    *((encoding, "fr") for encoding in ("cp1252", "utf-16-le")),
+]
+
+
+@pytest.mark.parametrize(("encoding", "language"), ENCODINGS)
+def test_a_text_that_is_not_utf_8_is_read_after_the_line_that_its_refusal_gives(
+    tmp_path: Path, encoding: str, language: str
+) -> None:
+    for size, form in ((1, ".txt"), (500, ".txt"), (500, ".jsonl"), (500, ".csv")):
+        documents = [f"{TEXT_OF[language]} {number}" for number in range(size)]
+        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in documents]
+        text = {".txt": "\n\n".join(documents), ".jsonl": "\n".join(lines), ".csv": "\n".join(["text", *documents])}
+        file = tmp_path / f"a corpus {size}{form}"
+        file.write_bytes(text[form].encode(encoding))
+        command = refusal(file).partition(" looks like ")[2].partition(": ")[2]
+        subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path)
+        assert read(tmp_path / f"a corpus {size}.utf-8{form}") == documents
+
+
+def test_some_damage_in_a_text_of_utf_8_is_no_other_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_bytes(f"{TEXT_OF['ko']} ".encode() + b"caf\xe9 caf\xe9")
+    assert refusal(file) == f"source ({file}): no document with text (1 not UTF-8: {file}:1)"
+
+
+def test_a_refusal_says_which_fields_there_are_and_which_key_is_meant(tmp_path: Path) -> None:
+    for form, write in ((".jsonl", as_jsonl), (".json", as_json), (".parquet", as_parquet)):
+        (tmp_path / f"x{form}").write_bytes(write(DOCUMENTS, "document"))
+        assert "id, document" in refusal(tmp_path / f"x{form}")
+    (tmp_path / "large.txt").write_bytes(b"a" * (LIMIT + 1))
+    assert "corpus.max_document_bytes" in refusal(tmp_path / "large.txt")
+    (tmp_path / "three.txt").write_bytes(as_txt(DOCUMENTS))
+    told = refusal(tmp_path / "three.txt", skip_documents=32)
+    assert told.endswith("no document is left: skip_documents passes over all 3")
+
+
+# Hashes
+
+
+def test_what_names_the_content_of_a_file_in_a_store_changes_with_it(tmp_path: Path, store: Store) -> None:
+    told = []
+    for text in (b"one", None, b"two"):
+        if text is not None:
+            store.pipe(f"{BUCKET}/x.txt", text)
+        told += content_hashes(source_files(source_of(f"{BUCKET}/x.txt")), tmp_path)
+    assert told[0] == told[1] != told[2]
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the files that were read through, in a world an hour after every file was made."""
+    through: list[Path] = []
+
+    def sha256(path: Path) -> str:
+        through.append(path)
+        return file_sha256(path)
+
+    monkeypatch.setattr(files, "file_sha256", sha256)
+    monkeypatch.setattr(files, "_LEAST_BYTES", 4)
+    later = time.time_ns() + 3600 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: later)
+    return through
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.txt"
+    file.write_text("a large corpus", encoding="utf-8")
+    return file
+
+
+def hash_of(file: Path) -> str:
+    (sha256,) = content_hashes([SourceFile(str(file), file.stat().st_size)], file.parent / "cache")
+    assert sha256 == file_sha256(file)
+    return sha256
+
+
+@pytest.mark.parametrize("how", ["not", "in place", "replaced", "longer", "touched"])
+def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its_time_was_put_back(
+    large: Path, hashed: list[Path], how: str
+) -> None:
+    hash_of(large)
+    hash_of(large)
+    assert hashed == [large]
+    status = large.stat()
+    if how == "replaced":
+        large.rename(large.with_name("kept"))
+    if how not in ("not", "touched"):
+        large.write_text("b large corpus, longer" if how == "longer" else "b large corpus", encoding="utf-8")
+    if how != "not":
+        os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
+    hash_of(large)
+    assert hashed == [large] * (1 + (how != "not"))
+
+
+def test_what_has_changed_just_now_or_is_small_is_not_remembered(
+    large: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = large.with_name("small.txt")
+    small.write_bytes(b"abc")
+    monkeypatch.setattr(time, "time_ns", lambda: large.stat().st_ctime_ns + 10**6)
+    for file in (large, small) * 2:
+        hash_of(file)
+    assert hashed == [large, small] * 2
+    assert not (large.parent / "cache").exists()
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "null", "all null", None])
+def test_a_record_that_is_damaged_or_cannot_be_written_is_none(
+    large: Path, hashed: list[Path], record: str | None
+) -> None:
+    cache = large.parent / "cache"
+    if record is None:
+        cache.write_bytes(b"a file in the way")
+    hash_of(large)
+    if record is not None:
+        known = json.loads((cache / ".sources.json").read_text(encoding="utf-8"))
+        damaged = json.dumps(dict.fromkeys(known)) if record == "all null" else record
+        (cache / ".sources.json").write_text(damaged, encoding="utf-8")
+    hash_of(large)
+    assert hashed == [large] * 2

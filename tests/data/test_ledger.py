@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.documents import CorpusReader, Document, Reason, Record, Rejected
+from scale_cli.data.documents import CorpusReader, Reason, Record, Rejected
+from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import Ledger, PathCount, check_bad_fraction
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import CorpusError

@@ -62,7 +62,7 @@ def test_batches_are_of_the_chosen_windows_alone_as_often_and_in_order_where_one
     scores = np.random.default_rng(1).random(12)
     source = source_of(select={"by": "ngram", "keep": 0.5}, order=order)
     chosen = chosen_windows(source, windows, scores)
-    batches = Batches([chosen], [1.0], seed=seed, num_steps=9, global_batch_size=2, micro_batch_size=1)
+    batches = Batches([chosen], [(9, [1.0])], seed=seed, global_batch_size=2, micro_batch_size=1)
     taken = [window for step in range(9) for _, window in batches.windows_of(step)]
     for epoch in (taken[:6], taken[6:12], taken[12:]):
         assert sorted(epoch) == list(range(6))

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, tokenise
-from scale_cli.data.encoding import Encoder, TokenizerSpec, encode_all
+from scale_cli.data.encoding import Document, Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.errors import RunError
 from scale_cli.storage.atomic import verify_folder
@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_what_was_certain_however_it_was_killed(
         calls = iter(range(num_chunks))
         with pytest.MonkeyPatch.context() as patch:
 
-            def dying(self: Encoder, texts: list[str], calls: Iterator[int] = calls) -> encoding.Encoded:
+            def dying(self: Encoder, texts: list[Document], calls: Iterator[int] = calls) -> encoding.Encoded:
                 if next(calls, None) is None:
                     patch.setattr(tokenise._Shards, "_record", lambda _: None)  # a kill leaves no time for it
                     raise Killed
@@ -121,7 +121,7 @@ def test_a_run_goes_on_from_what_was_certain_however_it_was_killed(
             certain = now
     read: list[int] = []
 
-    def counting(self: Encoder, texts: list[str]) -> encoding.Encoded:
+    def counting(self: Encoder, texts: list[Document]) -> encoding.Encoded:
         read.append(len(texts))
         return encode(self, texts)
 
@@ -213,22 +213,26 @@ def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_
     assert not progress.exists()
 
 
+def documents_of(texts: list[str]) -> Iterator[Document]:
+    return (Document(text, len(text.encode(errors="replace"))) for text in texts)
+
+
 def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
     return TokenizerSpec(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_what_fails_in_a_worker_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = [*TEXTS[:25], "\ud800", *TEXTS]
+    documents = documents_of([*TEXTS[:25], "\ud800", *TEXTS])
     with pytest.raises(RunError, match="tokenising failed: ") as caught:
-        list(encode_all(iter(texts), spec(tokenizer), 2))
+        list(encode_all(documents, spec(tokenizer), 2))
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_worker_that_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode_all(iter(TEXTS * 20), spec(tokenizer), 2)
+    encoded = encode_all(documents_of(TEXTS * 20), spec(tokenizer), 2)
     next(encoded)
     for child in multiprocessing.active_children():
         assert child.pid is not None
@@ -242,7 +246,7 @@ def test_a_chunk_ends_at_its_bytes_whatever_the_script(
 ) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_BYTES", 300)
     for text in ("a" * 30, "가" * 10):
-        encoded = encode_all(iter([text] * 25), spec(tokenizer), 1)
+        encoded = encode_all(documents_of([text] * 25), spec(tokenizer), 1)
         assert [len(part.num_bytes) for part in encoded] == [10, 10, 5]
 
 
@@ -252,11 +256,11 @@ def test_texts_are_read_a_few_chunks_ahead_at_the_most(
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
     read = 0
 
-    def reading() -> Iterator[str]:
+    def reading() -> Iterator[Document]:
         nonlocal read
-        for text in TEXTS:
+        for document in documents_of(TEXTS):
             read += 1
-            yield text
+            yield document
 
     ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), spec(tokenizer), 2))]
     assert len(ahead) == 40

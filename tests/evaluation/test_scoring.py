@@ -11,7 +11,8 @@ import torch
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
 from scale_cli.methods.widened import RouterConfig

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Document
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document
 from tests.command_line import Scale
 from tests.data.corpus_files import COMPRESSORS
 
@@ -82,7 +83,8 @@ def parquet(texts: Any, **options: Any) -> bytes:
 @st.composite
 def whole_files(draw: st.DrawFn) -> Fuzzed:
     """A file of documents, with bad records among them where the format can have any."""
-    form, compression = draw(st.sampled_from(sorted(TEXTS))), draw(st.sampled_from(sorted(COMPRESSORS)))
+    form = draw(st.sampled_from(sorted(TEXTS)))
+    compression = "" if form == ".parquet" else draw(st.sampled_from(sorted(COMPRESSORS)))
     texts, num_bad = draw(st.lists(TEXTS[form], min_size=1, max_size=8)), 0
     newline = draw(st.sampled_from(["\n", "\r\n"])) if form == ".txt" else "\n"
     if form == ".jsonl":
@@ -257,7 +259,7 @@ def test_fuzzed_corpora_add_up_or_end_in_one_clean_error(
     record_property("fuzzed corpora", counted.files)
     record_property("of them tokenised, and not refused", counted.kept)
     assert 0 < counted.kept < counted.files
-    assert len(counted.names) == 12 or not in_full
+    assert len(counted.names) == 9 or not in_full
 
 
 # What is no file
@@ -295,12 +297,12 @@ print(json.dumps([reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - 
 """
 
 
-@pytest.mark.parametrize("name", ["x.txt.xz", "x.jsonl.gz", "x.txt.zst", "x.parquet.xz"])
+@pytest.mark.parametrize("name", ["x.txt.xz", "x.jsonl.gz", "x.txt.zst"])
 def test_a_bomb_is_dropped_in_little_memory(tmp_path: Path, in_full: bool, name: str) -> None:
     bomb = tmp_path / name
     bomb.write_bytes(COMPRESSORS[bomb.suffix](b" " * (1 << 30 if in_full else 1 << 27)))
     assert bomb.stat().st_size < (1 << 21 if in_full else 1 << 18)
     done = subprocess.run([sys.executable, "-c", PEAK, str(bomb)], capture_output=True, text=True, check=True)
     reasons, growth_kib = json.loads(done.stdout)
-    assert reasons == ["damaged file" if "parquet" in name else "too large"]
+    assert reasons == ["too large"]
     assert growth_kib < 64 * 1024

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import Batches, IsolatedWindows, MicroBatch
+from scale_cli.data.batches import Batches, MicroBatch, PackedWindows
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.method import NewPieces, start_model
@@ -53,12 +53,11 @@ def batches_of(micro_batch_size: int, distilled: float) -> Batches:
         offsets = np.concatenate([[0], np.cumsum(numbers.integers(3, 20, size=length)), [10**6]])
         offsets = np.append(offsets[offsets < length], length)
         ids = numbers.integers(0, OLD + len(FIRST), size=length)
-        sources.append(IsolatedWindows(ids, 16, offsets, marked_by_last=False))
+        sources.append(PackedWindows(ids, 16, offsets=offsets))
     return Batches(
         sources,
-        [0.6, 0.4],
+        [(NUM_STEPS, [0.6, 0.4])],
         seed=1,
-        num_steps=NUM_STEPS,
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=micro_batch_size,
         distillation=[0.0, distilled],
