@@ -169,7 +169,7 @@ def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
     states = model.final_states(input_ids, preserved=True)
     if model.config.rule == "mean":
         return model.routed_logits(states)[-1]
-    heads = states.logits_of(model.root.lm_head, model.routed_heads)
+    heads = states.logits(model.root.lm_head, model.routed_heads)
     whole = F.pad(heads[0], (0, model.config.vocab_size - heads[0].shape[-1]))
     for head, branch in enumerate(model.branches, start=1):
         own, below = heads[head], heads[branch.parent]

@@ -118,16 +118,15 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         cache: ScaleCache,
         logits_to_keep: int,
     ) -> Tensor:
-        num_positions = input_ids.shape[1]
         routed = route(
-            lambda at: torch.stack([logits.float() for logits in logits_at(at)]),
+            logits_at,
             input_ids,
             self.config.vocab_size,
             prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
             switch_rate=self._router.switch_rate,
             memory=cache.router,
-            evidence_BT=None if attention_mask is None else evidence_of(attention_mask, num_positions),
-            first=max(0, num_positions - logits_to_keep) if logits_to_keep else 0,
+            evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+            logits_to_keep=logits_to_keep,
         )
         cache.router = routed.memory
         return routed.scores_BTV

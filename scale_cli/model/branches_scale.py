@@ -73,11 +73,7 @@ class FinalStates:
         path = self.path(head)
         return path[0] if path and self.branches[path[0] - 1].writes else 0
 
-    def logits(self, vocabulary_head: Any, head: int) -> Tensor:
-        """Return the logits of one head, H being the base's vocabulary head."""
-        return self.logits_of(vocabulary_head, [head])[0]
-
-    def logits_of(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
+    def logits(self, vocabulary_head: Any, heads: Sequence[int]) -> list[Tensor]:
         """Return the logits of some heads, each after its parent; what two of them share is computed once."""
         known: dict[int, Tensor] = {}
         for head in heads:
@@ -87,14 +83,13 @@ class FinalStates:
     def _logits(self, vocabulary_head: Any, head: int, known: dict[int, Tensor]) -> Tensor:
         if head in known:
             return known[head]
-        if head == 0:
-            of_base: Tensor = vocabulary_head(self.x_BTD[0])
-            return of_base
-        branch = self.branches[head - 1]
-        if branch.writes:
-            below = vocabulary_head(self.x_BTD[head])
+        branch = self.branches[head - 1] if head else None
+        if branch is None or branch.writes:
+            below: Tensor = vocabulary_head(self.x_BTD[head])
         else:
             below = self._logits(vocabulary_head, branch.parent, known)
+        if branch is None:
+            return below
         if (new := branch.expansion.new_tokens) is not None:
             below = torch.cat([below, new.logits(self.x_BTD[self.owner(head)])], dim=-1)
         weight = branch.expansion.lm_head.weight
@@ -136,9 +131,9 @@ def run_branches(
     streams = {0: x_BTD}
     u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
     for index, base_layer in enumerate(decoder.layers):
-        base_is_read = _base_is_read(branches, index)
         alone = {}
-        if preserved and not base_is_read:
+        first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
+        if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
             alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
         # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
@@ -148,12 +143,6 @@ def run_branches(
         _, inverse_rms_BT1 = normed[ends.owner(head)]
         u_KBTE[head - 1] = branch.expansion.norm(inverse_rms_BT1, u_KBTE[head - 1])
     return ends
-
-
-def _base_is_read(branches: Sequence[Branch], layer_index: int) -> bool:
-    """Return whether any expansion reads the untouched base stream in a layer."""
-    firsts = [branch.expansion.first_collaborating_layer for branch in branches if branch.parent == 0]
-    return layer_index < max(firsts)
 
 
 def _run_layer(
@@ -168,17 +157,8 @@ def _run_layer(
 ) -> dict[int, Tensor]:
     """Take every expansion through one layer, and the base with the first that reads it.
 
-    Args:
-        base_layer: the base's.
-        index: of the layer.
-        branches: the expansions.
-        streams: base streams by head, before the layer.
-        u_KBTE: before the layer; replaced by those after it.
-        context: what all layers share.
-        apart: whether the untouched stream has the base's own places in the cache, so that adapted ones need others.
-
-    Returns:
-        Base streams by head, after the layer.
+    `streams` are base streams by head before the layer; those after it are returned, and `u_KBTE` is replaced in place.
+    `apart` says that the untouched stream has the base's own places in the cache, so that adapted ones need others.
     """
     after: dict[int, Tensor] = {}
     reads: dict[int, LayerReads] = {}

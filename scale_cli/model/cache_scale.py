@@ -22,17 +22,14 @@ class ScaleCache(DynamicCache):
         self.router: RouterMemory | None = None
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self.router = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the state of the chosen beams."""
         super().reorder_cache(beam_idx)
         self.router = self.router and self.router.chosen(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the chosen sequences."""
         super().batch_select_indices(indices)
         self.router = self.router and self.router.chosen(indices)
 

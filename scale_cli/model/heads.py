@@ -34,16 +34,13 @@ class RouterSettings(Protocol):
     """What the rules are set by: of the config, or of a model."""
 
     @property
-    def prior(self) -> float:
-        """Weight of the base head at the first token."""
+    def prior(self) -> float: ...
 
     @property
-    def switch_rate(self) -> float:
-        """Fixed share of the posterior rule, per token."""
+    def switch_rate(self) -> float: ...
 
     @property
-    def threshold(self) -> float:
-        """Tau of the cosine rule."""
+    def threshold(self) -> float: ...
 
 
 class HeadedModel(Protocol):
@@ -51,8 +48,7 @@ class HeadedModel(Protocol):
 
     config: Any
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return its parameters: they tell its device."""
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def head_logits(
         self,
@@ -105,7 +101,6 @@ class CacheOfTwo(ScaleCache):
         self.trained = DynamicCache()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the state of the chosen beams."""
         super().reorder_cache(beam_idx)
         self.trained.reorder_cache(beam_idx)
 
@@ -126,7 +121,6 @@ class BaseAndTrained(nn.Module):
         position_ids: Tensor | None = None,
         cache: CacheOfTwo | None = None,
     ) -> HeadLogits:
-        """Run both models over `input_ids` (B, T) and return what gives their logits at any positions."""
         models = (self.base, self.trained)
         hidden = [
             model.get_decoder()(
@@ -144,5 +138,4 @@ class BaseAndTrained(nn.Module):
         ]
 
     def new_cache(self) -> CacheOfTwo:
-        """Return an empty cache for `head_logits`."""
         return CacheOfTwo()

@@ -72,7 +72,6 @@ class JoinedForCausalLM(WidenedModel):
         return expansion
 
     def freeze(self) -> None:
-        """Let nothing train."""
         self.requires_grad_(False)
 
     def of_all_tokens(self, head: int, logits: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ class JoinedForCausalLM(WidenedModel):
 
     def all_heads(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of every head."""
-        logits = states.logits_of(self.root.lm_head, self.routed_heads)
+        logits = states.logits(self.root.lm_head, self.routed_heads)
         return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
@@ -108,7 +107,6 @@ class JoinedForCausalLM(WidenedModel):
 
     @property
     def root(self) -> Any:
-        """The plain model at the bottom."""
         return self.base
 
     def train(self, mode: bool = True) -> JoinedForCausalLM:  # noqa: ARG002 (as every module's)

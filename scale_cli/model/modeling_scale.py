@@ -58,20 +58,6 @@ class ScaleForCausalLM(WidenedModel):
         """The plain model at the bottom."""
         return self.base.root if isinstance(self.base, ScaleForCausalLM) else self.base
 
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Compute activations of what trains again in backward; transformers' Trainer calls it."""
-        theirs = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
-        for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
-            if name not in theirs or value != theirs[name]:
-                raise ValueError(f"gradient checkpointing of a widened model takes no {name}={value}; leave it out")
-        self.gradient_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
-        self.gradient_checkpointing = False
-
     def _training_loss(
         self,
         states: FinalStates,
@@ -82,9 +68,13 @@ class ScaleForCausalLM(WidenedModel):
         token_losses: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """Return the mean loss of `labels`, or of `shift_labels` (shifted already) over `num_items_in_batch`.
+
+        `distillation` has of every sequence the weight of KL(base head || trained head); `token_losses` (B, T) is
+        filled with what every token adds to the sum.
+        """
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        top = len(self.branches)
         if distillation is not None and self.branches[-1].writes:
             raise ValueError("distillation: the base's own logits are not at hand where the expansion writes into x")
         heads = self.root.lm_head.weight, self.expansion.lm_head.weight
@@ -94,7 +84,7 @@ class ScaleForCausalLM(WidenedModel):
             for u_BTE, branch in zip(states.u_KBTE[:-1], self.branches[:-1], strict=True)
         ]
         loss = trained_head_cross_entropy(
-            states.x_BTD[states.owner(top)],
+            states.x_BTD[states.owner(len(self.branches))],
             states.u_KBTE[-1],
             *heads,
             shift_labels,
@@ -108,4 +98,4 @@ class ScaleForCausalLM(WidenedModel):
 
     def base_logits(self, states: FinalStates) -> Tensor:
         """Return the base head's logits, bit for bit: H x_p, or the trained head's of a base that is widened."""
-        return states.logits(self.root.lm_head, self.routed_heads[0])
+        return states.logits(self.root.lm_head, self.routed_heads[:1])[0]

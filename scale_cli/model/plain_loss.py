@@ -64,16 +64,7 @@ class ChunkedLossModel(nn.Module):
         token_losses: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the loss alone.
-
-        Args:
-            input_ids: (B, T).
-            shift_labels: (B, T), the token after each position, -100 where no loss is wanted.
-            num_items_in_batch: what the sum is divided by.
-            position_ids: (B, T), restarting where attention may not look back; None: counted from 0.
-            token_losses: (B, T), filled with what every token adds to the sum; None where nobody asks.
-            **_: what transformers' own models take besides: `labels`, `use_cache`.
-        """
+        """Return the loss alone; arguments as of a widened model in training (`modeling_scale.py`)."""
         head = trained_head(self.model)
         loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels, token_losses)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)

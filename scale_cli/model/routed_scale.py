@@ -165,9 +165,8 @@ class Routed(nn.Module):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: the router judges its heads by the tokens that come; pass input_ids")
-        num_positions = input_ids.shape[1]
-        if evidence_mask is None and attention_mask is not None:
-            evidence_mask = evidence_of(attention_mask, num_positions)
+        if evidence_mask is None:
+            evidence_mask = evidence_of(attention_mask, input_ids.shape[1])
         layer = None if past_key_values is None else _router_layer(past_key_values)
         outputs = self.model(
             input_ids=input_ids,
@@ -181,11 +180,21 @@ class Routed(nn.Module):
         if cache is not None and layer is None:
             layer = RouterLayer(cache.layers)
             cache.layers.append(layer)
-        index = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
-        first = 0 if index is not None or not logits_to_keep else max(0, num_positions - int(logits_to_keep))
-        logits = self._mixture(outputs.last_hidden_state, input_ids, evidence_mask, layer, first)
-        if index is not None:
-            logits = logits[:, index]
+        rows_BTD = outputs.last_hidden_state
+        routed = route(
+            lambda at: self._head_logits(rows_BTD[:, at]),
+            input_ids,
+            self.config.vocab_size,
+            prior_K=log_prior(self._prior, self.num_heads, rows_BTD.device),
+            switch_rate=self._switch_rate,
+            memory=self._last(layer),
+            evidence_BT=evidence_mask,
+            logits_to_keep=logits_to_keep,
+        )
+        if layer is not None:
+            memory = RouterMemory(*(tensor.detach() for tensor in routed.memory))
+            layer.keep(memory, rows_BTD.detach(), routed.log_weights_KBT.detach())
+        logits = routed.scores_BTV
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
@@ -196,25 +205,6 @@ class Routed(nn.Module):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _mixture(
-        self, rows_BTD: Tensor, ids_BT: Tensor, evidence_BT: Tensor | None, layer: RouterLayer | None, first: int
-    ) -> Tensor:
-        """Return the mixture's scores from a position on, and leave the router's memory in the cache."""
-        routed = route(
-            lambda at: self._head_logits(rows_BTD[:, at]),
-            ids_BT,
-            self.config.vocab_size,
-            prior_K=log_prior(self._prior, self.num_heads, rows_BTD.device),
-            switch_rate=self._switch_rate,
-            memory=self._last(layer),
-            evidence_BT=evidence_BT,
-            first=first,
-        )
-        if layer is not None:
-            memory = RouterMemory(*(tensor.detach() for tensor in routed.memory))
-            layer.keep(memory, rows_BTD.detach(), routed.log_weights_KBT.detach())
-        return routed.scores_BTV
 
     def _last(self, layer: RouterLayer | None) -> RouterMemory | None:
         """Return what is known after the last token; where tokens were taken back, their predecessor is read anew."""

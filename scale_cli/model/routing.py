@@ -290,7 +290,7 @@ class Routed(NamedTuple):
 
 
 def route(
-    logits_at: Callable[[slice], Tensor],
+    logits_at: Callable[[slice], Tensor | Sequence[Tensor]],
     ids_BT: Tensor,
     vocab_size: int,
     *,
@@ -298,23 +298,26 @@ def route(
     switch_rate: float,
     memory: RouterMemory | None = None,
     evidence_BT: Tensor | None = None,
-    first: int = 0,
+    logits_to_keep: int | Tensor = 0,
 ) -> Routed:
     """Weigh the heads by each token, and mix what they say of the next.
 
     Args:
-        logits_at: gives (K, B, positions, V) float32: what the heads say after the tokens at some positions.
+        logits_at: gives (K, B, positions, V): what the heads say after the tokens at some positions.
         ids_BT: the tokens.
         vocab_size: V.
         prior_K: log-weights before the first token of a document.
         switch_rate: alpha.
         memory: of the tokens before these; None where there are none.
         evidence_BT: whether a token says anything of the heads (`evidence_of`); None for all.
-        first: position from which on scores are wanted.
+        logits_to_keep: scores are wanted of the last so many positions, 0 for all, or of those in an index.
     """
+    some = isinstance(logits_to_keep, int) and logits_to_keep > 0
+    first = max(0, ids_BT.shape[1] - int(logits_to_keep)) if some else 0
     log_weights, scores = [], []
     for at in parts_of_positions(ids_BT, vocab_size):
-        logits_KBTV = logits_at(at)
+        said = logits_at(at)
+        logits_KBTV = said if isinstance(said, Tensor) else torch.stack([of_head.float() for of_head in said])
         device, sizes_KBT = logits_KBTV.device, logits_KBTV.logsumexp(dim=-1)
         said_KBT = _said(memory, logits_KBTV, sizes_KBT, ids_BT[:, at].to(device))
         if evidence_BT is not None:
@@ -327,7 +330,10 @@ def route(
             scores.append(mix_logits(log_weights[-1][..., kept], logits_KBTV[:, :, kept], sizes_KBT[..., kept]))
         memory = RouterMemory(log_weights_KBS[..., -1], logits_KBTV[:, :, -1], sizes_KBT[..., -1])
     assert memory is not None, "there is at least one token"
-    return Routed(torch.cat(scores, dim=1), torch.cat(log_weights, dim=-1), memory)
+    scores_BTV = torch.cat(scores, dim=1)
+    if isinstance(logits_to_keep, Tensor):
+        scores_BTV = scores_BTV[:, logits_to_keep]
+    return Routed(scores_BTV, torch.cat(log_weights, dim=-1), memory)
 
 
 def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, ids_BT: Tensor) -> Tensor:
@@ -344,8 +350,10 @@ def _said(memory: RouterMemory | None, logits_KBTV: Tensor, sizes_KBT: Tensor, i
     return torch.cat([of_first_KB1, of_others], dim=-1)
 
 
-def evidence_of(attention_mask: Any, num_positions: int) -> Tensor:
+def evidence_of(attention_mask: Any, num_positions: int) -> Tensor | None:
     """Return (B, T): a padding token is no evidence, and neither is the token after one, predicted from padding."""
+    if attention_mask is None:
+        return None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         raise ValueError("attention_mask: the router reads padding off a mask of two dimensions, (batch, tokens)")
     seen = attention_mask[:, -num_positions - 1 :].bool()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
@@ -69,54 +69,23 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Return the base's token embedding."""
         return self.root.get_input_embeddings()
 
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_args: Any, **_kwargs: Any
-    ) -> nn.Embedding:
-        """Refuse another vocabulary: a frozen base has learnt none of its tokens."""
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if size + (-size % pad_to_multiple_of if pad_to_multiple_of else 0) != self.config.vocab_size:
-            raise NotImplementedError(
-                f"a widened model keeps its base's vocabulary of {self.config.vocab_size} tokens; "
-                "enlarge the base's own before it is widened"
-            )
-        embedding = self.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding), "of a decoder's tokens"
-        return embedding
+    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a frozen base has learnt no other tokens."""
+        raise NotImplementedError("a widened model keeps its base's vocabulary; enlarge the base's own before it")
 
     def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
         """Refuse: its paged cache knows neither the second stream nor the router's state."""
         raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
 
-    @property
-    def peft_config(self) -> Any:
-        """None of PEFT's: to whoever asks, this model has no such attribute."""
-        raise AttributeError("peft_config")
-
-    @peft_config.setter
-    def peft_config(self, adapters: Any) -> None:
-        """Refuse PEFT's adapters, which leave their configuration here once they are in."""
-        raise NotImplementedError(
-            "a widened model takes no PEFT adapters: it reads its base's weights, not its base's layers; "
-            "put them into the plain export (format llama), and load this model again"
-        )
-
-    def _refuse_unknown(self, options: dict[str, Any]) -> None:
-        """Refuse what transformers may ask of a forward and would miss in the answer."""
-        if options.get("inputs_embeds") is not None:
-            raise ValueError("inputs_embeds: a widened model embeds every token in each of its streams; pass input_ids")
-        for name in ("output_hidden_states", "output_attentions"):
-            asked = options.get(name)
-            if getattr(self.config, name) if asked is None else asked:
-                raise ValueError(
-                    f"{name}: a widened model has several streams, and returns none; ask its base's (.root)"
-                )
+    def add_adapter(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: an adapter in the base would move the base's own head."""
+        raise NotImplementedError("a widened model takes no PEFT adapters; put them into its plain export")
 
     @staticmethod
     def _own_cache(past_key_values: Any) -> ScaleCache:
         if isinstance(past_key_values, ScaleCache):
             return past_key_values
-        plain = past_key_values is None or isinstance(past_key_values, DynamicCache)
-        if not plain or (past_key_values is not None and past_key_values.get_seq_length() > 0):
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
         return ScaleCache()
 
@@ -133,21 +102,16 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, past + T), 1 for tokens; left padding for generation.
-            position_ids: (B, T); counted from the cache's length where not given.
-            past_key_values: a ScaleCache, or an empty cache of transformers, which is replaced by one.
-            labels: (B, T), -100 where no loss is wanted; shifted here, as everywhere in transformers. In training mode
-                the loss comes without logits, which then never exist whole.
-            use_cache: whether to keep keys, values and the router's state; the config's default in evaluation mode.
-            logits_to_keep: return logits of the last so many positions only, 0 for all; or of those in an index (N,).
-            **kwargs: transformers' own options of a loss: `shift_labels` (labels shifted already) and
-                `num_items_in_batch` (what the sum is divided by; the number of labels where not given); in training
-                mode also `distillation`, of every sequence the weight of KL(base head || trained head), and
-                `token_losses` (B, T), filled with what every token adds to the sum.
+        Arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B, past +
+        T) with left padding. In training mode a loss comes without logits, which then never exist whole; `kwargs` are
+        then those of `_training_loss`.
         """
-        self._refuse_unknown(kwargs)
+        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
+            asked = kwargs.get(name)
+            if getattr(self.config, name, False) if asked is None else asked is not False:
+                raise ValueError(
+                    f"{name}: a widened model has several streams; pass input_ids, and ask its base (.root)"
+                )
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
         if self.training and labels is not None:
@@ -160,9 +124,23 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         if not routed:
             logits = self.adaptation_logits(states.at(kept))
         elif self.config.router_rule == "cosine":
-            logits = self._cosine_logits(states.at(kept))
+            base, adapted = self.routed_logits(states.at(kept))
+            serves_base = cosine_serves_base(logit_cosine(base, adapted), self.config.router_threshold)
+            logits = torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
         else:
-            logits = self._posterior_logits(states, logits_to_keep, input_ids, attention_mask, cache)
+            mixed = route(
+                lambda at: self.routed_logits(states.at(at)),
+                input_ids,
+                self.config.vocab_size,
+                prior_K=self.log_prior(input_ids.device),
+                switch_rate=self.config.router_switch_rate,
+                memory=None if cache is None else cache.router,
+                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                logits_to_keep=logits_to_keep,
+            )
+            logits = mixed.scores_BTV
+            if cache is not None:
+                cache.router = mixed.memory
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -179,13 +157,8 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     ) -> FinalStates:
         """Run the base's decoder once, every expansion beside it, and return what the vocabulary heads read.
 
-        Args:
-            input_ids: (B, T).
-            attention_mask: (B, past + T) or None.
-            position_ids: (B, T) or None.
-            cache: extended in place.
-            preserved: whether every routed head is wanted, or the last alone. The base's own costs one more frozen
-                pass of the layers in which nobody else reads the untouched stream, and nothing where that is read.
+        `preserved` says whether every routed head is wanted, or the last alone. The base's own costs one more frozen
+        pass of the layers in which nobody else reads the untouched stream, and nothing where that is read.
         """
         return run_branches(
             self.root,
@@ -195,17 +168,12 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
             position_ids,
             cache,
             preserved=preserved and 0 in self.routed_heads,
-            checkpointing=self.is_checkpointing,
+            checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
         )
-
-    @property
-    def is_checkpointing(self) -> bool:
-        """Whether activations of what trains are computed again in backward."""
-        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def routed_logits(self, states: FinalStates) -> list[Tensor]:
         """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
-        logits = states.logits_of(self.root.lm_head, self.routed_heads)
+        logits = states.logits(self.root.lm_head, self.routed_heads)
         new = new_tokens_among(branch.expansion for branch in self.branches[self.routed_heads[0] :])
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
@@ -226,7 +194,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return lambda positions: self.routed_logits(states.at(positions))
 
     def new_cache(self) -> ScaleCache:
-        """Return an empty cache for `head_logits`."""
         return ScaleCache()
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
@@ -235,37 +202,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
 
     def adaptation_logits(self, states: FinalStates) -> Tensor:
         """Return H x_a + H' u of the last head, and the H' u of every expansion that it stands upon."""
-        return states.logits(self.root.lm_head, self.routed_heads[-1])
-
-    def _cosine_logits(self, states: FinalStates) -> Tensor:
-        base, adapted = self.routed_logits(states)
-        serves_base = cosine_serves_base(logit_cosine(base, adapted), self.config.router_threshold)
-        return torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
-
-    def _posterior_logits(
-        self,
-        states: FinalStates,
-        logits_to_keep: int | Tensor,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        cache: ScaleCache | None,
-    ) -> Tensor:
-        """Return the mixture's scores at the kept positions, and leave the router's memory in the cache."""
-        num_positions = input_ids.shape[1]
-        index = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
-        routed = route(
-            lambda at: torch.stack([logits.float() for logits in self.routed_logits(states.at(at))]),
-            input_ids,
-            self.config.vocab_size,
-            prior_K=self.log_prior(input_ids.device),
-            switch_rate=self.config.router_switch_rate,
-            memory=None if cache is None else cache.router,
-            evidence_BT=None if attention_mask is None else evidence_of(attention_mask, num_positions),
-            first=0 if index is not None or not logits_to_keep else max(0, num_positions - int(logits_to_keep)),
-        )
-        if cache is not None:
-            cache.router = routed.memory
-        return routed.scores_BTV if index is None else routed.scores_BTV[:, index]
+        return states.logits(self.root.lm_head, self.routed_heads[-1:])[0]
 
 
 def _one_device(device_map: Any) -> Any:

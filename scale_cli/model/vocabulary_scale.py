@@ -24,10 +24,7 @@ from .routing import PieceShares
 class NewTokens(nn.Module):
     """The rows of new tokens in x and in the vocabulary head.
 
-    Args:
-        base: the plain model.
-        pieces: of every new token the old ids in its place.
-        own_pieces: those first pieces that begin no other text.
+    `pieces` are of every new token the old ids in its place, `own_pieces` those first ones that begin no other text.
     """
 
     def __init__(self, base: Any, pieces: Sequence[Sequence[int]], own_pieces: Sequence[int]) -> None:
@@ -60,13 +57,7 @@ def composed(rows_VD: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:
 
 
 def embed(embedding: nn.Embedding, brought: Sequence[NewTokens], input_ids: Tensor) -> Tensor:
-    """Return x_0 (B, T, D) of old tokens and new ones.
-
-    Args:
-        embedding: E.
-        brought: the new ones, in the order of their ids.
-        input_ids: (B, T).
-    """
+    """Return x_0 (B, T, D) of old tokens and new ones, `brought` being in the order of their ids."""
     if not brought:
         return cast(Tensor, embedding(input_ids))
     x_BTD = embedding(input_ids.clamp(max=embedding.num_embeddings - 1))
@@ -88,26 +79,16 @@ def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
 
 
 class BaseOfNewTokens(nn.Module):
-    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained.
-
-    Args:
-        base: the plain model.
-        new: the new tokens.
-        config: of a model that has them.
-    """
+    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained."""
 
     def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
         super().__init__()
-        self.config = config
-        self.base = base
-        self.new = new
+        self.config, self.base, self.new = config, base, new  # the configuration is of a model that has the tokens
 
     def get_decoder(self) -> Any:
-        """Return what makes hidden states of ids, old and new."""
         decoder = self.base.get_decoder()
         return lambda ids, **options: decoder(inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options)
 
     def get_output_embeddings(self) -> Any:
-        """Return what makes logits of hidden states."""
         head = self.base.get_output_embeddings()
         return lambda states: self.new.shared(head(states))
