@@ -103,9 +103,9 @@ def _check(folder: Path) -> FolderCheck:
 def _check_files(folder: Path) -> None:
     """Hold every file to its size and SHA-256 in the manifest; none may have come in."""
     verify_folder(folder)
+    present = [file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()]
     listed = described_files(folder).keys() | {MANIFEST}
-    present = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or file.is_file()}
-    if extra := sorted(present - listed):
+    if extra := sorted({file.relative_to(folder).as_posix() for file in present} - listed):
         raise VerificationError(f"{folder / extra[0]}: is not among the files that were written")
 
 

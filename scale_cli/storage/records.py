@@ -1,14 +1,5 @@
 """The records of a run: what its folders say in JSON beside their tensors, a type and a file each.
 
-| record       | file          | in                                                                           |
-|--------------|---------------|------------------------------------------------------------------------------|
-| BaseRecord   | base.json     | every method folder: `upscaled/`, checkpoints, `final/`, adapters            |
-| TrainState   | position.json | checkpoints and `final/`                                                     |
-| BranchPoint  | init_from.json | the same, of a run that began with what another had trained                |
-| AverageRecord | average.json | a `final/` that `scale average` wrote                                        |
-| Cost         | cost.json     | `final/`                                                                     |
-| ExportRecord | parity.json   | exports                                                                      |
-
 `corpora.json`, beside the state, names the text that was trained on; the token ledger is of `data/ledger.py`,
 the log of `storage/metrics.py`.
 """
@@ -71,7 +62,7 @@ def _adapter_of(record: type[RunRecord]) -> TypeAdapter[Any]:
 
 @dataclass(frozen=True)
 class BaseRecord(RunRecord):
-    """Which base model an expansion belongs to."""
+    """Which base model an expansion belongs to; in every method folder."""
 
     FILE = "base.json"
     name: str  # hub id or folder, as the config gave it
@@ -102,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TrainState(RunRecord):
-    """How far a run has come."""
+    """How far a run has come; in checkpoints and `final/`."""
 
     FILE = "position.json"
     step: int = 0  # optimiser steps done
@@ -145,7 +136,7 @@ class TrainState(RunRecord):
 
 @dataclass(frozen=True)
 class BranchPoint(RunRecord):
-    """What a run began with, where another run had trained that (`train.init_from`)."""
+    """What a run began with, where another run had trained that (`train.init_from`); beside its states."""
 
     FILE = "init_from.json"
     content_sha256: str  # of the manifest of the checkpoint or `final/`, which has the hash of each of its files
@@ -170,7 +161,7 @@ class AveragedMember:
 
 @dataclass(frozen=True)
 class AverageRecord(RunRecord):
-    """What a `final/` is the mean of (`scale average`)."""
+    """What a `final/` that `scale average` wrote is the mean of."""
 
     FILE = "average.json"
     members: tuple[AveragedMember, ...]
@@ -178,7 +169,7 @@ class AverageRecord(RunRecord):
 
 @dataclass(frozen=True)
 class Cost(RunRecord):
-    """What a training run cost."""
+    """What a training run cost; in `final/`."""
 
     FILE = "cost.json"
     trainable_parameters: int  # that an optimiser moved
