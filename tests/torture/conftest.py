@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scale_cli.commands.verify import verify
-from tests.torture.tiny_run import Runs, write_base_and_texts
+from tests.torture.tiny_run import SAVED_STEPS, Runs, write_base_and_texts
 
 
 @pytest.fixture(scope="session")
@@ -17,18 +17,19 @@ def in_full(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs that nothing has happened to: `whole`, and `kept` with every one of its checkpoints."""
+    """Runs that nothing has happened to: `kept` with every one of its checkpoints, `whole` with the last two."""
     root = tmp_path_factory.mktemp("torture")
     write_base_and_texts(root, num_hidden_layers=2)
-    runs = Runs(root, root)
+    runs = Runs(root, root, ("train.keep_checkpoints=9",))
     runs.do("upscale", "upscaled-once")
-    every = Runs(root, root, ("train.keep_checkpoints=9",))
-    for given, name in ((runs, "whole"), (every, "kept")):
-        given.upscaled(name)
-        given.do("train", name)
+    runs.upscaled("kept")
+    runs.do("train", "kept")
+    shutil.copytree(root / "kept", root / "whole")
+    for step in SAVED_STEPS[:-2]:
+        shutil.rmtree(runs.folder("whole").checkpoint(step))
     runs.do("evaluate", "whole")  # which another evaluation replaces
     verify(runs.folder("whole").root).require()
-    return runs
+    return Runs(root, root)
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from scale_cli.config import safe_yaml
 from tests.command_line import Scale
 from tests.torture.attacker import write_benchmark, write_config
 
@@ -136,8 +134,3 @@ def test_no_call_of_ours_asks_for_what_runs_code() -> None:
                 assert called not in ("np.load", "np.save") or "allow_pickle" in given, path
                 for name in ("allow_pickle", "trust_remote_code"):
                     assert not isinstance(given.get(name), ast.Constant) or ast.unparse(given[name]) == "False", path
-
-
-def test_the_loader_of_configs_builds_plain_data_only() -> None:
-    assert issubclass(safe_yaml._Loader, yaml.constructor.SafeConstructor)
-    assert not [tag for tag in safe_yaml._Loader.yaml_constructors if tag and "python" in tag]
