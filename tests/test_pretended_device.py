@@ -46,8 +46,7 @@ from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.folder import write_trained
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import start_model, write_trained
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids, trained_logits
 from scale_cli.upscale.tokenizer import load_tokenizer

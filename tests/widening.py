@@ -26,8 +26,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import load_onto_base
-from scale_cli.upscale.method import MethodModel, start_model
+from scale_cli.upscale.method import MethodModel, load_onto_base, start_model
 
 CHECKPOINTS = ("ckpt-stories260K", "ckpt-eltec")
 CORPORA = ("en-tinystories/tinystories_val.txt", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")

@@ -22,8 +22,7 @@ from scale_cli.storage.atomic import MANIFEST, claimed, file_sha256, new_folder,
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TRAINED, AveragedMember, AverageRecord, TrainState
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.upscale.folder import load_trained
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.method import MethodModel, load_trained
 from scale_cli.upscale.run import MethodFolder
 
 _CONFIG = "scale.yaml"

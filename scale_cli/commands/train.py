@@ -57,11 +57,9 @@ from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, 
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import load_trained
-from scale_cli.upscale.method import MethodModel, beside_new_tokens, two_headed
-from scale_cli.upscale.objective import for_training, settings_on
+from scale_cli.upscale.method import MethodModel, beside_new_tokens, load_trained, two_headed
+from scale_cli.upscale.objective import for_training, scores_of, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
-from scale_cli.upscale.window_scores import scores_of
 
 if TYPE_CHECKING:
     from torch import nn

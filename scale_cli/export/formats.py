@@ -20,8 +20,7 @@ from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.folder import describe_method, load_onto_base, write_peft, write_trained
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import tokenizer_place

@@ -32,8 +32,7 @@ from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.folder import load_any_base
-from scale_cli.upscale.method import router_of
+from scale_cli.upscale.method import load_any_base, router_of
 from scale_cli.upscale.run import open_folder
 from scale_cli.upscale.tokenizer import load_tokenizer
 

@@ -22,8 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.planning.device import peak_flops_per_s
-from scale_cli.upscale.folder import any_base_without_weights
-from scale_cli.upscale.method import MethodModel, NewPieces, build_model
+from scale_cli.upscale.method import MethodModel, NewPieces, any_base_without_weights, build_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
 

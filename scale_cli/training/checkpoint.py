@@ -1,6 +1,6 @@
 """Checkpoints: what trains, the optimiser, and where the run stands, each whole or absent.
 
-A checkpoint is a method folder (`upscale/folder.py`) and beside it
+A checkpoint is a method folder (`upscale/method.py`) and beside it
 
     optimiser.safetensors  of every trainable parameter the moments, and what hooks keep (`methods/hooks.py`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
@@ -52,8 +52,7 @@ from scale_cli.training.optimiser import (
 )
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import is_sharded
-from scale_cli.upscale.folder import load_trained
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.method import MethodModel, load_trained
 from scale_cli.upscale.run import MethodFolder
 
 _OPTIMISER = "optimiser.safetensors"

@@ -30,8 +30,7 @@ from scale_cli.storage.records import CORPORA, BranchPoint, Cost, TrainState
 from scale_cli.training.observing import Observer
 from scale_cli.training.sharding import changed_parts
 from scale_cli.upscale.base import changed_tensors
-from scale_cli.upscale.folder import describe_method
-from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.method import MethodModel, describe_method
 from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import copy_grown_tokenizer
 

@@ -37,14 +37,17 @@ from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.storage.records import BaseRecord, TrainState
 from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
-from scale_cli.upscale.folder import (
+from scale_cli.upscale.method import (
+    MethodModel,
     any_base_without_weights,
+    beside_base,
+    build_model,
     load_onto_base,
     load_recorded_base,
     put_on_base,
     read_method,
+    set_router,
 )
-from scale_cli.upscale.method import MethodModel, beside_base, build_model, set_router
 from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer, tokenizer_place
 from scale_cli.vocabulary.tokenizer import Extension, load_grown
 

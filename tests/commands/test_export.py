@@ -19,7 +19,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
-from scale_cli.upscale.folder import load_onto_base
+from scale_cli.upscale.method import load_onto_base
 from tests.widening import load_model, load_widened
 
 TrainedRun = Callable[..., RunConfig]

@@ -22,8 +22,7 @@ from scale_cli.storage.atomic import write_json
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.folder import read_method
-from scale_cli.upscale.method import MethodModel, build_model
+from scale_cli.upscale.method import MethodModel, build_model, read_method
 from tests.hooks import hooks_for
 from tests.training.test_step import batches_of
 from tests.widening import tiny_llama

@@ -27,8 +27,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.training.beginning import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
 from scale_cli.training.step import hooks_of
-from scale_cli.upscale.folder import read_method
-from scale_cli.upscale.method import start_model
+from scale_cli.upscale.method import read_method, start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
 from tests.methods.test_adept import windows

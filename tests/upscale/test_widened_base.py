@@ -25,8 +25,8 @@ from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
 from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
-from scale_cli.upscale.folder import load_any_base
-from scale_cli.upscale.window_scores import base_losses
+from scale_cli.upscale.method import load_any_base
+from scale_cli.upscale.objective import base_losses
 from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained

@@ -14,7 +14,7 @@ from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.window_scores import base_losses
+from scale_cli.upscale.objective import base_losses
 from tests.training.conftest import MakeConfig
 
 CHOSEN = (
@@ -50,15 +50,15 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
     assert chosen["num_left_out"] > 0.7 * chosen["corpus"]["num_tokens"] and ordered["num_left_out"] == 0
     verify(run.final).require()
     run.final.rename(run.root / "put-aside")
-    monkeypatch.setattr("scale_cli.upscale.window_scores.ngram_scores", lambda *_: pytest.fail("judged twice"))
-    monkeypatch.setattr("scale_cli.upscale.window_scores.base_losses", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.objective.ngram_scores", lambda *_: pytest.fail("judged twice"))
+    monkeypatch.setattr("scale_cli.upscale.objective.base_losses", lambda *_: pytest.fail("judged twice"))
     train(config, "auto", lambda _: None)
     assert read_json(run.final / "token_ledger.json") == ledger
     run.final.rename(run.root / "put-aside-too")
     for folder in run.tokens.glob("*.ngram-*"):
         folder.rename(folder.with_name("elsewhere"))
     monkeypatch.setattr(
-        "scale_cli.upscale.window_scores.ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64)
+        "scale_cli.upscale.objective.ngram_scores", lambda windows, _: np.arange(len(windows), dtype=np.float64)
     )
     with pytest.raises(RunFolderError, match="other windows of petitions were chosen"):
         train(config, "auto", lambda _: None)
