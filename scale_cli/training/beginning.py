@@ -28,11 +28,7 @@ def starting_point(
 ) -> MethodFolder | None:
     """Return the checkpoint to go on from, or None for the beginning: looked at by one process, the same in all.
 
-    Args:
-        run: that is trained.
-        resume: None, `auto`, or a checkpoint's path.
-        log: takes lines.
-        accepted: keys that may differ from what the run was begun with.
+    `resume` is None, `auto`, or a checkpoint's path; `accepted` keys may differ from what the run was begun with.
     """
 
     def decide() -> int:

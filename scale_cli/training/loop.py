@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,7 +39,7 @@ from scale_cli.training.checkpoint import Saver
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.step import StepResult, TakenStep, figures_of, train_step
+from scale_cli.training.step import StepResult, TakenStep, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
 
 _WINDOWS_NAMED = 8
@@ -55,13 +56,17 @@ def run_loop(run: TrainingRun) -> None:
         Interrupted: SIGTERM or SIGINT came, or the time is over; a checkpoint was written.
     """
     run.wrapped.train()
-    accelerator = run.accelerator
-    processes = accelerator.process_index, accelerator.num_processes
-    ahead = batches_ahead(run.batches, run.state.step, *processes, accelerator.device)
-    saver = Saver(run)
-    stopping = stop_requests(run.config.train.max_hours, alone=accelerator.num_processes == 1)
-    with _progress_bar(run) as bar, stopping as stop, ahead, saver:
-        loop = _Loop(run, ahead, stop, saver, bar)
+    accelerator, train, done = run.accelerator, run.config.train, run.state.step
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    with (
+        progress_bar(
+            total=train.max_steps, initial=done, desc="training", unit="step", disable=not accelerator.is_main_process
+        ) as bar,
+        stop_requests(train.max_hours, alone=num_processes == 1) as stop,
+        batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
+        Saver(run) as saver,
+    ):
+        loop = _Loop(run, batches, stop, saver, bar)
         loop.take_all_steps()
     loop.clock()
 
@@ -154,11 +159,11 @@ class _Loop:
         if not self.taken:
             return
         steps, self.taken = self.taken, []
-        figures = figures_of(steps)
+        figures = torch.stack([step.figures for step in steps]).tolist()  # in one transfer from the device
         self.clock(stepping_s=time.monotonic() - self.taken_since_s)
         for step, of_step in zip(steps, figures, strict=True):
             try:
-                result = step.with_figures(*of_step)
+                result = step.result(of_step)
             except NonFiniteError as error:
                 _leave_out(run, step, error)
             else:
@@ -308,13 +313,3 @@ def _sources(run: TrainingRun, step: int) -> str:
         shown = ", ".join(str(index) for index in indices[:_WINDOWS_NAMED])
         named.append(f"{len(indices)} of {name} (windows {shown}{', ...' if len(indices) > _WINDOWS_NAMED else ''})")
     return ", ".join(named)
-
-
-def _progress_bar(run: TrainingRun) -> Any:
-    return progress_bar(
-        total=run.config.train.max_steps,
-        initial=run.state.step,
-        desc="training",
-        unit="step",
-        disable=not run.accelerator.is_main_process,
-    )

@@ -50,10 +50,7 @@ from scale_cli.upscale.objective import for_training
 def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig) -> nn.Module:
     """Shard a model in place over all processes, put what this process holds on its device, and return what to train.
 
-    Args:
-        model: whole, on the CPU: one layer at a time goes to the device before it is split.
-        accelerator: processes and devices.
-        train: `sharding` decides whether what does not train is replicated.
+    The model is whole, and on the CPU: one layer at a time goes to the device before it is split.
     """
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
@@ -107,8 +104,7 @@ def _shard_widened_layers(
 ) -> list[nn.Module]:
     """Make units of every added layer and its base layer: one of both where they write into each other, else two.
 
-    Returns:
-        Modules in them with gains or biases, which are left to the root unit.
+    Returns the modules in them with gains or biases, which are left to the root unit.
     """
     of_root: list[nn.Module] = []
     layers: Any = zip(model.base.model.layers, model.expansion.layers, strict=True)

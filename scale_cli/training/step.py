@@ -52,28 +52,18 @@ class TakenStep:
     # (layers + 1,), rms(u) / rms(x) in this process (`upscale/objective.py`), where it was measured
     stream_ratios: Tensor | None = None
 
-    def result(self) -> StepResult:
-        """Wait for the step, and return what it did."""
-        (figures,) = figures_of([self])
-        return self.with_figures(*figures)
-
     @property
     def num_tokens(self) -> int:
         """Target tokens of the global batch."""
         return sum(self.num_targets)
 
-    def with_figures(self, loss: float, grad_norm: float, *of_sources: float) -> StepResult:
-        """Return what the step did, its figures being known."""
+    def result(self, figures: Sequence[float] | None = None) -> StepResult:
+        """Return what the step did; unless its figures are known, wait for them."""
+        loss, grad_norm, *of_sources = self.figures.tolist() if figures is None else figures
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
         by_source = tuple(zip(of_sources, self.num_targets, strict=True)) if of_sources else ()
         return StepResult(loss, grad_norm, self.lr, self.num_tokens, by_source)
-
-
-def figures_of(steps: Sequence[TakenStep]) -> list[list[float]]:
-    """Return the figures of some steps, in one transfer from the device."""
-    figures: list[list[float]] = torch.stack([step.figures for step in steps]).tolist()
-    return figures
 
 
 def train_step(
@@ -89,7 +79,7 @@ def train_step(
     """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
 
     The loss of every micro-batch is divided by the target tokens of the whole global batch, so the gradient is that of
-    one large batch however it is cut up.
+    one large batch however it is cut up. What `between_micro_batches` raises ends the step before anything is updated.
 
     Args:
         accelerator: processes and devices.
@@ -97,7 +87,7 @@ def train_step(
         optimiser: over what trains; a fused one, whose kernel leaves everything as it was where it is told to.
         batch: this process's part of it.
         train: learning rate, clipping, precision.
-        between_micro_batches: what it raises ends the step before anything is updated.
+        between_micro_batches: is called between two of them.
         asked: returns what this process was asked to stop by.
         hooks: what is done around the update, the outermost first.
     """
