@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import TextWrapper
 
 from scale_cli.comparison.options import side_names
-from scale_cli.comparison.report import KIND, Comparison, compare_runs, in_html, in_markdown, notes, to_json
+from scale_cli.comparison.report import KIND, Comparison, compare_runs, notes, write_comparison
 from scale_cli.comparison.runs import load_runs
 from scale_cli.extras import require
-from scale_cli.report.figures import svg
 from scale_cli.report.numbers import DASH, with_interval
 from scale_cli.report.tables import aligned
-from scale_cli.storage.atomic import new_folder, write_json, write_text
+from scale_cli.storage.atomic import new_folder
 from scale_cli.storage.layout import check_replaceable
-
-_NOTES = TextWrapper(100, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class ComparisonSummary:
         return [
             *aligned([["", *side_names(self.comparison.runs[0].report)], *rows], "lll"),
             "bits/byte against the base [95 %]",
-            *(part for line in notes(self.comparison) for part in _NOTES.wrap(f"note: {line}")),
+            *(f"note: {line}" for line in notes(self.comparison)),
             f"report: {self.folder / 'report.html'}",
         ]
 
@@ -46,9 +42,5 @@ def compare(folders: list[Path], output: Path) -> ComparisonSummary:
     check_replaceable(output, KIND)
     comparison = compare_runs(load_runs(folders))
     with new_folder(output) as partial:
-        write_json(partial / "report.json", to_json(comparison))
-        write_text(partial / "report.md", in_markdown(comparison))
-        write_text(partial / "report.html", in_html(comparison))
-        for name, _, draw in comparison.figures:
-            write_text(partial / f"{name}.svg", svg(draw))
+        write_comparison(comparison, partial)
     return ComparisonSummary(output, comparison)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
-from scale_cli.evaluation.guarantee import bound_nats
+from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.dense import dense_model
 from scale_cli.export.licence import base_licence
 from scale_cli.export.parity import check_parity, measure_parity, served_logits

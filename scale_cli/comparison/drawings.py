@@ -16,10 +16,7 @@ from scale_cli.values import language_name
 
 Draw = Callable[[Any], None]
 _WIDTH_INCHES = 5.0
-# Losses this far apart would lie on top of each other on a linear axis.
-_WIDE_RANGE = 30.0
-# Beyond so many times what the options differ by, the base is left outside the picture.
-_FAR_FROM_BASE = 2.0
+_LINEAR_BELOW = 0.01  # bits/byte forgotten; more of it on a logarithmic axis
 
 
 def figures_of(runs: Sequence[ComparedRun], options: Sequence[Option]) -> list[tuple[str, str, Draw]]:
@@ -51,10 +48,8 @@ def _add_legend(figure: Any, axes: Any) -> None:
 
 def _draw_trade_off(figure: Any, options: Sequence[Option]) -> None:
     """Draw every option, numbered as in the legend, and a line through those that no other beats."""
-    axes = _axes(figure, "Lost and gained against the base", 4.0, len(options) + 1)
-    near = [not _is_far([getattr(option, side) for option in options]) for side in ("lost", "gained")]
-    if all(near):
-        draw_point(axes, "base", Interval(0.0, None, None), Interval(0.0, None, None), COLOURS["base"], "o")
+    axes = _axes(figure, "Forgetting and gain against the base", 4.0, len(options) + 1)
+    draw_point(axes, "base", Interval(0.0, None, None), Interval(0.0, None, None), COLOURS["base"], "o")
     for index, option in enumerate(options, 1):
         variant, filled = option.run.method.variant, option.num_models == 1
         mark, label = MARKS[variant][0], f"{index}  {option.label}"
@@ -71,30 +66,12 @@ def _draw_trade_off(figure: Any, options: Sequence[Option]) -> None:
             linewidth=1.4,
             zorder=1,
         )
-    hidden, largest = _hidden_losses([option.lost.value or 0.0 for option in options])
-    if hidden:
-        knee = 10.0 ** math.floor(math.log10(max(sorted(hidden)[len(hidden) // 2], largest / 1e4)))
-        axes.set_xscale("asinh", linear_width=knee)
-        axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:.1g}")
-        axes.locator_params(axis="x", numticks=5)
-        axes.minorticks_off()
+    axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
+    axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
     axes.margins(0.08)
     lost, gained = side_names(options[0].run.report)
     axes.set(xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
     _add_legend(figure, axes)
-
-
-def _is_far(intervals: Sequence[Interval]) -> bool:
-    """Return whether all that differs would lie in a corner if zero, the base, were in the picture too."""
-    ends = [end for interval in intervals for end in interval.ends]
-    low, high = min(ends), max(ends)
-    return low * high > 0.0 and min(abs(low), abs(high)) > _FAR_FROM_BASE * (high - low) > 0.0
-
-
-def _hidden_losses(losses: Sequence[float]) -> tuple[list[float], float]:
-    """Return the losses that a linear axis would hide beside the largest, and that."""
-    largest = max(map(abs, losses))
-    return [abs(loss) for loss in losses if 0.0 < abs(loss) < largest / _WIDE_RANGE], largest
 
 
 def _draw_curves(figure: Any, runs: Sequence[ComparedRun], corpus: CorpusResult) -> None:

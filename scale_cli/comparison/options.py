@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from scale_cli.comparison.runs import ComparedRun
 from scale_cli.evaluation.results import CorpusResult, Report
-from scale_cli.report.numbers import Interval
+from scale_cli.report.numbers import NO_INTERVAL, Interval
 from scale_cli.values import language_name
-
-NO_INTERVAL = Interval(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,36 @@ def options_of(run: ComparedRun, untouched: Report) -> list[Option]:
 
     Held against the base of another report, that of a run whose tokens are the base's own.
     """
-    heads = [run.report.served] if run.report.served == "posterior" else [run.report.served, "posterior"]
-    return [_option(run, head, untouched) for head in heads]
+    return [_option(run, head, untouched) for head in dict.fromkeys((run.report.served, "posterior"))]
+
+
+def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
+    report, method, cost = run.report, run.method.definition, run.cost
+    base, held = (None, None) if cost is None else method.counted(cost.total_parameters, cost.trainable_parameters)
+    label, served, passes, num_models = run.name, "alone", "1", 1
+    if head != "adapted" and method.widens:
+        served = f"routed, {head}"
+        if head != report.served:
+            label = f"{run.name}, {'posterior' if method.routes else 'routed'}"
+        if run.layers_run_twice:
+            passes = f"1 + {run.layers_run_twice}/{run.num_layers}"
+    elif head != "adapted":
+        label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
+        held = None if held is None or base is None else held + base
+    return Option(
+        run=run,
+        untouched=untouched,
+        head=head,
+        label=label,
+        served=served,
+        num_models=num_models,
+        passes=passes,
+        parameters=held,
+        parameters_of_base=base,
+        lost=mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("retention")]),
+        gained=-mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("acquisition")]),
+        base_share=None if head == "adapted" else report.base_share_by_language(head),
+    )
 
 
 def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
@@ -61,57 +87,6 @@ def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
         return result.bits_per_byte_difference
     before, now = base.heads["base"].bits_per_byte, result.bits_per_byte
     return NO_INTERVAL if before is None or now is None else Interval(now - before, None, None)
-
-
-def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
-    report, widened, mixed = run.report, run.method.definition.widens, head != "adapted"
-    beside = mixed and not widened
-    base, held = _parameters(run)
-    if beside and held is not None and base is not None:
-        held += base
-    return Option(
-        run=run,
-        untouched=untouched,
-        head=head,
-        label=_label(run, head),
-        served=_served_in_words(head, widened),
-        num_models=2 if beside else 1,
-        passes=_passes(run, mixed),
-        parameters=held,
-        parameters_of_base=base,
-        lost=mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("retention")]),
-        gained=-mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("acquisition")]),
-        base_share=report.base_share_by_language(head) if mixed else None,
-    )
-
-
-def _label(run: ComparedRun, head: str) -> str:
-    if head == run.report.served:
-        return run.name
-    if not run.method.definition.widens:
-        return f"{run.name} + base"
-    return f"{run.name}, {'posterior' if run.method.definition.routes else 'routed'}"
-
-
-def _served_in_words(head: str, widened: bool) -> str:
-    if head == "adapted":
-        return "alone"
-    return f"routed, {head}" if widened else "beside the base, mixed"
-
-
-def _passes(run: ComparedRun, mixed: bool) -> str:
-    if not mixed:
-        return "1"
-    if not run.method.definition.widens:
-        return "2"
-    return f"1 + {run.layers_run_twice}/{run.num_layers}" if run.layers_run_twice else "1"
-
-
-def _parameters(run: ComparedRun) -> tuple[int | None, int | None]:
-    """Return the parameters of the base, and of the trained model served alone."""
-    if run.cost is None:
-        return None, None
-    return run.method.definition.counted(run.cost.total_parameters, run.cost.trainable_parameters)
 
 
 def mean_interval(intervals: Sequence[Interval]) -> Interval:
@@ -136,32 +111,27 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return which points (lost, gained) no other beats: loses no more, gains no less, and is not its equal."""
-
-    def beaten(lost: float, gained: float) -> bool:
-        return any(
-            other_lost <= lost and other_gained >= gained and (other_lost, other_gained) != (lost, gained)
-            for other_lost, other_gained in points
-        )
-
-    return [not beaten(*point) for point in points]
+    return [
+        not any(other != (lost, gained) and other[0] <= lost and other[1] >= gained for other in points)
+        for lost, gained in points
+    ]
 
 
 def front(options: Sequence[Option], most_models: int) -> list[Option]:
     """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
-    finite = [
-        (option, (option.lost.value, option.gained.value))
-        for option in options
+    places = {
+        (option.lost.value, option.gained.value, index): option
+        for index, option in enumerate(options)
         if option.num_models <= most_models and option.lost.value is not None and option.gained.value is not None
-    ]
-    kept = non_dominated([(0.0, 0.0), *(point for _, point in finite)])[1:]
-    chosen = [pair for pair, keep in zip(finite, kept, strict=True) if keep]
-    return [option for option, _ in sorted(chosen, key=lambda pair: pair[1])]
+    }
+    _, *kept = non_dominated([(0.0, 0.0), *((lost, gained) for lost, gained, _ in places)])
+    return [places[place] for place in sorted(place for place, keep in zip(places, kept, strict=True) if keep)]
 
 
 def side_names(report: Report) -> tuple[str, str]:
-    """Return what the two sides are called: `English lost`, `Korean gained`."""
+    """Return what the two sides are called: `forgetting of English`, `gain in Korean`."""
 
     def languages(role: str) -> str:
         return " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
 
-    return f"{languages('retention') or 'Known language'} lost", f"{languages('acquisition') or 'New language'} gained"
+    return f"forgetting of {languages('retention') or 'the old'}", f"gain in {languages('acquisition') or 'the new'}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from scale_cli.comparison.drawings import Draw, figures_of
+from scale_cli.comparison.drawings import figures_of
 from scale_cli.comparison.options import Option, beside_base, front, options_of, side_names
 from scale_cli.comparison.runs import ComparedRun, benchmarks_of, setup_differences
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, BenchmarkResult, CorpusResult, Figure
@@ -23,8 +24,8 @@ from scale_cli.report.numbers import (
     p_value,
     quantity,
 )
-from scale_cli.report.pages import markdown, page
-from scale_cli.report.tables import Cell, Row, Table
+from scale_cli.report.tables import Cell, Row, Table, difference_cell, markdown, page
+from scale_cli.storage.atomic import write_json, write_text
 from scale_cli.values import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
@@ -38,7 +39,6 @@ class Comparison:
     runs: list[ComparedRun]
     options: list[Option]
     best: list[Option]  # that no other beats, or no other of one model
-    figures: list[tuple[str, str, Draw]]  # the name of a figure's file, its title, and what draws it
 
 
 def compare_runs(runs: list[ComparedRun]) -> Comparison:
@@ -46,7 +46,7 @@ def compare_runs(runs: list[ComparedRun]) -> Comparison:
     untouched = next((run for run in runs if not run.new_tokens), runs[0]).report
     options = [option for run in runs for option in options_of(run, untouched)]
     best = front(options, 1) + front(options, 2) if untouched.has_trade_off else []
-    return Comparison(runs, options, best, figures_of(runs, options))
+    return Comparison(runs, options, best)
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -108,8 +108,8 @@ def _methods_table(comparison: Comparison) -> Table:
         held = option.parameters, option.parameters_of_base
         return [
             Cell(option.label, f"{run.method.in_words}; served {option.served}"),
-            _difference(option.lost, bold),
-            _difference(option.gained, bold),
+            replace(difference_cell(option.lost), bold=bold),
+            replace(difference_cell(option.gained), bold=bold),
             " / ".join(f"{100 * shares[code]:.1f}" for code in languages) if shares else DASH,
             f"{held[0] / held[1]:.2f} ×" if held[0] and held[1] else NOT_RECORDED,
             option.passes,
@@ -182,29 +182,22 @@ def _benchmark_table(options: Sequence[Option], result: BenchmarkResult) -> Tabl
     return Table(titles, [base, *map(row, options)], "l" + "r" * (len(titles) - 1), name, variants)
 
 
-def _difference(interval: Interval, bold: bool = False) -> Cell:
-    return Cell(number(interval.value, 4, "+"), bounds(interval, 4), bold)
-
-
 def _points(share: Interval, sign: str = "") -> Cell:
     points = in_points(share)
     return Cell(number(points.value, 1, sign), bounds(points, 1, sign))
 
 
-def in_html(comparison: Comparison) -> str:
-    """Return report.html: one file, with its style and figures inside, that asks for nothing from outside."""
-    images = [(title, b64encode(svg(draw).encode()).decode()) for _, title, draw in comparison.figures]
+def write_comparison(comparison: Comparison, folder: Path) -> None:
+    """Write report.json, report.md with its figures beside it, and report.html, which asks for nothing from outside."""
+    drawn = [(name, title, svg(draw)) for name, title, draw in figures_of(comparison.runs, comparison.options)]
+    for name, _, figure in drawn:
+        write_text(folder / f"{name}.svg", figure)
+    told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "figures": drawn}
+    images = [(title, b64encode(figure.encode()).decode()) for _, title, figure in drawn]
     signs = {variant: sign for variant, (_, sign) in MARKS.items()}
-    return page("comparison.html.j2", **_values(comparison), images=images, colours=COLOURS, signs=signs)
-
-
-def in_markdown(comparison: Comparison) -> str:
-    """Return report.md, whose pictures lie beside it."""
-    return markdown("comparison.md.j2", **_values(comparison))
-
-
-def _values(comparison: Comparison) -> dict[str, Any]:
-    return {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison)}
+    write_json(folder / "report.json", to_json(comparison))
+    write_text(folder / "report.md", markdown("comparison.md.j2", **told))
+    write_text(folder / "report.html", page("comparison.html.j2", **told, images=images, colours=COLOURS, signs=signs))
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -29,10 +29,10 @@ _SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One periodic evaluation: target tokens trained on, and nats per token by head (None: not finite)."""
+    """One periodic evaluation."""
 
-    num_tokens: float
-    nats_per_token: dict[str, float | None]
+    num_tokens: float  # trained on, targets
+    nats_per_token: dict[str, float | None]  # by head; None: not finite
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,19 @@ class ComparedRun:
 
     @property
     def method(self) -> MethodConfig:
-        """How it was trained."""
         return self.config.method
 
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
     """Read the runs to compare, in the order given; refuse what cannot be compared with the first."""
-    names = _distinct_names(folders)
-    runs = [_load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    resolved = [folder.resolve() for folder in folders]
+    for index, folder in enumerate(resolved):
+        if folder in resolved[:index]:
+            raise RunFolderError(f"{folders[index]}: given twice")
+    depth = 1  # runs of one name are told apart by their parents
+    while len({folder.parts[-depth:] for folder in resolved}) < len(resolved):
+        depth += 1
+    runs = [_load_run(folder, "/".join(whole.parts[-depth:])) for folder, whole in zip(folders, resolved, strict=True)]
     for run in runs[1:]:
         _check_comparable(runs[0], run)
     return runs
@@ -96,21 +101,18 @@ def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
     return found
 
 
-def _distinct_names(folders: list[Path]) -> list[str]:
-    resolved = [folder.resolve() for folder in folders]
-    for index, folder in enumerate(resolved):
-        if folder in resolved[:index]:
-            raise RunFolderError(f"{folders[index]}: given twice")
-    for depth in range(1, max((len(folder.parts) for folder in resolved), default=0) + 1):
-        names = ["/".join(folder.parts[-depth:]) for folder in resolved]
-        if len(set(names)) == len(names):
-            return names
-    return []
-
-
 def _load_run(folder: Path, name: str) -> ComparedRun:
     run = RunFolder(folder)
-    _check_finished(run)
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: no such folder")
+    final = ("position.json", "base.json", "config.json", "scale.yaml", MANIFEST)
+    needed = {run.final / file: "train" for file in final} | {run.evaluation / Report.FILE: "evaluate"}
+    if not AverageRecord.is_in(run.final):  # a mean has no training of its own
+        needed[run.metrics] = "train"
+    for path, verb in needed.items():
+        if not path.is_file():
+            missing = f"{path.relative_to(folder)} is missing (`scale {verb}` writes it)"
+            raise RunFolderError(f"{folder}: not a finished run, {missing}")
     try:
         raw_report = read_json(run.evaluation / Report.FILE)
         report = Report.from_json(raw_report)
@@ -140,25 +142,6 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         curves=curves,
         num_averaged=0 if average is None else len(average.members),
     )
-
-
-def _check_finished(run: RunFolder) -> None:
-    if not run.root.is_dir():
-        raise RunFolderError(f"{run.root}: no such folder")
-    needed = {
-        run.final / TrainState.FILE: "train",
-        run.final / BaseRecord.FILE: "train",
-        run.final / "config.json": "train",
-        run.final / "scale.yaml": "train",
-        run.final / MANIFEST: "train",
-        **({} if AverageRecord.is_in(run.final) else {run.metrics: "train"}),  # a mean has no training of its own
-        run.evaluation / Report.FILE: "evaluate",
-    }
-    for path, verb in needed.items():
-        if not path.is_file():
-            raise RunFolderError(
-                f"{run.root}: not a finished run, {path.relative_to(run.root)} is missing (`scale {verb}` writes it)"
-            )
 
 
 def _layers_of_routing(model_config: dict[str, Any]) -> tuple[int, int | None]:
@@ -195,36 +178,29 @@ def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[C
 
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
+    both = f"{first.folder} and {other.folder}"
     if first.base[1] != other.base[1]:
-        bases = " and ".join(f"{run.folder} is on {run.base[0]} (SHA-256 {run.base[1][:12]})" for run in (first, other))
-        raise RunFolderError(f"runs on different base models cannot be compared: {bases}")
+        names = f"{first.base[0]} and {other.base[0]}"
+        raise RunFolderError(f"runs on different base models cannot be compared: {both} ({names})")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
-        where = first if odd[0] in measured[0] else other
-        raise RunFolderError(
-            f"runs must be evaluated on the same corpora: of {first.folder} and {other.folder}, only {where.folder} "
-            f"was evaluated on {odd[0]}"
-        )
+        raise RunFolderError(f"runs must be evaluated on the same corpora: of {both}, only one was on {odd[0]}")
     for name, one in measured[0].items():
         same = measured[1][name]
         tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
         for key in ("language", "role", "num_documents", "num_bytes", *tokens):
-            if getattr(one, key) != getattr(same, key):
-                raise RunFolderError(
-                    f"runs must be evaluated on the same corpora: {name} has {key} {getattr(one, key)} in "
-                    f"{first.folder} and {getattr(same, key)} in {other.folder}"
-                )
+            if (figures := (getattr(one, key), getattr(same, key)))[0] != figures[1]:
+                found = f"{name} has {key} {figures[0]} and {figures[1]}"
+                raise RunFolderError(f"runs must be evaluated on the same corpora: {found} in {both}")
         before, now = (corpus.heads["base"].nats_per_token for corpus in (one, same))
         as_many = one.num_tokens == same.num_tokens  # of other tokens each base is scored on its own
         if as_many and before is not None and now is not None and abs(before - now) > _SAME_BASE_LOSS * abs(before):
             raise RunFolderError(
-                f"runs must be evaluated alike: on {name} the same base has {before:.4f} nats/token in {first.folder} "
-                f"and {now:.4f} in {other.folder} (is evaluation.sequence_length the same?)"
+                f"runs must be evaluated alike: on {name} the same base has {before:.4f} and {now:.4f} nats/token in "
+                f"{both} (is evaluation.sequence_length the same?)"
             )
-    sizes = {benchmark.name: benchmark.num_items for benchmark in first.report.benchmarks}
-    for benchmark in other.report.benchmarks:  # that both measured
-        if sizes.get(benchmark.name, benchmark.num_items) != benchmark.num_items:
-            raise RunFolderError(
-                f"runs must be evaluated on the same items: {benchmark.name} has {sizes[benchmark.name]} in "
-                f"{first.folder} and {benchmark.num_items} in {other.folder}"
-            )
+    for benchmark in other.report.benchmarks:
+        same_one = first.report.benchmark(benchmark.name)
+        if same_one is not None and same_one.num_items != benchmark.num_items:
+            found = f"{benchmark.name} has {same_one.num_items} and {benchmark.num_items}"
+            raise RunFolderError(f"runs must be evaluated on the same items: {found} in {both}")

@@ -9,19 +9,20 @@ from itertools import product
 from typing import Any
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.evaluation.guarantee import NOT_COVERED, bound_nats
 from scale_cli.evaluation.results import (
     FIGURES,
     HEADS,
+    NOT_COVERED,
     ROLES,
     BenchmarkHead,
     BenchmarkResult,
     CorpusResult,
     LanguageAverage,
     Report,
+    bound_nats,
 )
 from scale_cli.methods import METHODS
-from scale_cli.report import pages
+from scale_cli.report import tables
 from scale_cli.report.figures import AXIS, COLOURS, draw_point, shorten
 from scale_cli.report.numbers import (
     DASH,
@@ -115,13 +116,13 @@ def _verdict(head: BenchmarkHead) -> str:
 
 def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
     """Return report.md; its picture is a file beside it, where there is one."""
-    return pages.markdown("evaluation.md.j2", **_values(report, method), picture=picture)
+    return tables.markdown("evaluation.md.j2", **_values(report, method), picture=picture)
 
 
 def html(report: Report, method: MethodConfig, picture: str | None) -> str:
     """Return report.html, which needs nothing beside it; its picture is an SVG, where there is one."""
     image = None if picture is None else b64encode(picture.encode()).decode()
-    return pages.page("evaluation.html.j2", **_values(report, method), image=image)
+    return tables.page("evaluation.html.j2", **_values(report, method), image=image)
 
 
 def _values(report: Report, method: MethodConfig) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import Values, finite, paired_difference
-from scale_cli.report.numbers import DASH, Interval, bounds, number, percent, perplexity, worst_document
-from scale_cli.report.tables import Cell, share_cell
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.report.numbers import DASH, NO_INTERVAL, Interval, number, percent, perplexity, worst_document
+from scale_cli.report.tables import Cell, difference_cell, share_cell
 from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import RunRecord, trained_sha256
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
+# Of what the posterior rule guarantees.
+NOT_COVERED = (
+    "That is of whole documents, scored from their first token. It does not cover a text scored after a context that "
+    "favours the other head (the choices of a benchmark), nor a generation: as many nats as a long prompt has given "
+    "one head, the other has to win back."
+)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,8 @@ class Figure:
     compared: bool = True  # whether the comparison has it
 
 
-def _difference(interval: Interval) -> Cell:
-    return Cell(number(interval.value, 4, "+"), bounds(interval, 4))
-
-
 BESIDE_BASE = Figure(
-    "bits/byte − base", "95 % interval", lambda head: _difference(head.bits_per_byte_difference), of_base=False
+    "bits/byte − base", "95 % interval", lambda head: difference_cell(head.bits_per_byte_difference), of_base=False
 )
 FIGURES = (
     Figure("nats/token", "", lambda head: number(head.nats_per_token, 4), per_token=True, compared=False),
@@ -71,7 +74,7 @@ FIGURES = (
     Figure(
         "nats/token − base",
         "95 % interval",
-        lambda head: _difference(head.nats_per_token_difference),
+        lambda head: difference_cell(head.nats_per_token_difference),
         of_base=False,
         per_token=True,
         compared=False,
@@ -223,7 +226,7 @@ def summarise(
 
     def in_script(counts_P2: Values) -> Interval:
         found_P, letters_P = counts_P2[counts_P2[:, 1] > 0].T
-        return difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else Interval(None, None, None)
+        return difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else NO_INTERVAL
 
     def head(name: str) -> HeadResult:
         base, nats, nats_per_token = by_name["base"], by_name[name], losses.nats_per_token(name)
@@ -263,3 +266,22 @@ def finished_report(config: RunConfig) -> Report | None:
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:
     """Return the hash of the report that `finished_report` has returned; None where there is none."""
     return None if report is None else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)
+
+
+def bound_nats(prior: float, switch_rate: float) -> float | None:
+    """Return by how much routing may cost a document more than a head of some weight at the start, whatever heads do.
+
+    With a switch rate there is no figure that holds for documents of every length.
+    """
+    return None if switch_rate else -math.log(prior)
+
+
+def guarantee(router: RouterConfig) -> str:
+    """Return what is guaranteed of a router of two heads, in a sentence or two; empty where nothing is."""
+    over_base, over_trained = (bound_nats(prior, router.switch_rate) for prior in (router.prior, 1.0 - router.prior))
+    if router.rule != "posterior" or over_base is None or over_trained is None:
+        return ""
+    what = f"{over_base:.3f} nats over the better of the two heads"
+    if over_base != over_trained:
+        what = f"{over_base:.3f} nats over the base head, nor than {over_trained:.3f} over the trained one"
+    return f"Whatever was trained, no document costs more than {what} (-ln of its weight at the start). {NOT_COVERED}"

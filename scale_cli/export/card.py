@@ -15,14 +15,12 @@ from markupsafe import Markup
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.ledger import SourceTokens, TokenLedger
-from scale_cli.evaluation.guarantee import guarantee
-from scale_cli.evaluation.results import Report
+from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.licence import Licence
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report.numbers import DASH, number, percent, with_interval, worst_document
-from scale_cli.report.pages import code, markdown
-from scale_cli.report.tables import Row, Table, share_cell
+from scale_cli.report.tables import Row, Table, code, markdown, share_cell
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, stages_below

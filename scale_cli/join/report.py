@@ -15,7 +15,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.guarantee import NOT_COVERED
+from scale_cli.evaluation.results import NOT_COVERED
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.statistics import Values, finite
 from scale_cli.export.card import base_title, loading, shared_values, tokens_by_source
@@ -23,8 +23,7 @@ from scale_cli.export.licence import Licence
 from scale_cli.join.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.report.numbers import number, percent
-from scale_cli.report.pages import code, markdown
-from scale_cli.report.tables import Table
+from scale_cli.report.tables import Table, code, markdown
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS

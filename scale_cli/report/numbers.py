@@ -32,6 +32,9 @@ class Interval:
         return Interval(*(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low)))
 
 
+NO_INTERVAL = Interval(None, None, None)
+
+
 def number(value: float | None, digits: int = 3, sign: str = "") -> str:
     """Return a figure, with `sign` "+" as a difference; nothing is written as minus zero."""
     if value is None:

@@ -1,15 +1,25 @@
-"""One table, written as lines for a terminal, as Markdown, or (by templates/table.html.j2) as HTML."""
+"""Tables as lines for a terminal, as Markdown, or (by templates/table.html.j2) as HTML; pages and cards from templates.
+
+In a template a value is text: markup in a name of a run or a file stays text.
+"""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from scale_cli.report.numbers import DASH, Interval, bounds, in_points, percent
-from scale_cli.report.pages import plain
+from scale_cli.report.numbers import DASH, Interval, bounds, in_points, number, percent
+
+# What Markdown, or the HTML in it, reads as more than text. A bracket alone is none of it, nor a line within a word:
+# [+0.1, +0.2] and kobest_copa stay.
+_SPECIAL = re.compile(r"([\\`*{}<>#|]|!(?=\[)|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))")
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,11 @@ class Cell:
 
     def __str__(self) -> str:
         return self.text + self.after
+
+
+def difference_cell(difference: Interval) -> Cell:
+    """Return a difference with its interval beneath it."""
+    return Cell(number(difference.value, 4, "+"), bounds(difference, 4))
 
 
 def share_cell(share: Interval | None) -> Cell:
@@ -91,3 +106,33 @@ def num_columns(text: str) -> int:
 def _in_markdown(cell: Cell) -> str:
     text = plain(cell.text)
     return (f"**{text}**" if cell.bold else text) + plain(cell.after)
+
+
+def page(template: str, **values: object) -> str:
+    return _environment(True).get_template(template).render(values)
+
+
+def markdown(template: str, **values: object) -> str:
+    return _environment(False).get_template(template).render(values)
+
+
+def plain(value: Any) -> Markup:
+    """Return a value as Markdown that shows it as it is; Markdown that was made here (Markup) is left alone."""
+    return value if isinstance(value, Markup) else Markup(_SPECIAL.sub(r"\\\1", str(value)))
+
+
+def code(text: str) -> Markup:
+    return Markup(f"`{re.sub('[`|]', '', text)}`")
+
+
+@cache
+def _environment(html: bool) -> Environment:
+    return Environment(
+        loader=PackageLoader("scale_cli", "report/templates"),
+        autoescape=html,
+        finalize=None if html else plain,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.evaluation.guarantee import bound_nats, guarantee
+from scale_cli.evaluation.results import bound_nats, guarantee
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.routing import log_prior, mix_log_probs, posterior_log_weights
 
