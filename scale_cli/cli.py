@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Exit, Option, Typer, echo
 
-from scale_cli import options as take
 from scale_cli.console import (
     Verbs,
-    asked,
+    ask,
     ended_in_one_message,
     load,
-    log,
-    numbers,
-    print_json,
+    parse_numbers,
     quieten_libraries,
-    reporting,
+    read_typed,
     run_folder,
-    show,
-    typed,
 )
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
+from scale_cli.terminal import log, print_json, show, show_figures_alone
 
-app = typer.Typer(
+app = Typer(
     name="scale",
     help="Teach a pretrained language model a new language without losing what it knows.",
     cls=Verbs,
@@ -35,19 +32,56 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+# What several verbs take
+Config = Annotated[Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")]
+Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
+Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
+Accepted = Annotated[
+    list[str] | None,
+    Option("--accept", metavar="KEY", help="May have changed since the run was begun: train.max_steps, ..."),
+]
+MaxForgetting = Annotated[
+    float | None,
+    Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
+]
+Shown = Annotated[
+    bool | None,
+    Option(
+        "--json/--quiet",
+        callback=show_figures_alone,
+        show_default=False,
+        help="Print figures alone, a JSON object a line; or warnings and errors alone.",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        echo(f"scale {version('scale-cli')}")
+        raise Exit
+
 
 @app.callback()
-def _common(version: take.Version = False) -> None:
+def _common(
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     pass
 
 
 @app.command()
-@reporting
 def plan(
-    config: take.Config,
-    overrides: take.Overrides = None,
-    flops: take.Flops = None,
-    num_processes: take.Processes = 1,
+    config: Config,
+    overrides: Overrides = None,
+    flops: Annotated[
+        float | None,
+        Option(metavar="FLOP/S", min=1.0, help="A device sustains, about 0.4 of its peak; else measured."),
+    ] = None,
+    num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
+    _shown: Shown = None,
 ) -> None:
     """Tell what a run and every other method will cost.
 
@@ -60,26 +94,28 @@ def plan(
 
 
 @app.command()
-@reporting
 def init(
-    file: take.NewConfig = Path("scale.yaml"),
-    base: take.Base = None,
-    corpus: take.Corpus = None,
-    language: take.CorpusLanguage = None,
-    retention: take.Retention = None,
-    retention_language: take.RetentionLanguage = "en",
-    held_out: take.HeldOut = None,
-    minutes: take.Minutes = 5.0,
+    file: Annotated[Path, Argument(metavar="CONFIG", help="A new YAML file.")] = Path("scale.yaml"),
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")] = None,
+    corpus: Annotated[
+        str | None, Option(metavar="TEXT", help="What it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]].")
+    ] = None,
+    language: Annotated[str | None, Option(metavar="CODE", help="Of that text: ko, de, ...")] = None,
+    retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
+    retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
+    held_out: Annotated[str | None, Option(metavar="TEXT", help="More of it to measure on, else a part.")] = None,
+    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, as planned.")] = 5.0,
+    _shown: Shown = None,
 ) -> None:
     """Write a first config for a base and text of your own.
 
     In sizes for the device at hand. It asks for what no flag says, where there is a terminal.
     """
     refuse_several("init")
-    model = base or asked("--base", "the base: a hub id or a folder")
-    learned = corpus or asked("--corpus", "what it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
-    spoken = language or asked("--language", "of that text: ko, de, ...")
-    kept = retention or asked("--retention", "text of what the base knows, to see that it stays")
+    model = base or ask("--base", "the base: a hub id or a folder")
+    learned = corpus or ask("--corpus", "what it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]]")
+    spoken = language or ask("--language", "of that text: ko, de, ...")
+    kept = retention or ask("--retention", "text of what the base knows, to see that it stays")
     quieten_libraries()
     from scale_cli.commands.init import Answers, init
 
@@ -88,18 +124,14 @@ def init(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of the config, for editors.
-
-    It lies in docs/ too, beside a page with every key.
-    """
+    """Print the JSON Schema of the config, for editors."""
     from scale_cli.config.load import json_schema_text
 
-    typer.echo(json_schema_text(), nl=False)
+    echo(json_schema_text(), nl=False)
 
 
 @app.command()
-@reporting
-def upscale(config: take.Config, overrides: take.Overrides = None) -> None:
+def upscale(config: Config, overrides: Overrides = None, _shown: Shown = None) -> None:
     """Widen the base model; nothing it computes changes."""
     checked = load(config, overrides)
     from scale_cli.commands.upscale import upscale
@@ -108,8 +140,7 @@ def upscale(config: take.Config, overrides: take.Overrides = None) -> None:
 
 
 @app.command()
-@reporting
-def prepare(config: take.Config, overrides: take.Overrides = None) -> None:
+def prepare(config: Config, overrides: Overrides = None, _shown: Shown = None) -> None:
     """Tokenise every corpus ahead of training.
 
     Stopped or killed, the same command goes on where it was.
@@ -121,9 +152,14 @@ def prepare(config: take.Config, overrides: take.Overrides = None) -> None:
 
 
 @app.command()
-@reporting
 def train(
-    config: take.Config, overrides: take.Overrides = None, resume: take.Resume = None, accept: take.Accepted = None
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
+    ] = None,
+    accept: Accepted = None,
+    _shown: Shown = None,
 ) -> None:
     """Train what the method trains, and nothing else.
 
@@ -136,8 +172,9 @@ def train(
 
 
 @app.command()
-@reporting
-def evaluate(config: take.Config, overrides: take.Overrides = None, max_forgetting: take.MaxForgetting = None) -> None:
+def evaluate(
+    config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, _shown: Shown = None
+) -> None:
     """Compare base and trained model: the forgetting report.
 
     On held-out text, and on benchmarks where the config names some.
@@ -151,21 +188,15 @@ def evaluate(config: take.Config, overrides: take.Overrides = None, max_forgetti
     check_forgetting(summary.report, max_forgetting)
 
 
-app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
-
-
 @app.command()
-@reporting
 def export(
-    config: take.Config,
-    overrides: take.Overrides = None,
-    push_to_hub: take.Repository = None,
-    dry_run: take.DryRun = True,
+    config: Config,
+    overrides: Overrides = None,
+    push_to_hub: Annotated[str | None, Option(metavar="OWNER/NAME", help="Also send it there, ...")] = None,
+    dry_run: Annotated[bool, Option(help="... where --no-dry-run is given too.")] = True,
+    _shown: Shown = None,
 ) -> None:
-    """Write the trained model as a folder that other tools load.
-
-    With its model card.
-    """
+    """Write the trained model as a folder that other tools load."""
     checked = load(config, overrides)
     from scale_cli.commands.export import export_all
 
@@ -173,9 +204,15 @@ def export(
 
 
 @app.command()
-@reporting
 def sweep(
-    config: take.Config, values: take.Swept = None, max_runs: take.MaxRuns = None, paired: take.Paired = False
+    config: Config,
+    values: Annotated[
+        list[str] | None,
+        Argument(metavar="KEY.SUB=A,B,C", help="Values to train with; one is an override."),
+    ] = None,
+    max_runs: Annotated[int | None, Option(metavar="N", min=1, help="At most so many, drawn by chance.")] = None,
+    paired: Annotated[bool, Option("--paired", help="Pair values by their places; else combine all.")] = False,
+    _shown: Shown = None,
 ) -> None:
     """Train a config with several values of some keys.
 
@@ -192,14 +229,16 @@ def sweep(
 
 
 @app.command()
-@reporting
 def mixture(
-    config: take.Config,
-    overrides: take.Overrides = None,
-    ratios: take.Ratios = "0.33,0.5,0.75,1",
-    tolerance: take.Tolerance = 0.05,
-    steps: take.Budgets = None,
-    predict_steps: take.PredictSteps = None,
+    config: Config,
+    overrides: Overrides = None,
+    ratios: Annotated[str, Option(metavar="A,B,...", help="Shares of new text, above 0 to 1.")] = "0.33,0.5,0.75,1",
+    tolerance: Annotated[float, Option(metavar="BITS", min=0.0, help="Bits per byte that may be lost.")] = 0.05,
+    steps: Annotated[str | None, Option(metavar="A,B,...", help="Budgets, if not the config's own.")] = None,
+    predict_steps: Annotated[
+        int | None, Option(metavar="N", min=1, help="A longer budget to predict, then run.")
+    ] = None,
+    _shown: Shown = None,
 ) -> None:
     """Find how much new text a run takes before it forgets too much.
 
@@ -207,22 +246,28 @@ def mixture(
     """
     refuse_several("mixture")
     load(config, overrides)
-    shares = numbers("--ratios", ratios)
-    budgets = numbers("--steps", steps) if steps is not None else []
+    shares = parse_numbers("--ratios", ratios)
+    budgets = [] if steps is None else parse_numbers("--steps", steps)
     from scale_cli.commands.mixture import mixture
 
     show(mixture(config, overrides or [], shares, tolerance, log, budgets, predict_steps))
 
 
 @app.command()
-@reporting
-def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: take.Weights = None) -> None:
+def average(
+    checkpoints: Annotated[
+        list[Path], Argument(metavar="CHECKPOINT", help="Two or more checkpoints, final/ folders or runs.")
+    ],
+    output: Annotated[Path, Option(metavar="DIR", help="A new run's folder.")],
+    weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; all the same.")] = None,
+    _shown: Shown = None,
+) -> None:
     """Average what several checkpoints or runs have trained.
 
     Into a folder that evaluate and export take as a run's.
     """
     folders = [run_folder(path) for path in checkpoints]
-    shares = None if weights is None else numbers("--weights", weights)
+    shares = None if weights is None else parse_numbers("--weights", weights)
     quieten_libraries()
     from scale_cli.commands.average import average
 
@@ -230,8 +275,11 @@ def average(checkpoints: take.Averaged, output: take.AveragedFolder, weights: ta
 
 
 @app.command()
-@reporting
-def compare(runs: take.Runs, output: take.Output) -> None:
+def compare(
+    runs: Runs,
+    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier comparison.")],
+    _shown: Shown = None,
+) -> None:
     """Put any number of finished runs into one report."""
     folders = [run_folder(path) for path in runs]
     from scale_cli.commands.compare import compare
@@ -240,19 +288,27 @@ def compare(runs: take.Runs, output: take.Output) -> None:
 
 
 @app.command()
-@reporting
 def join(
-    runs: take.Runs,
-    output: take.JoinedFolder,
-    prior: take.Prior = None,
-    switch_rate: take.SwitchRate = 0.0,
-    folder_format: take.JoinedFormat = "transformers",
-    rule: take.JoinRule = "posterior",
+    runs: Runs,
+    output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join.")],
+    prior: Annotated[
+        float | None,
+        Option(metavar="P", min=0.001, max=0.999, help="Weight of the base head at first; an even one if none."),
+    ] = None,
+    switch_rate: Annotated[
+        float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
+    ] = 0.0,
+    folder_format: Annotated[
+        Literal["transformers", "llama"],
+        Option("--format", help="transformers: every head bit for bit; llama: one plain model, routed by vLLM too."),
+    ] = "transformers",
+    rule: Annotated[
+        Literal["posterior", "mean"],
+        Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
+    ] = "posterior",
+    _shown: Shown = None,
 ) -> None:
-    """Put finished runs on the same base into one routed model.
-
-    It routes among the base head and the heads of all runs, or their mean.
-    """
+    """Put finished runs on the same base into one routed model."""
     folders = [run_folder(path) for path in runs]
     quieten_libraries()
     from scale_cli.commands.join import join
@@ -262,18 +318,35 @@ def join(
 
 @app.command()
 def generate(
-    path: take.Generating,
-    prompt: take.Prompts = None,
-    max_new_tokens: take.MaxNewTokens = None,
-    temperature: take.Temperature = None,
-    top_p: take.TopP = 1.0,
-    seed: take.Seed = 0,
-    options: take.Options = None,
-    chat: take.Chat = False,
-    show_heads: take.ShowHeads = False,
-    as_json: take.AsJson = False,
-    samples: take.Samples = None,
-    output: take.SamplesFile = None,
+    path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")],
+    prompt: Annotated[list[str] | None, Option(metavar="TEXT", help="May be given several times.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="At most so many each.", show_default="128; with --samples a window's"),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        Option(metavar="T", min=0.0, help="0 takes the likeliest token.", show_default="0; with --samples 1"),
+    ] = None,
+    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest.")] = 1.0,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Of the sampling.")] = 0,
+    options: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ...")
+    ] = None,
+    chat: Annotated[
+        bool,
+        Option("--chat", help="Prompts are a user's, in the base's chat template; at a terminal, one after one."),
+    ] = False,
+    show_heads: Annotated[
+        bool,
+        Option("--show-heads", help="Show which head spoke: in colours, or by its name where nothing shows colours."),
+    ] = False,
+    as_json: Annotated[bool, Option("--json", help="A JSON object a prompt, with heads' shares.")] = False,
+    samples: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="Let the untrained base write so many texts, for replay; PATH: a config."),
+    ] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl.")] = None,
 ) -> None:
     """Continue prompts with a trained model, router and all.
 
@@ -294,7 +367,7 @@ def generate(
         return
     folder = run_folder(path)
     talks = chat and not prompt and not as_json and sys.stdin is not None and sys.stdin.isatty()
-    lines = typed() if talks else sys.stdin or ()  # closed
+    lines = read_typed() if talks else sys.stdin or ()  # closed
     prompts = [] if talks else prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
     if not prompts and not talks:
         raise ConfigError("--prompt: none given, and nothing on standard input")
@@ -316,15 +389,16 @@ def generate(
 
 @app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks
 def serve(
-    path: take.Served,
-    options: take.EngineOptions = None,
-    engine: take.ServingEngine = None,
-    plain: take.Plainly = False,
+    path: Annotated[Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")],
+    options: Annotated[
+        list[str] | None, Argument(metavar="[-- OPTION...]", help="The engine's own, such as --port 8001.")
+    ] = None,
+    engine: Annotated[
+        Literal["vllm", "transformers"] | None, Option(help="vLLM where it is installed, if not given.")
+    ] = None,
+    plain: Annotated[bool, Option("--plain", help="Without the router.")] = False,
 ) -> None:
-    """Serve an export as an OpenAI endpoint, with its router.
-
-    By vLLM's server, or with transformers by our own.
-    """
+    """Serve an export as an OpenAI endpoint, with its router."""
     refuse_several("serve")
     quieten_libraries()
     from scale_cli.commands.serve import serve
@@ -333,8 +407,10 @@ def serve(
 
 
 @app.command()
-@reporting
-def verify(path: take.Checked) -> None:
+def verify(
+    path: Annotated[Path, Argument(metavar="PATH", help="A run, one folder of it, or its config.")],
+    _shown: Shown = None,
+) -> None:
     """Check a folder of ours, or all folders of a run.
 
     Hashes, preservation, the log, exports.
@@ -352,12 +428,12 @@ def verify(path: take.Checked) -> None:
 
 
 @app.command("run")
-@reporting
 def run_all(
-    config: take.Config,
-    overrides: take.Overrides = None,
-    max_forgetting: take.MaxForgetting = None,
-    accept: take.Accepted = None,
+    config: Config,
+    overrides: Overrides = None,
+    max_forgetting: MaxForgetting = None,
+    accept: Accepted = None,
+    _shown: Shown = None,
 ) -> None:
     """Upscale, train, evaluate and export, unless done already."""
     checked = load(config, overrides)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError
+from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,8 @@ def check_launch() -> None:
     if os.environ.get("SLURM_PROCID", "0") != "0":
         raise EndedElsewhere(UsageError.exit_code)
     raise UsageError(
-        f"srun has started {number} processes that do not know of each other; start one launcher a node: "
-        "srun --ntasks-per-node=1 torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
-        "--rdzv-endpoint HOST:29500 -m scale_cli VERB CONFIG"
+        f"srun has started {number} processes that do not know of each other; have it start one torchrun a node "
+        "(--ntasks-per-node=1), as docs/processes.md shows"
     )
 
 
@@ -78,7 +77,6 @@ def process_state() -> PartialState:
 
 
 def device() -> torch.device:
-    """Return the device that this process computes on."""
     import torch
 
     chosen = process_state().device
@@ -93,12 +91,11 @@ def placed(module: AnyModule) -> AnyModule:
 
 
 def share() -> Share:
-    """Return this process's share of work that all of a launch do together."""
     return Share(process_state().process_index, process_state().num_processes) if are_several() else ALONE
 
 
 def share_of_machine() -> Share | None:
-    """Return this process's share of what lies on its machine; None where it is alone, or nobody says who is there."""
+    """Return its place among the processes of its machine; None where it is alone, or nobody says who is there."""
     if not are_several() or "LOCAL_WORLD_SIZE" not in os.environ:
         return None
     return Share(process_state().local_process_index, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -110,17 +107,9 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], Result]) -> Result | None:
-    """Let the main process work while the others wait.
+    """Return what the main process's work returns; None on the others, which wait, and end where it fails.
 
-    Args:
-        work: must not wait for other processes.
-
-    Returns:
-        What `work` returns, on the main process; None on the others.
-
-    Raises:
-        ScaleError: on the main process, what `work` raises.
-        EndedElsewhere: on the others, where it raises anything.
+    The work must not wait for other processes. Its error is raised on the main process, EndedElsewhere on the others.
     """
     if not are_several():
         return work()
@@ -169,13 +158,8 @@ def shared_out(
 ) -> list[tuple[Item, Tensor]]:
     """Return every item of some batches with what was computed of it, on the CPU, to every process in the same order.
 
-    Batches are cut before they are shared out, so that no figure hangs on how many processes share them.
-
-    Args:
-        batches: the same on every process.
-        share: of them, that is this process's.
-        compute: returns a tensor for each item of a batch, of any length.
-        done: is told how many more items are done, by all processes.
+    Batches are cut before they are shared out, so that no figure hangs on how many processes share them. `compute`
+    returns a tensor of any length for each item; `done` is told how many more items all processes have done.
     """
     mine: list[Tensor] = []
     for first in range(0, len(batches), share.num_processes):
@@ -209,18 +193,18 @@ def gathered(held: Result, share: Share) -> list[Result]:
 @contextmanager
 def waiting_for_steps() -> Iterator[None]:
     """Let a process that waits for the others give up after minutes, where every process works at the same."""
-    _wait_at_most(_STEPS)
+
+    def wait_at_most(timeout: timedelta) -> None:
+        if are_several():
+            from torch.distributed import distributed_c10d as c10d
+
+            c10d._set_pg_timeout(timeout, c10d._get_default_group())
+
+    wait_at_most(_STEPS)
     try:
         yield
     finally:
-        _wait_at_most(_SET_UP)
-
-
-def _wait_at_most(timeout: timedelta) -> None:
-    if are_several():
-        from torch.distributed import distributed_c10d as c10d
-
-        c10d._set_pg_timeout(timeout, c10d._get_default_group())
+        wait_at_most(_SET_UP)
 
 
 def is_first_to_end() -> bool:
@@ -251,16 +235,15 @@ def refuse_several(verb: str) -> None:
 
 
 @contextmanager
-def lost_peers_named() -> Iterator[None]:
+def name_lost_peers() -> Iterator[None]:
     """Say in one line that another process is gone, which is where the reason is to be found."""
     try:
         yield
     except RuntimeError as error:  # gloo's own errors are no more than that
         if not are_several():
             raise
-        import torch
+        from torch.distributed import DistError
 
-        if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+        if not isinstance(error, DistError) and "gloo" not in str(error):
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise TrainingError(f"another process is gone; its own message says why ({reason})") from None
+        raise TrainingError(f"another process is gone; its own message says why ({one_line(error)})") from None

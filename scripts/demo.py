@@ -23,10 +23,10 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenised
 from scale_cli.export.router_keys import routed_class
-from scale_cli.printable import printable
 from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
+from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scripts.biography.people import Language, biography, generate_people

@@ -16,11 +16,10 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.data.documents import Messages
 from scale_cli.errors import ConfigError
 from scale_cli.generation.generator import Continuation, Generator, Sampling, SpokenToken, TextStreamer
-from scale_cli.printable import printable
-from scale_cli.progress import progress_bar
 from scale_cli.report.numbers import percent
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import check_folder
+from scale_cli.terminal import printable, progress_bar
 
 _AT_ONCE = 32
 _RULE = "-" * 8  # between the texts of several prompts

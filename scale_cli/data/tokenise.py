@@ -23,9 +23,9 @@ from scale_cli.data.documents import CorpusReader, Record, conversations
 from scale_cli.data.encoding import Encoded, RoundTrip, TokenizerSpec, encode_all
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
-from scale_cli.progress import progress_bar
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, sole_user, write_json, writing
 from scale_cli.storage.records import RunRecord
+from scale_cli.terminal import progress_bar
 
 TOKENS, OFFSETS, NUM_BYTES = "tokens.bin", "offsets.bin", "num_bytes.bin"
 LEARNED = "learned.bin"  # of conversations

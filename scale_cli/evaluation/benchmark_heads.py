@@ -33,7 +33,7 @@ from scale_cli.evaluation.scoring import observe, score_tokens
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, shared_out
-from scale_cli.progress import progress_bar
+from scale_cli.terminal import progress_bar
 
 # lm-eval's own, where a task samples its answers.
 _SEED = 1234

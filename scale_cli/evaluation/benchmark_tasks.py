@@ -42,8 +42,8 @@ from scale_cli.evaluation.benchmarks import (
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import Share, is_main
-from scale_cli.progress import progress_bar
 from scale_cli.storage.metrics import Losses
+from scale_cli.terminal import progress_bar
 
 _FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets knows others, pickles among them
 # lm-eval's own choice wherever few-shot examples are drawn.

@@ -33,7 +33,7 @@ from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, HeadLogits, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 from scale_cli.processes import ALONE, Share, shared_out
-from scale_cli.progress import progress_bar
+from scale_cli.terminal import progress_bar
 
 _HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
 

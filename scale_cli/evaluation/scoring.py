@@ -26,7 +26,7 @@ from scale_cli.errors import CorpusError
 from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
 from scale_cli.processes import ALONE, Share, shared_out
-from scale_cli.progress import progress_bar
+from scale_cli.terminal import progress_bar
 
 TWO_HEADS = ("base", "adapted")
 # Documents whose windows are sorted by length together, so that little of a batch is padding.

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from scale_cli import progress
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.hooks import of_final
 from scale_cli.planning.device import peak_memory_bytes
-from scale_cli.printable import printable
 from scale_cli.processes import waiting_for_steps
-from scale_cli.progress import progress_bar
 from scale_cli.storage.metrics import (
     BENCHMARKS,
     BITS,
@@ -35,6 +32,7 @@ from scale_cli.storage.metrics import (
     MetricsRecord,
 )
 from scale_cli.storage.records import TrainState
+from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.checkpoint import Saver
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
@@ -278,7 +276,7 @@ class _Loop:
 
 def _show_samples(record: MetricsRecord) -> None:
     """Print how the model goes on, above the bar, in whole characters."""
-    for name, said in record.get(SAMPLES, {}).items() if progress.is_shown else ():
+    for name, said in record.get(SAMPLES, {}).items() if shows_lines() else ():
         text = f"{said['prompt']} ... {said['continuation']}".replace("\ufffd", "")
         tqdm.write(printable(f"step {record['step']:,}, {name}: {' '.join(text.split())}"), file=sys.stderr)
 

@@ -9,8 +9,10 @@ import argparse
 from pathlib import Path
 
 from scale_cli.config.load import load_checked
-from scale_cli.console import check_output, ended_in_one_message, log, quieten_libraries
+from scale_cli.console import ended_in_one_message, quieten_libraries
 from scale_cli.processes import refuse_several
+from scale_cli.storage.layout import RunFolder
+from scale_cli.terminal import log
 from scripts.biography.config import BiographyConfig
 from scripts.biography.run import run_biography
 
@@ -24,7 +26,7 @@ def main() -> None:
     with ended_in_one_message():
         refuse_several(parser.prog)
         config = load_checked(BiographyConfig, given.config, given.overrides)
-        check_output(config.output_dir)
+        RunFolder(config.output_dir).check()
         quieten_libraries()
         run_biography(config, log)
 

@@ -24,7 +24,7 @@ from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.generation.generator import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.printable import printable
+from scale_cli.terminal import printable
 from tests.command_line import Scale
 from tests.export.conftest import configured
 

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scale_cli import terminal
+from scale_cli.terminal import print_json, printable, progress_bar, without_passwords
+
+
+@given(st.text(st.characters()))
+def test_no_control_character_is_printed_and_nothing_else_is_changed(text: str) -> None:
+    shown = printable(text)
+    assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
+    shown.encode()
+    if not [c for c in text if unicodedata.category(c) in ("Cc", "Cs")]:
+        assert shown == text
+
+
+def test_what_stands_before_the_host_of_a_url_is_left_out() -> None:
+    assert without_passwords("a https://user:pass@host/x b") == "a https://***@host/x b"
+    assert without_passwords("https://host/x a@b") == "https://host/x a@b"
+
+
+@pytest.mark.parametrize("seconds_apart", [0.0, 30.0])
+def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds_apart: float
+) -> None:
+    monkeypatch.setattr(terminal, "_SECONDS_APART", seconds_apart)
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        with progress_bar(total=4, desc="training", unit="step") as outer:
+            for _ in range(4):
+                with progress_bar(total=2, desc="evaluating", leave=False) as inner:
+                    inner.update(2)
+                outer.update()
+    written = (tmp_path / "log").read_bytes().decode()
+    assert not set(written) & {"\r", "\x1b"}
+    lines = written.splitlines()
+    assert all(line.startswith(("training: ", "evaluating: ")) for line in lines)
+    assert bool(lines) == (seconds_apart == 0.0)
+
+
+@dataclass(frozen=True)
+class _Found:
+    folder: Path
+    loss: float
+    heads: dict[str, list[int]]
+    model: Any
+
+
+def test_figures_are_json_without_what_is_no_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "_shown", "figures")
+    print_json(_Found(Path("a"), float("nan"), {"base": [1]}, model=object()))
+    assert json.loads(capsys.readouterr().out) == {"folder": "a", "loss": None, "heads": {"base": [1]}}
