@@ -160,20 +160,6 @@ def test_training_does_not_begin_without_its_texts(configured: Configured, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_that_may_not_be_read_is_named(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured()
-    opened = Path.open
-
-    def forbidden(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == "trained.txt":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", forbidden)  # who runs the tests may be allowed to read anything
-    with pytest.raises(ScaleError, match=r"one: .*trained\.txt cannot be read \(Permission denied\)"):
-        Run(config).check(training_sources(config))
-
-
 @pytest.mark.parametrize("name", ["upscaled", "checkpoints", "final", "tokens", "evaluation", "export"])
 def test_a_file_where_a_folder_is_to_be_is_found_first(configured: Configured, name: str) -> None:
     config = configured()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from scale_cli.commands.export import export
 from scale_cli.commands.plan import plan
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -84,11 +85,10 @@ def test_a_windows_score_is_the_loss_of_the_trained_head_of_a_run_below(below: R
     assert list(base_losses(windows, base, at_once=2)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("parent", [("preserve", None), ("route", "top:1"), ("adapt", None)])
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "top:1"), ("adapt", None)])
 @torch.no_grad()
-def test_a_dense_export_of_a_stack_has_its_logits(parent: tuple[Any, Any], biases: bool) -> None:
-    first = as_if_trained(widen(tiny_llama(attention_bias=biases, mlp_bias=biases), *parent, ratio=0.5))
+def test_a_dense_export_of_a_stack_has_its_logits(variant: Any, layers: str | None) -> None:
+    first = as_if_trained(widen(tiny_llama(attention_bias=True, mlp_bias=True), variant, layers, ratio=0.5))
     second = as_if_trained(widen(first, "preserve", ratio=1.0), seed=2)
     third = as_if_trained(widen(second, "route", ratio=0.5), seed=3)
     ids = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -128,18 +128,16 @@ def test_the_record_holds_every_tensor_below_and_an_altered_stage_is_refused(
 def test_a_run_its_final_folder_and_its_adapter_are_the_same_base(
     shared_data: Path, below: RunConfig, tmp_path: Path
 ) -> None:
-    from scale_cli.commands.export import export
-
     adapter = export(below.model_copy(update={"export": below.export.model_copy(update={"format": "adapter"})})).folder
     config = stacked(shared_data, tmp_path / "upon", below.output_dir)
     upscale(config)
-    loaded = [
+    loaded, *others = (
         load_widened(config.output_dir / "upscaled", ModelConfig(base=str(place))).state_dict()
         for place in (below.output_dir, below.output_dir / "final", adapter)
-    ]
-    for other in loaded[1:]:
-        assert other.keys() == loaded[0].keys()
-        assert all(torch.equal(tensor, loaded[0][name]) for name, tensor in other.items())
+    )
+    for other in others:
+        assert other.keys() == loaded.keys()
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def test_a_method_that_would_change_what_is_below_is_refused(
     assert not (tmp_path / "upon" / "upscaled").exists()
 
 
-def test_an_unfinished_run_a_baseline_and_another_dtype_are_no_base(
+def test_what_is_no_base_and_what_a_widened_one_is_not_for_are_refused(
     shared_data: Path, below: RunConfig, tmp_path: Path
 ) -> None:
     begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
@@ -173,11 +171,6 @@ def test_an_unfinished_run_a_baseline_and_another_dtype_are_no_base(
     for base, dtype, message in refused:
         with pytest.raises(BaseModelError, match=message):
             load_any_base(ModelConfig(base=str(base), dtype=dtype))
-
-
-def test_planning_and_sharding_over_a_widened_base_are_refused(
-    shared_data: Path, below: RunConfig, tmp_path: Path
-) -> None:
     with pytest.raises(ConfigError, match=r"korean is widened already; only plain bases are planned"):
         plan(stacked(shared_data, tmp_path / "upon", below.output_dir), 1e9, 1)
     model = widen(widen(tiny_llama(), "preserve"), "preserve")

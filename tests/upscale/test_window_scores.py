@@ -66,5 +66,5 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
 
 @pytest.mark.parametrize("key", ["corpus.sources.0.order=easy_first", "corpus.sources.0.select={by: base_loss}"])
 def test_the_base_does_not_judge_tokens_that_it_does_not_have(make_config: MakeConfig, key: str) -> None:
-    with pytest.raises(ConfigError, match="judged by the base, which has none of the new tokens"):
+    with pytest.raises(ConfigError, match="judged by the base, which lacks the new tokens"):
         make_config("run", key, "method.vocabulary={new_tokens: 8}")
