@@ -2,9 +2,8 @@
 
 What a kill leaves behind has a name of its own, which nobody takes for the folder NAME, and goes at the next start:
 
-    .NAME.partial    being filled
+    .NAME.partial    being filled, or deleted
     .NAME.previous   just replaced by the new one, and put back if the new one never came
-    .NAME.removed    being deleted
 """
 
 from __future__ import annotations
@@ -150,10 +149,6 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _previous_folder(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; on leaving, add a manifest, sync, and rename it to `path`.
@@ -205,7 +200,7 @@ def publish_folder(partial: Path, path: Path) -> None:
 
 def _replace(partial: Path, path: Path) -> None:
     """Rename a folder to `path`; one that is there stands aside until the new one is in its place."""
-    previous = _previous_folder(path)
+    previous = path.with_name(f".{path.name}.previous")
     if path.exists():
         path.rename(previous)
     try:
@@ -221,7 +216,7 @@ def _replace(partial: Path, path: Path) -> None:
 
 def _put_back(path: Path) -> None:
     """End a replacement that was killed: put the previous folder back, or delete it where the new one is there."""
-    previous = _previous_folder(path)
+    previous = path.with_name(f".{path.name}.previous")
     if not path.exists() and is_whole(previous):
         previous.rename(path)
     shutil.rmtree(previous, ignore_errors=True)
@@ -229,11 +224,11 @@ def _put_back(path: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder: it is gone at once, even where this process dies before its last file is."""
-    removed = path.with_name(f".{path.name}.removed")
+    rubbish = partial_folder(path)
     with writing(path):
-        shutil.rmtree(removed, ignore_errors=True)
-        path.rename(removed)
-        shutil.rmtree(removed)
+        shutil.rmtree(rubbish, ignore_errors=True)
+        path.rename(rubbish)
+        shutil.rmtree(rubbish)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -241,7 +236,7 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in folder.glob(".*"):
         if leftover.suffix == ".previous":
             _put_back(folder / leftover.stem.removeprefix("."))
-        elif leftover.suffix in (".partial", ".removed"):
+        elif leftover.suffix == ".partial":
             shutil.rmtree(leftover)
 
 

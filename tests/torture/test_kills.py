@@ -22,7 +22,7 @@ Record = Callable[[str, object], None]
 def is_in_a_save(run: RunFolder) -> bool:
     """Return whether a killed process was writing or deleting a folder."""
     hidden = [*run.checkpoints.glob(".*"), *run.root.glob(".*")]
-    return any(path.suffix in (".partial", ".removed", ".previous") for path in hidden)
+    return any(path.suffix in (".partial", ".previous") for path in hidden)
 
 
 def test_killed_at_random_instants_a_run_ends_as_the_whole_one(
