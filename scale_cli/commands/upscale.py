@@ -61,18 +61,14 @@ class UpscaleSummary:
 def _expansion_lines(model: Any) -> list[str]:
     base, config = model.root.config, model.config
     layers = sorted({*config.attention_collaboration_layers, *config.mlp_collaboration_layers})
-    names = {
-        "hidden": "hidden_size",
-        "MLP": "intermediate_size",
-        "heads": "num_attention_heads",
-        "KV heads": "num_key_value_heads",
-    }
-    sizes = []
-    for name, key in names.items():
-        parts = [getattr(base, key), *(getattr(stage, f"expansion_{key}") for stage in config.stages())]
-        sizes.append(f"{name} {' + '.join(f'{part:,}' for part in parts)}")
+
+    def sizes(name: str) -> str:
+        parts = [getattr(base, name), *(getattr(stage, f"expansion_{name}") for stage in config.stages())]
+        return " + ".join(f"{part:,}" for part in parts)
+
     return [
-        f"sizes          {', '.join(sizes)}",
+        f"sizes          hidden {sizes('hidden_size')}, MLP {sizes('intermediate_size')}, "
+        f"heads {sizes('num_attention_heads')}, KV heads {sizes('num_key_value_heads')}",
         f"collaboration  {'layers ' + ', '.join(map(str, layers)) if layers else 'none: W12 does not exist'}",
     ]
 

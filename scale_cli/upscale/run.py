@@ -48,7 +48,7 @@ from scale_cli.upscale.method import (
     read_method,
     set_router,
 )
-from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer, tokenizer_place
+from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer
 from scale_cli.vocabulary.tokenizer import Extension, load_grown
 
 
@@ -133,13 +133,10 @@ class Run:
         check_processes(config.train, num_processes)
         with torch.device("meta"):
             build_model(base, config.method, config.seed)
-        tokenizer, vocab_size = self.base_tokenizer, base.config.vocab_size
-        if len(tokenizer) > vocab_size:
-            place = tokenizer_place(config.model)
-            raise BaseModelError(
-                f"{place.key}: the tokenizer of {place.name} has {len(tokenizer):,} ids, the base's embedding "
-                f"{vocab_size:,}"
-            )
+        tokenizer, num_rows = self.base_tokenizer, base.config.vocab_size
+        if (num_ids := len(tokenizer)) > num_rows:
+            where = f"{config.model.base}: its tokenizer ({tokenizer.name_or_path})"
+            raise BaseModelError(f"model.base: {where} has {num_ids:,} ids, the base's embedding {num_rows:,}")
         if config.corpus.isolate_documents and DocumentMarkers.of(tokenizer).context is None:
             raise BaseModelError(
                 f"corpus.isolate_documents: the tokenizer of {config.model.base} has neither BOS nor EOS, so a "
