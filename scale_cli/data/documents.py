@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from itertools import count, groupby, islice
 from typing import IO, Any
 
@@ -27,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, Spans
 from scale_cli.data.files import SourceFile, dataset_errors, dataset_rows, decompressed, source_files
+from scale_cli.data.ledger import Ledger, PathCount, Reason, Record, Rejected
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"
@@ -47,46 +47,26 @@ class _Unreadable(Exception):
 _DAMAGED = (_Unreadable, EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
-class Reason(Enum):
-    """Why something that was read is no document."""
-
-    NOT_UTF8 = "not UTF-8"
-    NOT_JSON = "not JSON"
-    NOT_CSV = "not a row of its table"
-    NO_FIELD = "no text field"
-    WRONG_TYPE = "text of the wrong type"
-    NUL = "NUL character"
-    EMPTY = "empty"
-    TOO_LARGE = "too large"
-    NO_ANSWER = "no turn of the assistant"
-    NOT_RENDERED = "refused by the chat template"
-    REWRITTEN = "earlier turns that the chat template writes otherwise when more follow"
-    DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Something that is no document."""
-
-    reason: Reason  # why
-    place: str  # file:line, or the row
-    num_bytes: int  # of its text, or where there is none, as it lies in its file
-    fields: tuple[str, ...] = ()  # that it has in the place of the one that is read
-
-
-Record = Document | Rejected
-
-
 class CorpusReader:
-    """The records of a source in order, good and bad; iterate once."""
+    """The records of a source in order, good and bad, each entered into the ledger as it comes; iterate once.
 
-    def __init__(self, source: TextSource, max_document_bytes: int) -> None:
+    Conversations are written by the chat template of `template_of`.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        max_document_bytes: int,
+        template_of: PreTrainedTokenizerBase | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.source = source
         self.files = source_files(source)
         self.total_bytes = sum(file.size for file in self.files)
-        self._limit = max_document_bytes
-        self.path: str | None = None  # of the source's, of whose files the last record was
-        self.num_skipped = 0
+        found = Counter(file.pattern for file in self.files)
+        self.ledger = ledger or Ledger(files=len(self.files), paths={p: PathCount(found[p]) for p in source.paths})
+        self._limit, self._template_of = max_document_bytes, template_of
+        self._path: str | None = None  # of the source's, of whose files the last record was
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -98,18 +78,21 @@ class CorpusReader:
     def __iter__(self) -> Iterator[Record]:
         records = self._from_files() if self.source.dataset is None else _read_dataset(self.source, self._limit)
         documents = (record for record in records if isinstance(record, Document))
-        self.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
+        self.ledger.num_skipped = sum(1 for _ in islice(documents, self.source.skip_documents))
         most, kept, dropped = self.source.max_documents, 0, 0
         for record in records:
-            yield record
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
+            if self._template_of is not None and isinstance(record, Document):
+                record = _written(record, self._template_of, self._limit)
+            self.ledger.enter(record, self._path)
+            yield record
             # The latter is no corpus, and a dataset on the hub may be endless.
             if most is not None and (kept == most or dropped > most):
                 return
 
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:
-            self.path = file.pattern
+            self._path = file.pattern
             try:
                 with file.open() as raw:
                     self._raw = raw
@@ -307,19 +290,15 @@ _READERS = {
 }
 
 
-def conversations(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, limit: int) -> Iterator[Record]:
-    """Yield records whose documents are messages as JSON, with the text that a tokenizer's template makes of them."""
-    for record in records:
-        if not isinstance(record, Document):
-            yield record
-            continue
-        try:
-            text, learned = write_conversation(json.loads(record.text), tokenizer)
-        except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
-            yield Rejected(Reason.NOT_RENDERED, record.place, record.num_bytes)
-            continue
-        found = Rejected(Reason.REWRITTEN, record.place, record.num_bytes)
-        yield found if learned is None else judge(text, record.place, limit, learned)
+def _written(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
+    """Return a document that is messages as JSON with the text that a tokenizer's template makes of them."""
+    try:
+        text, learned = write_conversation(json.loads(document.text), tokenizer)
+    except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
+        return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
+    if learned is None:
+        return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
+    return judge(text, document.place, limit, learned)
 
 
 def write_conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans | None]:

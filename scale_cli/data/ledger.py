@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any, Self
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import Reason, Record, Rejected
 from scale_cli.data.encoding import Document, RoundTrip
-from scale_cli.data.files import SourceFile, likely_encoding, source_files
+from scale_cli.data.files import likely_encoding, source_files
 from scale_cli.errors import CorpusError
 from scale_cli.report.numbers import percent
 from scale_cli.storage.records import RunRecord
@@ -20,19 +18,49 @@ _PLACES = 3
 _FIELDS, _LONGEST_FIELD = 12, 40
 
 
+class Reason(Enum):
+    """Why something that was read is no document."""
+
+    NOT_UTF8 = "not UTF-8"
+    NOT_JSON = "not JSON"
+    NOT_CSV = "not a row of its table"
+    NO_FIELD = "no text field"
+    WRONG_TYPE = "text of the wrong type"
+    NUL = "NUL character"
+    EMPTY = "empty"
+    TOO_LARGE = "too large"
+    NO_ANSWER = "no turn of the assistant"
+    NOT_RENDERED = "refused by the chat template"
+    REWRITTEN = "earlier turns that the chat template writes otherwise when more follow"
+    DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
+
+
 @dataclass(frozen=True)
+class Rejected:
+    """Something that is no document."""
+
+    reason: Reason  # why
+    place: str  # file:line, or the row
+    num_bytes: int  # of its text, or where there is none, as it lies in its file
+    fields: tuple[str, ...] = ()  # that it has in the place of the one that is read
+
+
+Record = Document | Rejected
+
+
+@dataclass
 class Count:
     """A number of documents, and their bytes."""
 
-    documents: int = 0  # how many
+    documents: int = 0
     num_bytes: int = 0  # UTF-8 bytes of their text; of a record without one, its bytes in its file
 
-    def with_one(self, num_bytes: int) -> Count:
-        """Return the count with one document more."""
-        return Count(self.documents + 1, self.num_bytes + num_bytes)
+    def add(self, record: Record) -> None:
+        self.documents += 1
+        self.num_bytes += record.num_bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class DropCount(Count):
     """What was dropped for one reason."""
 
@@ -54,8 +82,8 @@ class PathCount:
     """What one path of a source gave."""
 
     files: int = 0  # that it found, and no path before it
-    read: Count = Count()
-    kept: Count = Count()
+    read: Count = field(default_factory=Count)
+    kept: Count = field(default_factory=Count)
 
 
 @dataclass
@@ -63,8 +91,8 @@ class Ledger(RunRecord):
     """The account of one source."""
 
     FILE = "ledger.json"
-    read: Count = Count()  # every record, good or bad
-    kept: Count = Count()  # what was tokenised
+    read: Count = field(default_factory=Count)  # every record, good or bad
+    kept: Count = field(default_factory=Count)  # what was tokenised
     dropped: dict[str, DropCount] = field(default_factory=dict)  # the rest, by reason
     files: int = 0  # how many were opened; 0 for a dataset
     damaged_files: tuple[str, ...] = ()  # those that could not be read to their end, the first few by name
@@ -75,38 +103,22 @@ class Ledger(RunRecord):
     num_targets: int | None = None  # of them, those that are learned; None: every one but the first
     paths: dict[str, PathCount] = field(default_factory=dict)  # read and kept, by path; none of a dataset
 
-    @classmethod
-    def of_files(cls, paths: Sequence[str], files: Sequence[SourceFile]) -> Self:
-        """Return the account of the files that some paths found, before the first is opened."""
-        found = Counter(file.pattern for file in files)
-        return cls(files=len(files), paths={path: PathCount(found[path]) for path in paths})
-
-    def kept_of(self, records: Iterable[Record], path: Callable[[], str | None] = lambda: None) -> Iterator[Document]:
-        """Yield the documents among some records, entering every record; `path` says which the last of them came of."""
-        for record in records:
-            if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
-                self.num_damaged_files += 1
-                self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
-                continue
-            counts: list[Ledger | PathCount] = [self, *([self.paths[found]] if (found := path()) is not None else [])]
-            for count in counts:
-                count.read = count.read.with_one(record.num_bytes)
+    def enter(self, record: Record, path: str | None = None) -> None:
+        """Count a record, which came of a path of the source."""
+        if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
+            self.num_damaged_files += 1
+            self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
+            return
+        accounts: list[Ledger | PathCount] = [self, *([self.paths[path]] if path in self.paths else [])]
+        for account in accounts:
+            account.read.add(record)
             if isinstance(record, Document):
-                for count in counts:
-                    count.kept = count.kept.with_one(record.num_bytes)
-                yield record
-            else:
-                self._drop(record)
-
-    def _drop(self, record: Rejected) -> None:
-        count = self.dropped.get(record.reason.value, DropCount())
-        self.dropped[record.reason.value] = replace(
-            count,
-            documents=count.documents + 1,
-            num_bytes=count.num_bytes + record.num_bytes,
-            places=(*count.places, record.place)[:_PLACES],
-            fields=count.fields or tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS]),
-        )
+                account.kept.add(record)
+        if isinstance(record, Rejected):
+            count = self.dropped.setdefault(record.reason.value, DropCount())
+            count.add(record)
+            count.places = (*count.places, record.place)[:_PLACES]
+            count.fields = count.fields or tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS])
 
     @property
     def bad_fraction(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,8 +18,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.documents import CorpusReader, Record, conversations
-from scale_cli.data.encoding import Encoded, RoundTrip, TokenizerSpec, encode_all
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document, Encoded, RoundTrip, TokenizerSpec, encode_all
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, sole_user, write_json, writing
@@ -66,13 +65,10 @@ def tokenise(
             unfinished.rmdir()
             return
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
-        reader = CorpusReader(source, reading.max_document_bytes)
-        ledger = Ledger.of_files(source.paths, reader.files)
-        records: Iterable[Record] = reader
-        if template_of is not None:
-            records = conversations(reader, template_of, reading.max_document_bytes)
+        reader = CorpusReader(source, reading.max_document_bytes, template_of)
+        ledger = reader.ledger
         with _Shards(unfinished, progress, spec) as shards:
-            documents = ledger.kept_of(records, lambda: reader.path)
+            documents = (record for record in reader if isinstance(record, Document))
             next(islice(documents, shards.written.documents, shards.written.documents), None)  # those are done
             num_workers = reading.num_workers or len(os.sched_getaffinity(0))
             with _bar(source, reader, show_progress) as bar:
@@ -80,7 +76,6 @@ def tokenise(
                     shards.append(part)
                     bar.update(reader.position_bytes - bar.n)
                     bar.set_postfix_str(f"{shards.written.tokens:,} tokens", refresh=False)
-            ledger.num_skipped = reader.num_skipped
             ledger.num_tokens, ledger.round_trip = shards.written.tokens, shards.written.round_trip
         if spec.conversations:
             # What stands first in the stream is nobody's target.

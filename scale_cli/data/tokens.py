@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.documents import CorpusReader, Record, conversations
+from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
 from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
@@ -115,22 +114,20 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
     elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
     if elsewhere or any("://" in path for path in source.paths):
         return
+    template_of = None if source.messages_field is None else tokenizer
+    encoder = Encoder(_tokenizer_spec(tokenizer, conversations=template_of is not None))
     ledger, is_whole = Ledger(), True
-    encoder = Encoder(_tokenizer_spec(tokenizer, conversations=source.messages_field is not None))
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
-        reader = CorpusReader(part, reading.max_document_bytes)
-        records: Iterable[Record] = islice(reader, _SAMPLE_RECORDS)
-        if source.messages_field is not None:
-            records = conversations(records, tokenizer, reading.max_document_bytes)
+        reader = CorpusReader(part, reading.max_document_bytes, template_of, ledger)
         room, sample = _SAMPLE_CHARACTERS, []
-        for document in ledger.kept_of(records):
-            text = document.text[:room]
-            sample.append(Document(text, len(text.encode())))
-            room -= len(text)
+        for record in islice(reader, _SAMPLE_RECORDS):
+            if isinstance(record, Document):
+                text = record.text[:room]
+                sample.append(Document(text, len(text.encode())))
+                room -= len(text)
             if not room:
                 break
-        ledger.num_skipped = reader.num_skipped
         is_whole = is_whole and room > 0 and ledger.read.documents < _SAMPLE_RECORDS
         ledger.round_trip += encoder.encode(sample).round_trip
     all_skipped = ledger.num_skipped > 0 and len(parts) == 1

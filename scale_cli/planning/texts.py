@@ -20,7 +20,8 @@ from scale_cli.config.load import checked
 from scale_cli.config.sources import CorpusSource, ReadingConfig
 from scale_cli.config.vocabulary import SCRIPTS, VocabularyConfig
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.ledger import Ledger, check_bad_fraction
+from scale_cli.data.encoding import Document
+from scale_cli.data.ledger import check_bad_fraction
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
 from scale_cli.vocabulary.extension import extended
 from scale_cli.vocabulary.tokenizer import Extension, most_added
@@ -107,9 +108,8 @@ def _is_txt(source: dict[str, Any]) -> bool:
 def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
     known = checked(CorpusSource, source, f"--{source['name']}")
     reader = CorpusReader(known, _LARGEST_DOCUMENT)
-    ledger = Ledger.of_files([], reader.files)
     documents, size, is_whole, read_bytes = [], 0, True, 0
-    for document in ledger.kept_of(reader):
+    for document in (record for record in reader if isinstance(record, Document)):
         documents.append(document.text)
         size += document.num_bytes
         if size >= _BYTES_READ:
@@ -118,9 +118,9 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
     if not is_whole:
         size = size * reader.total_bytes // read_bytes if read_bytes else _OF_A_DATASET
     sample = "\n".join(documents[:: max(1, len(documents) // 64)])[:_BYTES_SAMPLED]
-    ledger.num_tokens = len(tokenizer(sample, add_special_tokens=False).input_ids)
-    check_bad_fraction(known, ledger, ReadingConfig().max_bad_fraction)
-    return Text(source, documents, is_whole, size, sample, ledger.num_tokens / len(sample.encode()))
+    num_tokens = reader.ledger.num_tokens = len(tokenizer(sample, add_special_tokens=False).input_ids)
+    check_bad_fraction(known, reader.ledger, ReadingConfig().max_bad_fraction)
+    return Text(source, documents, is_whole, size, sample, num_tokens / len(sample.encode()))
 
 
 def part(text: Text, held_name: str, file: Path) -> Parted:

@@ -16,8 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Reason, Record, Rejected
+from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
+from scale_cli.data.ledger import Reason, Record, Rejected
 
 DOCUMENTS = ["The first.\nIts second line, 한국어.", "둘째 문서", "  indented and trailing  \n\tthird"]
 LIMIT = 10_000_000

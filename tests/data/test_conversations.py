@@ -21,8 +21,8 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.batches import IGNORED, PackedWindows
-from scale_cli.data.documents import CorpusReader, Messages, Rejected, conversations
-from scale_cli.data.ledger import TokenLedger
+from scale_cli.data.documents import CorpusReader, Messages
+from scale_cli.data.ledger import Rejected, TokenLedger
 from scale_cli.data.tokens import tokenised
 from scale_cli.errors import ConfigError
 from scale_cli.storage.layout import RunFolder
@@ -159,7 +159,7 @@ def test_what_cannot_be_learned_of_is_dropped_for_a_reason(
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"talk": messages}) + "\n", encoding="utf-8")
     source = TextSource(name="x", path=str(tmp_path / "x.jsonl"), language="ko", messages_field="talk")
-    (record,) = conversations(CorpusReader(source, 10_000), with_template(tokenizer, template), 10_000)
+    (record,) = CorpusReader(source, 10_000, with_template(tokenizer, template))
     assert isinstance(record, Rejected) and reason in record.reason.value
     assert record.place.endswith("x.jsonl:1")
 

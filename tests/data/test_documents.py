@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.data.documents import CorpusReader, Reason, Rejected
+from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
+from scale_cli.data.ledger import Reason, Rejected
 from scale_cli.errors import CorpusError
 from tests.data.corpus_files import (
     COMPRESSORS,

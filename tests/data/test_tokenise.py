@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
@@ -277,10 +277,12 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path: Path, tokenizer: P
     assert len({corpus.ids.tobytes() for corpus in made}) == 1
 
 
+WORDS = [f"{number:02}" + "w" * 598 for number in range(100)]  # each a document, and a token
+
+
 def peaks_kib(paths: list[str], told: Any) -> None:
     """Tokenise files one after the other, and tell what memory each took at its most."""
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "word": 1}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, WORDS[0]))
     for path in paths:
         spec = TokenizerSpec(words.to_str(), (), (0,), "uint16")
         source = TextSource(name="source", path=path, language="en")
@@ -296,12 +298,12 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, form: str) -> None
     """Not with its text, and not with its number of documents."""
     paths, sizes = [], []
     for num_documents in (20_000, 120_000):  # the first fills the allocators' own caches
-        texts = [f"word {i} " + "w" * 600 for i in range(num_documents)]
+        texts = WORDS * (num_documents // len(WORDS))
         path = tmp_path / f"{num_documents}.{form}"
         if form == "txt.gz":
             path.write_bytes(gzip.compress("\n\n".join(texts).encode(), 1))
         elif form == "jsonl":
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
         else:
             table = pa.table({"text": texts})
             pa.parquet.write_table(table, path, row_group_size=num_documents, use_dictionary=False, compression="none")

@@ -289,7 +289,8 @@ def test_what_is_no_file_is_refused_by_name(scale: Scale, base: Path, tmp_path: 
 PEAK = """
 import json, resource, sys
 from scale_cli.config.sources import TextSource
-from scale_cli.data.documents import CorpusReader, Rejected
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.ledger import Rejected
 source = TextSource(name="x", path=sys.argv[1], language="en")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 reasons = [r.reason.value for r in CorpusReader(source, 1_000_000) if isinstance(r, Rejected)]
