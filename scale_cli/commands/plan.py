@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
 
 import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.sources import TextSource
 from scale_cli.data.corpora import cache_dir, every_source, idle_settings, num_readings, reading_warnings
 from scale_cli.data.files import check_source
 from scale_cli.data.tokens import already_tokenised, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
-from scale_cli.planning.counting import TokenFlops, count_flops, count_saved_tensors
-from scale_cli.planning.memory import Memory, Parameters, training_memory
-from scale_cli.planning.speed import Device, measured_device
+from scale_cli.planning.counting import TokenFlops, count_flops
+from scale_cli.planning.memory import Memory, Parameters, memory_of_run
+from scale_cli.planning.speed import Device, measure_device
 from scale_cli.planning.vocabulary import Growth, growth_of
 from scale_cli.report.numbers import quantity
 from scale_cli.report.tables import Table
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
-from scale_cli.upscale.objective import attends_by_mask
 from scale_cli.upscale.run import Run, check_context, check_processes
 
 _WITHOUT = "no new tokens"  # the config's method on the same text
@@ -41,65 +37,34 @@ class MethodPlan:
 
     variant: str  # its name
     chosen: bool  # whether it is the config's
-    parameters: Parameters  # frozen and trainable
+    parameters: Parameters
     flops: TokenFlops  # what training on a token computes
     num_tokens: int  # that the run's text is: more without new tokens
     flops_per_token: float  # all of it, in the run's windows
     memory: Memory  # of one process
+    memory_bytes: int  # all of it
+    checkpoint_bytes: int
     time_s: float  # the run's FLOPs at what the devices sustain
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `--json` prints of it."""
-        totals = {"memory_bytes": self.memory.total, "checkpoint_bytes": self.parameters.checkpoint_bytes}
-        return asdict(self) | totals
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A training source, where the cache holds it tokenised already."""
-
-    name: str  # of the source
-    num_tokens: int  # in it
-    num_epochs: float  # how often the run reads each of them
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole of it."""
+    """What the config's method costs, and every other one."""
 
-    config: RunConfig  # the resolved config
-    base_config: Any  # the base's, transformers' class
+    config: RunConfig
+    base_config: Any  # transformers' class
+    num_tokens: int  # of the run
     num_processes: int  # that share a step
     device: Device  # what the times are computed with
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that cannot be had with this base, and why
-    corpora: list[Corpus | None]  # one for every source; None where it is not tokenised yet
+    epochs: dict[str, tuple[int, float]]  # of every source that is tokenised: its tokens, and how often each is read
     warnings: list[str]  # what is rarely meant
-    growth: Growth | None = None  # what new tokens do; None where there are none
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the run."""
-        return _num_tokens(self.config)
+    new_tokens: Growth | None  # what they do; None where there are none
 
     def lines(self) -> list[str]:
         """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
-        return [*_heading(self), "", *_work_table(self), "", *_memory_table(self), *_footnotes(self)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
-        return {
-            "base": self.config.model.base,
-            "max_steps": self.config.train.max_steps,
-            "num_tokens": self.num_tokens,
-            "num_processes": self.num_processes,
-            "device": asdict(self.device),
-            "corpora": [None if corpus is None else asdict(corpus) for corpus in self.corpora],
-            "methods": [method.to_json() for method in self.methods],
-            "new_tokens": None if self.growth is None else asdict(self.growth),
-            "refused": self.refused,
-            "warnings": self.warnings,
-        }
+        return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
 
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
@@ -111,27 +76,29 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     check_context(config, base_config)
     check_processes(config.train, num_processes)
     if flops is None:
-        device = measured_device(base_config, config.train.mixed_precision)
+        device = measure_device(base_config, config.model.dtype, config.train.mixed_precision)
     else:
         device = Device("cuda", flops, "as stated")
-    refused: dict[str, str] = {}
     growth = None if config.method.vocabulary is None else growth_of(run)
-    planned = [_plan_method(config, base_config, config.method, device, num_processes, growth)]
+
+    def plan_of(method: MethodConfig) -> MethodPlan:
+        return _plan_method(config, base_config, method, device, num_processes, growth)
+
+    planned, refused = [plan_of(config.method)], dict[str, str]()
     if growth is not None:
-        without = config.method.model_copy(update={"vocabulary": None})
-        of_same_text = _plan_method(config, base_config, without, device, num_processes, growth)
-        planned.append(replace(of_same_text, variant=_WITHOUT))
+        planned.append(replace(plan_of(config.method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
     for method in methods_beside(config.method):
         try:
-            planned.append(_plan_method(config, base_config, method, device, num_processes, growth))
-        except (ConfigError, MissingExtraError) as error:
-            # The config does not ask for it: the others are planned all the same.
+            planned.append(plan_of(method))
+        except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
             refused[method.variant] = str(error)
-    corpora = tokenised_corpora(run)
+    epochs = epochs_of_tokenised(run)
     warnings = [*_absent(run), *idle_settings(config)]
-    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
-        warnings += [] if corpus is None else reading_warnings(config, source, corpus.num_tokens)
-    return Plan(config, base_config, num_processes, device, planned, refused, corpora, warnings, growth)
+    for source in config.corpus.sources:
+        if source.name in epochs:
+            warnings += reading_warnings(config, source, epochs[source.name][0])
+    num_tokens = planned[0].num_tokens
+    return Plan(config, base_config, num_tokens, num_processes, device, planned, refused, epochs, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -157,91 +124,79 @@ def _plan_method(
     num_processes: int,
     growth: Growth | None,
 ) -> MethodPlan:
-    length, num_tokens, train = config.corpus.sequence_length, _num_tokens(config), config.train
+    train, length, new = config.train, config.corpus.sequence_length, None
+    num_tokens = train.max_steps * train.global_batch_size * length
     if not method.trains_base_weights:
         train = train.model_copy(update={"decay_to_base": False})  # as it would be asked to be
-    vocab_size, new = base_config.vocab_size, None
     if growth is not None and method.vocabulary is not None:
-        vocab_size, new = growth.vocab_size, NewPieces.unknown(growth.num_new)
+        new = NewPieces.unknown(growth.num_new)
     elif growth is not None:
         num_tokens = round(num_tokens * growth.tokens_without)
     with torch.device("meta"):
-        model = build_model(
-            base_without_weights(copy.deepcopy(base_config), config.model.dtype), method, config.seed, new
-        )
-    parameters = Parameters.of(model, train)
-    flops = count_flops(model, length)
-    memory = training_memory(
-        parameters,
-        count_saved_tensors(model, train.mixed_precision, masked=attends_by_mask(config, device.type)),
-        train,
-        sequence_length=length,
-        vocab_size=vocab_size,
-        num_processes=num_processes,
-        device_type=device.type,
-        distils=method.distils,
-    )
+        base = base_without_weights(copy.deepcopy(base_config), config.model.dtype)
+        model = build_model(base, method, config.seed, new)
+    parameters, flops = Parameters.of(model, train), count_flops(model, length)
+    asked = config.model_copy(update={"method": method, "train": train})
+    memory = memory_of_run(asked, num_processes, device.type, model)
     beside = method.definition.work_beside(
         method.settings, train.max_steps, train.global_batch_size, len(config.corpus.replay)
     )
     per_token = flops.total(length) * (1 + beside)
-    time_s = num_tokens * per_token / (device.flops_per_s * num_processes)
-    return MethodPlan(method.variant, method == config.method, parameters, flops, num_tokens, per_token, memory, time_s)
+    return MethodPlan(
+        method.variant,
+        method == config.method,
+        parameters,
+        flops,
+        num_tokens,
+        per_token,
+        memory,
+        memory.total,
+        parameters.checkpoint_bytes,
+        num_tokens * per_token / (device.flops_per_s * num_processes),
+    )
 
 
-def _num_tokens(config: RunConfig) -> int:
-    return config.train.max_steps * config.train.global_batch_size * config.corpus.sequence_length
-
-
-def tokenised_corpora(run: Run) -> list[Corpus | None]:
-    """Return how often the run reads each training source; None for those that the cache does not hold yet."""
+def epochs_of_tokenised(run: Run) -> dict[str, tuple[int, float]]:
+    """Return of every training source that the cache holds its tokens, and how often the run reads each of them."""
     config = run.config
     folder, sources = cache_dir(config), config.corpus.sources
+    epochs: dict[str, tuple[int, float]] = {}
     if not any(any(folder.glob(f"{source.name}-*")) for source in sources):
-        return [None] * len(sources)  # then neither a tokenizer nor a look at the texts is needed
-    try:
-        tokenizer = run.known_tokenizer()
-        if tokenizer is None:
-            return [None] * len(sources)
-        opened = [already_tokenised(source, tokenizer, folder, config.corpus) for source in sources]
-    except (BaseModelError, CorpusError):
-        return [None] * len(sources)
-    return [
-        None if corpus is None else Corpus(source.name, len(corpus.ids), num_readings(config, source, len(corpus.ids)))
-        for source, corpus in zip(sources, opened, strict=True)
-    ]
+        return epochs  # then neither a tokenizer nor a look at the texts is needed
+    with suppress(BaseModelError, CorpusError):
+        if (tokenizer := run.known_tokenizer()) is not None:
+            for source in sources:
+                corpus = already_tokenised(source, tokenizer, folder, config.corpus)
+                if corpus is not None:
+                    num_tokens = len(corpus.ids)
+                    epochs[source.name] = num_tokens, num_readings(config, source, num_tokens)
+    return epochs
 
 
 def _absent(run: Run) -> list[str]:
     """Return a line for every source and benchmark of which a run would refuse the files or the first text."""
-    config = run.config
-    checks: list[Callable[[], object]] = [
-        partial(check_task_file, benchmark) for benchmark in config.evaluation.benchmarks
-    ]
-    for source in every_source(config):
-        if source.dataset is None and not any("://" in path for path in source.paths):  # nobody else is asked
-            checks.append(partial(_check_text, source, run))
-    lines = []
-    for check in checks:
+    errors: list[CorpusError] = []
+    for benchmark in run.config.evaluation.benchmarks:
         try:
-            check()
+            check_task_file(benchmark)
         except CorpusError as error:
-            lines.append(f"{error}; the plan needs no text, but `scale run` does")
-    return lines
-
-
-def _check_text(source: TextSource, run: Run) -> None:
-    check_source(source)
-    with suppress(BaseModelError):  # a plan needs no tokenizer
-        check_sample(source, run.base_tokenizer, run.config.corpus)
+            errors.append(error)
+    for source in every_source(run.config):
+        if source.dataset is not None or any("://" in path for path in source.paths):
+            continue  # nobody else is asked
+        try:
+            check_source(source)
+            with suppress(BaseModelError):  # a plan needs no tokenizer
+                check_sample(source, run.base_tokenizer, run.config.corpus)
+        except CorpusError as error:
+            errors.append(error)
+    return [f"{error}; the plan needs no text, but `scale run` does" for error in errors]
 
 
 def _heading(plan: Plan) -> list[str]:
-    base, train = plan.base_config, plan.config.train
-    length, processes = plan.config.corpus.sequence_length, plan.num_processes
-    named = plan.config.model
+    base, train, model = plan.base_config, plan.config.train, plan.config.model
     lines = [
-        ("base", f"{named.base} ({named.dtype})"),
+        ("base", f"{model.base} ({model.dtype})"),
         (
             "sizes",
             f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
@@ -249,84 +204,62 @@ def _heading(plan: Plan) -> list[str]:
         ),
         (
             "run",
-            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x {length:,} tokens "
-            f"= {plan.num_tokens:,} tokens",
+            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
+            f"{plan.config.corpus.sequence_length:,} tokens = {plan.num_tokens:,} tokens",
         ),
     ]
-    for source, corpus in zip(plan.config.corpus.sources, plan.corpora, strict=True):
+    for source in plan.config.corpus.sources:
         size = "not tokenised yet, so its epochs are not known"
-        if corpus is not None:
-            size = f"{corpus.num_tokens:,} tokens, read {corpus.num_epochs:,.2f} times"
+        if source.name in plan.epochs:
+            num_tokens, num_epochs = plan.epochs[source.name]
+            size = f"{num_tokens:,} tokens, read {num_epochs:,.2f} times"
         role = " (replay)" if source.role == "replay" else ""
         lines.append(("corpus", f"{source.name}{role}: {size}"))
-    lines += [] if plan.growth is None else _growth_lines(plan.growth)
+    if (growth := plan.new_tokens) is not None:
+        origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
+        lines.append(("new tokens", f"{growth.num_new:,}, {growth.vocab_size:,} in all{origin}"))
+        for of in growth.sources:
+            before, after = of.num_tokens_before, of.num_tokens_after
+            per_token = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in (before, after))
+            counted = f"{of.name}: {of.num_bytes:,} bytes are {before:,} -> {after:,} tokens"
+            lines.append(("", f"{counted}, {per_token} bytes each"))
     lines.append(("device", f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}"))
-    if processes > 1:
-        lines.append(("processes", f"{processes:,}, each on a device of its own"))
+    if plan.num_processes > 1:
+        lines.append(("processes", f"{plan.num_processes:,}, each on a device of its own"))
     for warning in plan.warnings:
         first, *rest = wrap(warning, _WIDTH - _LABEL)
         lines += [("warning", first), *(("", line) for line in rest)]
     return [f"{label:{_LABEL}}{text}" for label, text in lines]
 
 
-def _growth_lines(growth: Growth) -> list[tuple[str, str]]:
-    """Return of every source its tokens before and after, and of the run's text how many it would be without."""
-    origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
-    lines = [("new tokens", f"{growth.num_new:,}, {growth.vocab_size:,} in all{origin}")]
-    for source in growth.sources:
-        before, after = source.num_tokens_before, source.num_tokens_after
-        per_token = " -> ".join(f"{source.num_bytes / max(count, 1):.2f}" for count in (before, after))
-        of_text = f"{source.name}: {source.num_bytes:,} bytes are {before:,} -> {after:,} tokens"
-        lines.append(("", f"{of_text}, {per_token} bytes each"))
-    return lines
-
-
-def _work_table(plan: Plan) -> list[str]:
-    titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
-    rows = []
+def _tables(plan: Plan) -> list[str]:
+    work, memory = [], []
     for method in plan.methods:
-        sizes, flops = method.parameters, method.flops_per_token
-        counts = (sizes.num_frozen, sizes.num_trainable, flops, flops * method.num_tokens)
-        rows.append([_name(method), *map(quantity, counts), _duration(method.time_s)])
-    return Table(titles, rows, "lrrrrr").lines()
-
-
-def _memory_table(plan: Plan) -> list[str]:
-    titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
-    rows = []
-    for method in plan.methods:
-        held = method.memory
-        kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head, held.total)
-        sizes = (*kinds, method.parameters.checkpoint_bytes)
-        rows.append([_name(method), *(quantity(size, "B") for size in sizes)])
-    return Table(titles, rows, "lrrrrrrrr").lines()
+        name = f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
+        sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
+        counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
+        work.append([name, *map(quantity, counts), _duration(method.time_s)])
+        kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head)
+        memory.append([name, *(quantity(of, "B") for of in (*kinds, held.total, method.checkpoint_bytes))])
+    work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
+    memory_titles = ["memory", "frozen", "weights", "gradients", "moments", "saved", "head", "in all", "checkpoint"]
+    return [*Table(work_titles, work, "lrrrrr").lines(), "", *Table(memory_titles, memory, "lrrrrrrrr").lines()]
 
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
-    at_once = train.sequences_at_once(plan.num_processes)
     lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
-    if plan.growth is not None:
-        lines += [
-            "",
-            f"{_WITHOUT}, and baselines that take none: the same text in {plan.growth.tokens_without:.2f} times the "
-            "tokens.",
-        ]
+    if plan.new_tokens is not None:
+        tokens = f"the same text in {plan.new_tokens.tokens_without:.2f} times the tokens."
+        lines += ["", f"{_WITHOUT}, and baselines that take none: {tokens}"]
     precision = "bf16 autocast" if train.mixed_precision == "bf16" else "no autocast"
-    lines += [
+    return [
+        *lines,
         "",
-        "> is the config's method; the others at the config's sizes, collaborating where they do by default.",
-        "FLOPs/token: the products of the real model, counted on tensors without numbers, attention causal.",
-        "The time is theirs, without evaluation and checkpoints.",
-        f"memory: of one process; saved: for the backward pass of a micro-batch of {at_once:,}, {precision};",
-        f"head: logits at once, on {plan.device.type}; checkpoint: what trains and its moments, of which host memory",
-        "holds a copy while one is written.",
+        "> is the config's method; the others at the config's sizes. The time is the FLOPs alone, without",
+        "evaluation and checkpoints. memory: of one process; saved: for the backward pass of a micro-batch of",
+        f"{train.sequences_at_once(plan.num_processes):,}, {precision}; head: logits at once, on {plan.device.type}.",
     ]
-    return lines
-
-
-def _name(method: MethodPlan) -> str:
-    return f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
 
 
 def _duration(seconds: float) -> str:

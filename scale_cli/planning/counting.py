@@ -21,7 +21,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.device import peak_flops_per_s
 from scale_cli.upscale.method import MethodModel, NewPieces, any_base_without_weights, build_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
@@ -75,18 +74,6 @@ def count_flops(model: MethodModel, sequence_length: int) -> TokenFlops:
     return TokenFlops(products / sequence_length, attention / sequence_length**2)
 
 
-def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -> float | None:
-    """Return the tokens a second that a run could train on if its devices did nothing but its products.
-
-    At their makers' figures; None where none is known. What training reaches of it is its MFU.
-    """
-    peak = peak_flops_per_s(device_name, config.train.mixed_precision)
-    if peak is None:
-        return None
-    length = config.corpus.sequence_length
-    return num_processes * peak / count_flops(model_without_weights(config), length).total(length)
-
-
 def model_without_weights(config: RunConfig) -> MethodModel:
     """Return a run's model on the meta device; its new tokens are those that have been learned."""
     base, new = any_base_without_weights(config.model), None
@@ -109,12 +96,8 @@ class SavedTensors:
 def count_saved_tensors(model: MethodModel, mixed_precision: str, *, masked: bool = False) -> SavedTensors:
     """Return what a training forward keeps for the backward pass; fused attention keeps no scores.
 
-    The model, on the meta device, is left on fake tensors.
-
-    Args:
-        model: whose trainability is decided.
-        mixed_precision: of the products.
-        masked: whether attention takes a mask, as sdpa does for isolated documents; it keeps one for every call.
+    The model, on the meta device, is left on fake tensors. Where attention is `masked`, as by sdpa for isolated
+    documents, every call keeps a mask.
     """
     length = _no_width_of(model)
     with FakeTensorMode():

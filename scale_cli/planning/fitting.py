@@ -13,7 +13,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.planning.counting import count_flops, count_saved_tensors
 from scale_cli.planning.memory import Parameters, training_memory
-from scale_cli.planning.speed import Device, measured_device
+from scale_cli.planning.speed import Device, measure_device
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import NewPieces, build_model
 
@@ -53,7 +53,7 @@ def fitting_sizes(base_config: Any, method: MethodConfig, num_new: int, minutes:
 
     Steps are as many as there is time for, and as read the text, of `num_tokens`, four times.
     """
-    devices = {precision: measured_device(base_config, precision) for precision in ("no", "bf16")}
+    devices = {precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")}
     mixed_precision = max(devices, key=lambda precision: devices[precision].flops_per_s)
     device, available = devices[mixed_precision], _memory_bytes(devices[mixed_precision].type)
     with torch.device("meta"):

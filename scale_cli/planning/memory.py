@@ -83,7 +83,7 @@ def training_memory(
     vocab_size: int,
     num_processes: int,  # that share a step
     device_type: str,  # decides the size of a chunk of logits
-    distils: bool = False,  # whether the base's predictions are learned from too
+    distils: bool,  # whether the base's predictions are learned from too
 ) -> Memory:
     """Return what one process holds.
 
@@ -112,16 +112,17 @@ def training_memory(
     )
 
 
-def memory_of_run(config: RunConfig, num_processes: int, device_type: str) -> Memory:
-    """Return what one process of a run that has been widened holds: what `scale plan` says of it."""
-    model = model_without_weights(config)
-    parameters, vocab_size = Parameters.of(model, config.train), int(model.config.vocab_size)
+def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model: MethodModel | None = None) -> Memory:
+    """Return what one process of a run holds; `model` is its own without weights, else that of a widened run."""
+    model = model_without_weights(config) if model is None else model
+    parameters = Parameters.of(model, config.train)
+    saved = count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type))
     return training_memory(
         parameters,
-        count_saved_tensors(model, config.train.mixed_precision, masked=attends_by_mask(config, device_type)),
+        saved,
         config.train,
         sequence_length=config.corpus.sequence_length,
-        vocab_size=vocab_size,
+        vocab_size=int(model.config.vocab_size),
         num_processes=num_processes,
         device_type=device_type,
         distils=config.method.distils,

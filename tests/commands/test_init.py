@@ -56,7 +56,7 @@ COUNTED = {name: once(getattr(fitting, name)) for name in ("count_flops", "count
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "measured_device", lambda *_: CPU)
+    monkeypatch.setattr(fitting, "measure_device", lambda *_: CPU)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     with pytest.MonkeyPatch.context() as patch:
         for name, count in COUNTED.items():
             patch.setattr(fitting, name, count)
-        patch.setattr(fitting, "measured_device", lambda *_: Device("cpu", flops, "measured on cpu"))
+        patch.setattr(fitting, "measure_device", lambda *_: Device("cpu", flops, "measured on cpu"))
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
         try:
             sizes = fitting_sizes(base, MethodConfig(), 0, minutes, num_tokens)
@@ -235,7 +235,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fitting, "measured_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
+    monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
     korean = CorpusSource(
         name="ko", path=str(shared_data / "ko-petitions/valid.txt.xz"), language="ko", max_documents=60
     )

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.plan import Plan, methods_beside, plan, tokenised_corpora
+from scale_cli.commands.plan import Plan, epochs_of_tokenised, methods_beside, plan
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.data.tokens import tokenised
 from scale_cli.methods import METHODS
@@ -88,11 +88,9 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
         assert method.time_s == pytest.approx(every_method.num_tokens * ideal.total / (2 * 4e14))
 
 
-def test_the_plan_fits_a_terminal_of_100_columns(every_method: Plan) -> None:
+def test_every_method_has_a_row_of_work_and_one_of_memory(every_method: Plan) -> None:
     lines = every_method.lines()
-    assert max(len(line) for line in lines) <= 100
-    marked = [line for line in lines if line.startswith("> ") and "route" in line]
-    assert len(marked) == 2, "one row of work, one of memory"
+    assert len([line for line in lines if line.startswith("> ") and "route" in line]) == 2
     for variant in METHODS:
         assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
 
@@ -128,17 +126,20 @@ def test_epochs_are_told_of_a_corpus_that_is_tokenised_already(shared_data: Path
     base = shared_data / "ckpt-stories260K" / "hf"
     config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
     (tmp_path / "news.txt").write_text("Once upon a time there was a cat.\n\nThe cat was happy.\n", encoding="utf-8")
-    assert tokenised_corpora(Run(config)) == [None]
+    assert epochs_of_tokenised(Run(config)) == {}
     tokenizer = AutoTokenizer.from_pretrained(base)
     corpus = tokenised(config.corpus.sources[0], tokenizer, tmp_path / "run" / "tokens", show_progress=False)
-    (told,) = tokenised_corpora(Run(config))
-    assert told is not None and told.num_tokens == len(corpus.ids)
-    assert told.num_epochs == 10 * 4  # each time in a window of its own
+    # each time in a window of its own
+    assert epochs_of_tokenised(Run(config)) == {"news": (len(corpus.ids), 10 * 4)}
     (tmp_path / "news.txt").write_text("Another text.", encoding="utf-8")
-    assert tokenised_corpora(Run(config)) == [None]
+    assert epochs_of_tokenised(Run(config)) == {}
 
 
-def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_columns(
+    every_method: Plan, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (absent,) = every_method.warnings
+    assert absent.startswith("news: no file matches ") and "`scale run`" in absent
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
     base = shared_data / "ckpt-stories260K" / "hf"
     config = RunConfig.model_validate(tree(tmp_path, base, variant="lora"))
@@ -147,18 +148,11 @@ def test_what_is_rarely_meant_is_warned_of(shared_data: Path, tmp_path: Path, mo
         config.corpus.sources[0], AutoTokenizer.from_pretrained(base), tmp_path / "run" / "tokens", show_progress=False
     )
     made = plan(config, 1e12, 1)
-    (warning,) = made.warnings
-    assert "corpus news: its " in warning and " times over" in warning
-    lines = made.lines()
-    assert any(line.startswith("warning        corpus news: its ") for line in lines)
-    assert max(len(line) for line in lines) <= 100
-
-
-def test_a_source_that_is_not_there_is_warned_of_and_planned_all_the_same(every_method: Plan) -> None:
-    (warning,) = every_method.warnings
-    assert warning.startswith("news: no file matches ") and "`scale run`" in warning
-    shown = " ".join(line.strip() for line in every_method.lines())
-    assert "news: no file matches" in shown and len(every_method.methods) == len(METHODS)
+    (often,) = made.warnings
+    assert "corpus news: its " in often and " times over" in often
+    for planned, warning in ((every_method, absent), (made, often)):
+        assert warning[:20] in " ".join(line.strip() for line in planned.lines())
+        assert max(len(line) for line in planned.lines()) <= 100
 
 
 def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
@@ -242,5 +236,4 @@ def test_what_cannot_be_planned_is_one_line_that_names_it(
 def test_a_family_that_is_not_supported_is_named(small: Path, scale: Scale) -> None:
     (small.parent / "base" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     done = scale("plan", small)
-    assert done.exit_code == 2
-    assert "gpt2" in done.stderr
+    assert done.exit_code == 2 and "gpt2" in done.stderr

@@ -13,8 +13,8 @@ import torch
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.errors import ConfigError, Interrupted, RunFolderError
-from scale_cli.planning import counting
-from scale_cli.planning.counting import peak_tokens_per_s
+from scale_cli.planning import speed
+from scale_cli.planning.speed import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records
@@ -112,7 +112,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
         return take
 
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
+    monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(loop, "train_step", takes(1.0, train_step))
     monkeypatch.setattr(Observer, "losses", takes(7200.0, Observer.losses))
     monkeypatch.setattr(checkpoint, "take_snapshot", takes(3600.0, checkpoint.take_snapshot))

@@ -23,7 +23,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
 from scale_cli.export.router_keys import routed_class
-from scale_cli.planning import counting
+from scale_cli.planning import speed
 from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.run import Run
@@ -146,7 +146,7 @@ def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead
     assert not config.output_dir.exists()
     (instead,) = re.findall(r"put (\d+) there", str(refused.value))
     fitting = config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2})
-    assert plan(fitting, 1e12, 1).growth is not None
+    assert plan(fitting, 1e12, 1).new_tokens is not None
     with pytest.raises(ModelLoads):
         upscale(fitting)
 
@@ -158,14 +158,14 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [of_lora])
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
     sketched = plan(config, 1e12, 1)
-    assert sketched.growth is not None and not sketched.growth.is_learned
+    assert sketched.new_tokens is not None and not sketched.new_tokens.is_learned
     upscale(config)
     made = plan(config, 1e12, 1)
-    assert made.growth is not None and made.growth.is_learned
+    assert made.new_tokens is not None and made.new_tokens.is_learned
     for planned in (sketched, made):
-        assert planned.growth is not None
-        (told,) = planned.growth.sources
-        assert (planned.growth.num_new, planned.growth.vocab_size) == (64, 576)
+        assert planned.new_tokens is not None
+        (told,) = planned.new_tokens.sources
+        assert (planned.new_tokens.num_new, planned.new_tokens.vocab_size) == (64, 576)
         assert told.num_tokens_before > 1.5 * told.num_tokens_after
         assert any(
             f"{told.num_tokens_before:,} -> {told.num_tokens_after:,} tokens" in line for line in planned.lines()
@@ -173,7 +173,7 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     old, new = Run(config).base_tokenizer, Run(config).tokenizer
     texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
     counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
-    (told,) = made.growth.sources
+    (told,) = made.new_tokens.sources
     assert [told.num_tokens_before, told.num_tokens_after] == counts
 
     methods = {method.variant: method for method in made.methods}
@@ -187,8 +187,8 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     alone = {method.variant: method for method in plan(without, 1e12, 1).methods}
     assert methods["no new tokens"].memory == alone["route"].memory
     assert methods["lora"].memory == alone["lora"].memory
-    monkeypatch.setattr(counting, "peak_flops_per_s", lambda *_: 1e9)
-    assert counting.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
+    monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
+    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
     assert methods["no new tokens"].flops == alone["route"].flops
 
     english = {"name": "en", "path": str(tmp_path / "en.txt"), "language": "en"}
