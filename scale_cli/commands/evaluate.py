@@ -34,12 +34,11 @@ class EvaluationSummary:
 
     def lines(self) -> list[str]:
         """Return the table, where the report lies, and why it has no picture where one could be drawn."""
-        no_picture = self.report.has_trade_off and not (self.folder / PICTURE).is_file()
-        left_out = (
-            [f"without its picture, which needs matplotlib: {how_to_install('matplotlib')}"] if no_picture else []
-        )
         alone = [f"warning: {one_document(corpus.name)}" for corpus in self.report.corpora if corpus.num_documents == 1]
-        return [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}", *left_out]
+        lines = [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}"]
+        if self.report.has_trade_off and not (self.folder / PICTURE).is_file():
+            lines.append(f"without its picture, which needs matplotlib: {how_to_install('matplotlib')}")
+        return lines
 
 
 def evaluate(config: RunConfig) -> EvaluationSummary:
@@ -47,20 +46,19 @@ def evaluate(config: RunConfig) -> EvaluationSummary:
     sources = config.evaluation.perplexity
     if not sources and not config.evaluation.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
-    run, main = Run(config), is_main()
+    run, main, passes = Run(config), is_main(), Passes.of(config)
     final = run.open_final()
     benchmarks = open_benchmarks_of(config.evaluation)  # before time is spent: a file may not be there
     model = final.load_two_headed(share_of_machine())
     corpora = main_first(lambda: open_sources(config, config.evaluation.perplexity, final.tokenizer))
     results = []
     num_resamples, asked = config.evaluation.bootstrap_resamples, config.evaluation.continuations
-    answers = None if asked is None else SelectableHeads(model, config.method.router)
     for source, corpus in zip(sources, corpora, strict=True):
         shown = f"evaluating {source.name}" if main else None
-        passes = Passes.of(config)
         losses = score_corpus(model, corpus, config.method.router, passes, progress=shown, share=share())
         letters = None
-        if answers is not None and asked is not None:
+        if asked is not None:
+            answers = SelectableHeads(model, config.method.router)
             letters = count_letters(
                 answers, HEADS, corpus, final.tokenizer, asked, passes, progress=shown, share=share()
             )

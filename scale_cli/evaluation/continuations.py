@@ -30,7 +30,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
 from scale_cli.evaluation.statistics import Values
 from scale_cli.model.cache_scale import ScaleCache
-from scale_cli.model.heads import HeadedModel, HeadLogits, RouterSettings
+from scale_cli.model.heads import HeadedModel, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 from scale_cli.processes import ALONE, Share, shared_out
 from scale_cli.terminal import progress_bar
@@ -100,36 +100,25 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         cache = past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
-            logits = self._posterior_logits(logits_at, input_ids, attention_mask, cache, logits_to_keep)
+            routed = route(
+                logits_at,
+                input_ids,
+                self.config.vocab_size,
+                prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
+                switch_rate=self._router.switch_rate,
+                memory=cache.router,
+                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                logits_to_keep=logits_to_keep,
+            )
+            cache.router = routed.memory
+            return CausalLMOutputWithPast(logits=routed.scores_BTV, past_key_values=cache)
+        heads = logits_at(slice(-logits_to_keep or None, None))
+        if self.head == "cosine":
+            serves_base = cosine_serves_base(logit_cosine(heads[0], heads[-1]), self._router.threshold)
+            logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
         else:
-            heads = logits_at(slice(-logits_to_keep or None, None))
-            if self.head == "cosine":
-                serves_base = cosine_serves_base(logit_cosine(heads[0], heads[-1]), self._router.threshold)
-                logits = torch.where(serves_base.unsqueeze(-1), heads[0].to(heads[-1].dtype), heads[-1])
-            else:
-                logits = heads[self._heads.index(self.head)]
+            logits = heads[self._heads.index(self.head)]
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def _posterior_logits(
-        self,
-        logits_at: HeadLogits,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        cache: ScaleCache,
-        logits_to_keep: int,
-    ) -> Tensor:
-        routed = route(
-            logits_at,
-            input_ids,
-            self.config.vocab_size,
-            prior_K=log_prior(self._router.prior, len(self._heads), input_ids.device),
-            switch_rate=self._router.switch_rate,
-            memory=cache.router,
-            evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
-            logits_to_keep=logits_to_keep,
-        )
-        cache.router = routed.memory
-        return routed.scores_BTV
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,8 +13,6 @@ from scale_cli.evaluation.results import (
     HEADS,
     NOT_COVERED,
     ROLES,
-    BenchmarkHead,
-    BenchmarkResult,
     CorpusResult,
     LanguageAverage,
     Report,
@@ -28,7 +25,6 @@ from scale_cli.report.numbers import (
     DASH,
     NO_DIFFERENCE,
     NOT_FINITE,
-    Interval,
     number,
     p_value,
     percent,
@@ -42,6 +38,7 @@ from scale_cli.values import language_name
 _RULES = ("posterior", "cosine")
 _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
+_BENCHMARK = ("benchmark", "items", "metric", *_TITLES.values(), "served - base [95 %]", "items gained, lost", "")
 _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
 # Of each head in the picture: whose colour it has, and its mark.
 _MARKS = {"base": ("base", "o"), "adapted": ("full", "s"), "posterior": ("route", "D"), "cosine": ("adapt", "^")}
@@ -51,67 +48,56 @@ def terminal_lines(report: Report) -> list[str]:
     """Return what `scale evaluate` prints: the base, the trained head and what is served, on text and benchmarks."""
     heads = list(dict.fromkeys(("base", "adapted", report.served)))
     names = ["base", "trained", "routed"][: len(heads)]
-    texts, tasks = [], []
+    rows: list[Row] = []
 
-    def titles(title: str) -> list[str]:
-        return [title, "", *names, f"{names[-1]} - base [95 %]", ""]
+    def add_titles(title: str) -> None:
+        rows.append([title, "", *names, f"{names[-1]} - base [95 %]", ""])
 
     for role, language in dict.fromkeys((c.role, c.language) for each in ROLES for c in report.with_role(each)):
-        texts.append(titles(f"{language_name(language)}, {role}"))
+        add_titles(f"{language_name(language)}, {role}")
         for corpus in (corpus for corpus in report.with_role(role) if corpus.language == language):
             figures = [number(corpus.heads[head].bits_per_byte) for head in heads]
             difference = with_interval(corpus.heads[report.served].bits_per_byte_difference, 4)
             per_token = f"{corpus.bytes_per_token:.2f} bytes/token"
-            texts.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
+            rows.append([f"  {corpus.name}", "bits/byte", *figures, difference, per_token])
             if corpus.num_prompts:
                 shares = [share_cell(corpus.heads[head].in_script).text for head in heads]
-                texts.append(["", "in its script", *shares, "", f"letters after {corpus.num_prompts:,} prompts"])
+                rows.append(["", "in its script", *shares, "", f"letters after {corpus.num_prompts:,} prompts"])
+    num_texts = len(rows)
     for average in report.benchmark_averages:
-        tasks.append(titles(f"{language_name(average.language)}, benchmarks"))
-        for row in _benchmark_rows(report, average, heads):
-            name = "average" if row.benchmark is None else row.benchmark.name
-            verdict = "" if row.judged is None else _verdict(row.judged)
-            tasks.append([f"  {name}", row.metric, *row.figures, with_interval(row.difference, 4), verdict])
-    lines = aligned([*texts, *tasks], "ll" + "r" * len(heads) + "ll") if texts or tasks else []
+        add_titles(f"{language_name(average.language)}, benchmarks")
+        for name, _items, *measured, _changed, verdict in _benchmark_rows(report, average, heads, 4):
+            rows.append([f"  {name}", *measured, verdict])
+    lines = aligned(rows, "ll" + "r" * len(heads) + "ll") if rows else []
     if report.corpora and report.served in _RULES:
         served = report.base_share_by_language(report.served)
         listed = ", ".join(f"{percent(share)} of {language_name(code)}" for code, share in served.items())
-        lines.insert(len(texts), f"base head served {listed} tokens")
+        lines.insert(num_texts, f"base head served {listed} tokens")
     return [*lines, *(f"skipped {skipped.name}: {skipped.reason}" for skipped in report.skipped_benchmarks)]
 
 
-@dataclass(frozen=True)
-class _BenchmarkRow:
-    """One metric of a benchmark, or the average of a language's."""
-
-    benchmark: BenchmarkResult | None  # None of the average
-    metric: str
-    figures: list[str]  # by head
-    difference: Interval  # of what is served, from the base
-    judged: BenchmarkHead | None  # what is served, where the benchmark is judged by this metric
-
-
-def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[str]) -> list[_BenchmarkRow]:
-    benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], []
+def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[str], digits: int) -> list[Row]:
+    """Return a row a metric: benchmark, items, metric, each head, served - base, items gained and lost, verdict."""
+    benchmarks, rows = [b for b in report.benchmarks if b.language == average.language], list[Row]()
     for benchmark in benchmarks:
         served = benchmark.heads[report.served]
         for metric in benchmark.heads["base"].metrics:
+            name, items, changed, verdict = "", "", "", ""
+            if metric == benchmark.judged_by:
+                name, items = benchmark.name, f"{benchmark.num_items:,}"
+                changed = "" if served.gained is None else f"{served.gained:,}, {served.lost:,}"
+                # What may be said of the difference once all benchmarks are corrected for.
+                told = p_value(served.p_holm or 0.0) if shows_difference(served.p_holm) else NO_DIFFERENCE
+                verdict = "" if served.p_holm is None else told
             figures = [number(benchmark.heads[head].metrics[metric].value) for head in heads]
-            judged = served if metric == benchmark.judged_by else None
-            name = _METRICS.get(metric, metric)
-            rows.append(_BenchmarkRow(benchmark, name, figures, served.differences[metric], judged))
+            difference = with_interval(served.differences[metric], digits)
+            rows.append([name, items, _METRICS.get(metric, metric), *figures, difference, changed, verdict])
     if len(benchmarks) > 1:
         named = _METRICS["acc"] if {b.judged_by for b in benchmarks} == {"acc"} else "first metrics"
         figures = [number(average.acc[head].value) for head in heads]
-        rows.append(_BenchmarkRow(None, named, figures, average.acc_difference[report.served], None))
+        difference = with_interval(average.acc_difference[report.served], digits)
+        rows.append([Cell("average", bold=True), "", named, *figures, difference, "", ""])
     return rows
-
-
-def _verdict(head: BenchmarkHead) -> str:
-    """Return what may be said of a difference in accuracy once all benchmarks are corrected for."""
-    if head.p_holm is None:
-        return ""
-    return p_value(head.p_holm) if shows_difference(head.p_holm) else NO_DIFFERENCE
 
 
 def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
@@ -143,7 +129,10 @@ def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
             for corpus in report.with_role(role)
         ],
         "benchmarks": [
-            (language_name(average.language), _benchmark_table(report, average))
+            (
+                language_name(average.language),
+                Table(_BENCHMARK, _benchmark_rows(report, average, HEADS, 3), "lrlrrrrrrl"),
+            )
             for average in report.benchmark_averages
         ],
         "shares": Table(
@@ -183,20 +172,6 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
         rows.append([Cell(title, "served", bold=True) if head == served else title, *of_head])
     titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
     return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()
-
-
-def _benchmark_table(report: Report, average: LanguageAverage) -> Table:
-    titles = ["benchmark", "items", "metric", *_TITLES.values(), "served - base [95 %]", "items gained, lost", ""]
-    rows: list[Row] = []
-    for row in _benchmark_rows(report, average, HEADS):
-        first: list[str | Cell] = ["", ""] if row.benchmark else [Cell("average", bold=True), ""]
-        last = ["", ""]
-        if row.benchmark and row.judged:
-            first = [row.benchmark.name, f"{row.benchmark.num_items:,}"]
-            gained, lost = row.judged.gained, row.judged.lost
-            last = ["" if gained is None else f"{gained:,}, {lost:,}", _verdict(row.judged)]
-        rows.append([*first, row.metric, *row.figures, with_interval(row.difference), *last])
-    return Table(titles, rows, "lrlrrrrrrl")
 
 
 def draw_trade_off(figure: Any, report: Report) -> None:

@@ -112,7 +112,6 @@ class CorpusResult:
 
     @property
     def bytes_per_token(self) -> float:
-        """How much text a token is."""
         return self.num_bytes / self.num_tokens
 
 
@@ -179,7 +178,6 @@ class Report(RunRecord):
     skipped_benchmarks: list[SkippedBenchmark] = field(default_factory=list)  # what could not be measured, and why
 
     def with_role(self, role: str) -> list[CorpusResult]:
-        """Return the corpora of one role."""
         return [corpus for corpus in self.corpora if corpus.role == role]
 
     @property
@@ -188,11 +186,9 @@ class Report(RunRecord):
         return bool(self.with_role("retention") and self.with_role("acquisition"))
 
     def corpus(self, name: str) -> CorpusResult:
-        """Return what was measured of a corpus; another config may list the same ones otherwise."""
         return next(corpus for corpus in self.corpora if corpus.name == name)
 
     def benchmark(self, name: str) -> BenchmarkResult | None:
-        """Return what was measured of a benchmark; None where it was not."""
         return next((result for result in self.benchmarks if result.name == name), None)
 
     def base_share_by_language(self, rule: str) -> dict[str, float]:
