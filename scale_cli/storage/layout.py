@@ -56,8 +56,7 @@ class RunFolder:
 def _links(place: Path) -> Iterator[Path]:
     """Yield the symbolic links where something of ours may be written, half-written folders included."""
     for path in (place, *place.parent.glob(f".{place.name}.*")):
-        inside = (Path(folder, name) for folder, *names in os.walk(path) for name in (*names[0], *names[1]))
-        yield from (found for found in (path, *inside) if found.is_symlink())
+        yield from (found for found in (path, *path.rglob("*")) if found.is_symlink())
 
 
 def check_folder(key: str, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scale_cli.errors import StorageError
+from scale_cli.errors import StorageError, one_line
 
 _SHARDS = "shards"
 
@@ -54,4 +54,4 @@ def _first_reason(error: BaseException) -> str:
     """Return one line: the first process's reason where several failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))
-    return " ".join(str(error).split())
+    return one_line(error)
