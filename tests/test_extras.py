@@ -25,16 +25,16 @@ from tests.evaluation.test_render import report
 from tests.export.conftest import configured
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+BENCHMARKS = {"evaluation": {"benchmarks": ["kobest_copa"]}}
+NEEDS_LM_EVAL = "evaluation.benchmarks: needs lm-eval: pip install 'scale-cli[eval]'"
+NEEDS_PEFT = "method.variant lora: needs peft: pip install 'scale-cli[lora]'"
+NEEDS_MATPLOTLIB = "scale compare: needs matplotlib: pip install 'scale-cli[report]'"
 
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Make a library look as if it were not installed."""
     return lambda module: monkeypatch.setitem(sys.modules, module, None)
-
-
-def changed(config: RunConfig, **sections: Any) -> RunConfig:
-    return RunConfig.model_validate(config.model_dump() | sections)
 
 
 @pytest.fixture
@@ -54,27 +54,28 @@ def test_every_library_is_in_the_extra_that_its_line_names_and_in_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask",
-    [lambda config: open_benchmarks_of(config.evaluation), lambda config: run_pipeline(config, print)],
-    ids=["evaluate", "run"],
+    ("module", "ask", "sections", "told"),
+    [
+        ("lm_eval", lambda config: open_benchmarks_of(config.evaluation), BENCHMARKS, NEEDS_LM_EVAL),
+        ("lm_eval", lambda config: run_pipeline(config, print), BENCHMARKS, NEEDS_LM_EVAL),
+        ("peft", upscale, {"method": {"variant": "lora"}}, NEEDS_PEFT),
+        ("peft", lambda config: run_pipeline(config, print), {"method": {"variant": "lora"}}, NEEDS_PEFT),
+        ("matplotlib", lambda config: compare([config.output_dir], config.output_dir / "x"), {}, NEEDS_MATPLOTLIB),
+    ],
+    ids=["evaluate", "run with benchmarks", "upscale", "run of lora", "compare"],
 )
-def test_benchmarks_without_lm_eval_are_refused_before_anything_is_written(
-    ask: Callable[[RunConfig], Any], config: RunConfig, without: Callable[[str], None]
+def test_what_needs_a_library_that_is_absent_is_refused_before_anything_is_written(
+    module: str,
+    ask: Callable[[RunConfig], Any],
+    sections: dict[str, Any],
+    told: str,
+    config: RunConfig,
+    without: Callable[[str], None],
 ) -> None:
-    without("lm_eval")
-    line = r"^evaluation.benchmarks: needs lm-eval: pip install 'scale-cli\[eval\]'$"
-    with pytest.raises(MissingExtraError, match=line):
-        ask(changed(config, evaluation={"benchmarks": ["kobest_copa"]}))
-    assert not config.output_dir.exists()
-
-
-@pytest.mark.parametrize("verb", [upscale, lambda config: run_pipeline(config, print)], ids=["upscale", "run"])
-def test_lora_without_peft_is_refused_before_anything_is_written(
-    verb: Callable[[RunConfig], Any], config: RunConfig, without: Callable[[str], None]
-) -> None:
-    without("peft")
-    with pytest.raises(MissingExtraError, match=r"^method.variant lora: needs peft: pip install 'scale-cli\[lora\]'$"):
-        verb(changed(config, method={"variant": "lora"}))
+    without(module)
+    with pytest.raises(MissingExtraError) as caught:
+        ask(RunConfig.model_validate(config.model_dump() | sections))
+    assert str(caught.value) == told
     assert not config.output_dir.exists()
 
 
@@ -102,12 +103,3 @@ def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_
     *_, place, left_out = EvaluationSummary(tmp_path / "without", report()).lines()
     assert place.endswith("report.html") and "pip install 'scale-cli[report]'" in left_out
     assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.html")
-
-
-def test_a_comparison_that_could_not_be_drawn_is_refused(without: Callable[[str], None], tmp_path: Path) -> None:
-    without("matplotlib")
-    with pytest.raises(
-        MissingExtraError, match=r"^scale compare: needs matplotlib: pip install 'scale-cli\[report\]'$"
-    ):
-        compare([tmp_path], tmp_path / "out")
-    assert not (tmp_path / "out").exists()

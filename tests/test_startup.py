@@ -1,3 +1,5 @@
+"""Help, and what is wrong with a config, are told at once: nothing heavy is imported for them."""
+
 from __future__ import annotations
 
 import json
@@ -5,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
-from tests import startup_steps
 
 HEAVY = {
     "torch",
@@ -19,28 +19,41 @@ HEAVY = {
     "scipy",
     "matplotlib",
 }
-# What takes a tenth of a second or more, is not imported by transformers itself, and is used by few runs.
-RARE = {"peft", "scipy.stats", "matplotlib", "lm_eval", "datasets", "pandas", "sklearn"}
+STEPS = """
+import contextlib, io, json, sys
+from scale_cli.cli import app
+from scale_cli.errors import ConfigError
+
+after = {}
+verbs = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+with contextlib.redirect_stdout(io.StringIO()):
+    for arguments in ([], *([verb] for verb in verbs)):
+        app([*arguments, "--help"], standalone_mode=False)
+    after["help"] = sorted(sys.modules)
+    for verb in ("plan", "upscale", "prepare", "train", "evaluate", "export", "sweep", "mixture", "run"):
+        with contextlib.suppress(ConfigError):
+            app([verb, "/absent.yaml"], standalone_mode=False)
+            raise AssertionError(f"{verb} takes a config that is not there")
+    after["a bad config"] = sorted(sys.modules)
+import scale_cli.commands.compare
+after["compare"] = sorted(sys.modules)
+json.dump(after, sys.stdout)
+"""
 
 
 @pytest.fixture(scope="module")
 def imported_after() -> dict[str, set[str]]:
-    command = [sys.executable, startup_steps.__file__]
+    command = [sys.executable, "-c", STEPS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return {step: set(names) for step, names in json.loads(done.stdout).items()}
 
 
-@pytest.mark.parametrize("step", ["help", "a bad config"])
-def test_nothing_heavy_is_imported_for(step: str, imported_after: dict[str, set[str]]) -> None:
-    assert "typer" in imported_after[step]
-    assert not imported_after[step] & HEAVY
-
-
-def test_finished_runs_are_compared_without_torch(imported_after: dict[str, set[str]]) -> None:
-    assert "scale_cli.commands.compare" in imported_after["compare"]
-    assert not imported_after["compare"] & {"torch", "transformers", *RARE}
-
-
-@pytest.mark.parametrize("verb", startup_steps.VERBS)
-def test_a_verb_imports_what_few_runs_use_only_when_it_is_used(verb: str, imported_after: dict[str, set[str]]) -> None:
-    assert not imported_after[verb] & RARE
+@pytest.mark.parametrize(
+    ("step", "absent"),
+    [("help", HEAVY), ("a bad config", HEAVY), ("compare", {"torch", "transformers", "matplotlib", "scipy.stats"})],
+)
+def test_a_step_imports_nothing_that_it_does_not_use(
+    step: str, absent: set[str], imported_after: dict[str, set[str]]
+) -> None:
+    assert {"typer", "scale_cli.cli"} <= imported_after[step]
+    assert not imported_after[step] & absent

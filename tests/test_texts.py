@@ -6,8 +6,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 _MARKER = re.compile(r"^(?:<{7} .*|={7}|>{7} .*)$", re.MULTILINE)
 _CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -18,10 +16,6 @@ _HEADING = re.compile(r"^#+ +(.*?)[ #]*$", re.MULTILINE)
 def tracked_files() -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-
-
-def find_markers(text: str) -> list[str]:
-    return [match.group() for match in _MARKER.finditer(text)]
 
 
 def anchors(text: str) -> set[str]:
@@ -51,7 +45,7 @@ def find_broken_links(page: Path) -> list[str]:
 
 def test_no_tracked_text_has_a_conflict_marker() -> None:
     texts = {path: path.read_bytes().decode(errors="ignore") for path in tracked_files()}
-    assert {str(path): found for path, text in texts.items() if (found := find_markers(text))} == {}
+    assert {str(path): found for path, text in texts.items() if (found := _MARKER.findall(text))} == {}
 
 
 def test_every_relative_link_and_anchor_leads_somewhere() -> None:
@@ -60,12 +54,9 @@ def test_every_relative_link_and_anchor_leads_somewhere() -> None:
     assert {str(page): broken for page in pages if (broken := find_broken_links(page))} == {}
 
 
-@pytest.mark.parametrize("marker", ["<" * 7 + " HEAD", "=" * 7, ">" * 7 + " d2afcd6 (a commit)"])
-def test_a_conflict_marker_is_found(marker: str) -> None:
-    assert find_markers(f"text\n{marker}\ntext\n") == [marker]
-
-
-def test_a_broken_link_or_anchor_is_found(tmp_path: Path) -> None:
+def test_a_conflict_marker_a_broken_link_or_anchor_is_found(tmp_path: Path) -> None:
+    for marker in ("<" * 7 + " HEAD", "=" * 7, ">" * 7 + " d2afcd6 (a commit)"):
+        assert _MARKER.findall(f"text\n{marker}\ntext\n") == [marker]
     (tmp_path / "other.md").write_text("# A `title`, twice\n\n# A title, twice\n")
     page = tmp_path / "page.md"
     page.write_text(
