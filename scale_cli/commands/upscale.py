@@ -34,7 +34,6 @@ class UpscaleSummary:
     num_proved_texts: int  # whose ids the new tokens leave alone
 
     def lines(self) -> list[str]:
-        """Return aligned lines: sizes, parameters, bytes, and what was proved."""
         definition, parameters = self.method.definition, list(self.model.parameters())
         num_trainable = sum(p.numel() for p in parameters if p.requires_grad)
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
@@ -125,7 +124,6 @@ def _upscale(run: Run) -> UpscaleSummary:
 
 
 def upscale_is_finished(run: Run) -> bool:
-    """Return whether `upscaled/` is there, made with the same base and method."""
     upscaled, config = MethodFolder(run.folder.upscaled, run), run.config
     if not upscaled.path.is_dir() or differences(upscaled.config, config, UPSCALE_SECTIONS, BASE_KEYS):
         return False

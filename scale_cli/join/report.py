@@ -74,7 +74,6 @@ class JoinReport(RunRecord):
         return {"kind": KIND, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """Return what the terminal shows."""
         names = ["base", *(member["name"] for member in self.members)]
         return [
             f"base           {self.base} (sha256 {self.base_sha256[:12]})",
@@ -108,7 +107,6 @@ class JoinReport(RunRecord):
         return Table(titles, rows, "ll" + "r" * (len(titles) - 2))
 
     def bound_in_words(self) -> str:
-        """Return what routing costs at most over the best head."""
         if self.max_cost_nats is None:
             return "worst document: routed - best head; no bound holds with a switch rate"
         return f"worst document: routed - best head, in nats; {self.max_cost_nats:.3f} at most, whatever was trained"

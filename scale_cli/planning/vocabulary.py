@@ -36,7 +36,6 @@ class Growth:
 
 
 def growth_of(run: Run) -> Growth:
-    """Count the tokens of a config that adds some."""
     config, extension, before = run.config, run.extension, run.base_tokenizer
     assert extension is not None
     known: Any = run.known_tokenizer()

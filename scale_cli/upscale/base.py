@@ -68,13 +68,11 @@ def stages_below(model: ModelConfig) -> Iterator[tuple[Path, RunConfig]]:
 
 
 def root_model(model: ModelConfig) -> ModelConfig:
-    """Return where the plain model lies that a base is, or that a widened base stands on."""
     *_, root = model, *(below.model for _, below in stages_below(model))
     return root
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """Load a plain base model, frozen and in evaluation mode."""
     config, dtype = load_base_config(model), getattr(torch, model.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -176,7 +174,6 @@ def looks_local(name: str) -> bool:  # rather than a hub id
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

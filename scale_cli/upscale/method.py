@@ -69,7 +69,6 @@ class NewPieces:
 
     @property
     def first(self) -> list[int]:
-        """Of every new token the first piece."""
         return [int(token.split()[0]) for token in self.new_tokens]
 
     def rows(self, base: Any) -> NewTokens:
@@ -208,7 +207,6 @@ def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
 
 
 def read_method(folder: Path) -> MethodConfig:
-    """Read the method section that a folder was made with."""
     try:
         return MethodConfig.model_validate(read_json(folder / _METHOD))
     except ValidationError:
@@ -249,7 +247,6 @@ def put_on_base(folder: Path, loaded: PreTrainedModel, seed: int = 0) -> MethodM
 
 
 def load_trained(model: MethodModel, folder: Path) -> None:
-    """Load a folder's parameters into a model that trains the same ones."""
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if has_shards(folder):
         load_shards(folder, wanted)
@@ -258,7 +255,6 @@ def load_trained(model: MethodModel, folder: Path) -> None:
 
 
 def _fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read tensors that have the names and shapes of those of a model."""
     tensors = load_tensors(path)
     if odd := sorted(wanted.keys() ^ tensors.keys()):
         raise StorageError(f"{path}: does not fit this model ({odd[0]} is in only one of them)")
@@ -268,7 +264,6 @@ def _fitting(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_peft(folder: Path, model: Any, base: ModelConfig) -> None:
-    """Write the adapters of a PeftModel."""
     named = {"base_model_name_or_path": base.base, "revision": base.revision, "inference_mode": True}
     settings = {**model.peft_config["default"].to_dict(), **named}
     in_order = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(settings.items())}

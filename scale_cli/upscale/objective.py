@@ -77,7 +77,6 @@ def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
 
 
 def attends_by_mask(config: RunConfig, device_type: str) -> bool:
-    """Return whether a run holds masks of isolated documents."""
     takes_masks = config.corpus.isolate_documents and config.train.attention in (None, "sdpa")
     return takes_masks and settings_on(device_type, config).attention != "flex_attention"
 

@@ -107,13 +107,11 @@ class Run:
         return vocabulary is not None and written.is_file() and load_config(written).method.vocabulary == vocabulary
 
     def open_start(self) -> MethodFolder:
-        """Open what the run begins with, made with this config."""
         start = open_folder(self.folder.upscaled, self)
         start.check_same_run(UPSCALE_SECTIONS, BASE_KEYS)
         return start
 
     def open_final(self) -> MethodFolder:
-        """Open what the run has trained, with this config."""
         final = MethodFolder(self.folder.final, self)
         if not final.path.is_dir():
             raise RunFolderError(f"{final.path}: not there; run `scale train` first")
@@ -187,7 +185,6 @@ class MethodFolder:
     def check_same_run(
         self, sections: tuple[str, ...], ignored_keys: str, accepted: Collection[str] | None = None
     ) -> list[str]:
-        """Hold the run to the config that the folder was made with, as `config.same_run.check_same_run`."""
         return check_same_run(self.path, self.config, self.run.config, sections, ignored_keys, accepted)
 
     def check_base(self) -> None:
@@ -199,7 +196,6 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
-        """Return the model in evaluation mode, on this process's device; a share as of `load_onto_base`."""
         model = placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
         set_router(model, self.run.config.method.router)
         return model

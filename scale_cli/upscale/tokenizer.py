@@ -66,7 +66,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
-    """Check that a tokenizer is the one that was recorded; ChangedBaseError where it is another."""
     now = tokenizer_sha256(tokenizer)
     if record.tokenizer_sha256 and now != record.tokenizer_sha256:
         raise ChangedBaseError(
@@ -76,7 +75,6 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> N
 
 
 def learned_on(config: RunConfig) -> list[CorpusSource]:
-    """Return the sources that a run's new tokens are learned on."""
     assert config.method.vocabulary is not None
     named = config.method.vocabulary.sources
     return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
@@ -104,7 +102,6 @@ def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
 
 
 def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
-    """Hold a grown tokenizer to the base's; return how many texts were compared."""
     assert config.method.vocabulary is not None
     kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
     return check_extension(

@@ -69,11 +69,9 @@ class Spelling:
 
     @property
     def space(self) -> str:
-        """The token of a space alone."""
         return "Ġ" if self.byte_level else _SPACE
 
     def to_bytes(self, token: str) -> bytes:
-        """Return the bytes that a token stands for."""
         if self.byte_level:
             return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in token)
         of_one = _BYTE.fullmatch(token)

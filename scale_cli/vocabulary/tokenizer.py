@@ -62,7 +62,6 @@ class Extension:
 
     @property
     def folder(self) -> Path:
-        """Where what is learned lies, or will."""
         learned = {
             "format": _FORMAT_VERSION,
             "sources": [content_name(source, self.base, self.cache_dir, self.reading) for source in self.sources],
@@ -127,7 +126,6 @@ def most_added(first_id: int, num_found: int) -> int:
 
 
 def check_size(vocab_size: int) -> None:
-    """Check that llama.cpp does not take a model of so many tokens for another."""
     if vocab_size in TAKEN_FOR_OTHERS:
         raise ConfigError(
             f"method.vocabulary.new_tokens: {vocab_size:,} tokens in all are what llama.cpp knows another model by; "
@@ -181,6 +179,5 @@ def write_grown(folder: Path, tokenizer: PreTrainedTokenizerBase, backend: Token
 
 
 def load_grown(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that was written here."""
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer
