@@ -200,7 +200,7 @@ def export(
     checked = load(config, overrides)
     from scale_cli.commands.export import export_all
 
-    on_main(lambda: export_all(checked, push_to_hub, show, dry_run=dry_run))
+    on_main(lambda: export_all(checked, push_to_hub, show, log, dry_run=dry_run))
 
 
 @app.command()

@@ -18,11 +18,10 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
-from scale_cli.export.card import model_card
+from scale_cli.export.card import Licence, base_licence, model_card
 from scale_cli.export.formats import FORMATS
-from scale_cli.export.licence import Licence, base_licence
-from scale_cli.export.parity import check_parity, measure_parity
-from scale_cli.export.publish import Publication, check_repository, planned, publish
+from scale_cli.export.parity import check_parity, measure_parity, parity_in_words
+from scale_cli.export.publish import check_repository, publish
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
@@ -52,13 +51,11 @@ class ExportSummary:
             lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
         elif self.lacks_router:
             lines.append("note           it holds the trained head; this router needs export.format=transformers")
-        for name, parity in (("parity", self.parity), ("parity, routed", self.parity.routed)):
-            if parity is not None:
-                lines.append(
-                    f"{name:<15}max |dlogit| {parity.max_logit_difference:.1e}, mean "
-                    f"{parity.mean_logit_difference:.1e}, over {parity.num_positions:,} positions (the trained model's "
-                    f"own rounding: max {parity.own_max_difference:.1e})"
-                )
+        lines += [
+            f"{name:<15}{parity_in_words(parity)}"
+            for name, parity in (("parity", self.parity), ("parity, routed", self.parity.routed))
+            if parity is not None
+        ]
         return [*lines, f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md"]
 
 
@@ -73,18 +70,19 @@ def one_by_one(config: RunConfig) -> list[RunConfig]:
 def export_all(
     config: RunConfig,
     repository: str | None,
-    show: Callable[[ExportSummary | Publication], None],
+    show: Callable[[ExportSummary], None],
+    log: Callable[[str], None],
     *,
     dry_run: bool,
 ) -> None:
-    """Write every format that a config asks for, and send each to a repository of the hub, where one is named."""
+    """Write every format that a config asks for, and send it to a repository of the hub, where one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
     for summary in export_each(one_by_one(config)):
         show(summary)
         if repository is not None:
-            send = planned if dry_run else publish
-            show(send(summary.folder, repository))
+            for line in publish(summary.folder, repository, dry_run=dry_run):
+                log(line)
 
 
 def export(config: RunConfig) -> ExportSummary:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.results import bound_nats
+from scale_cli.export.card import base_licence
 from scale_cli.export.dense import dense_model
-from scale_cli.export.licence import base_licence
+from scale_cli.export.formats import write_self_contained
 from scale_cli.export.parity import check_parity, measure_parity, served_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
-from scale_cli.export.self_contained import write_self_contained
 from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.report import KIND, JoinReport, joined_card, score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits

@@ -5,28 +5,76 @@ Source: the hub's metadata, https://huggingface.co/docs/hub/model-cards.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from markupsafe import Markup
 
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import FORMATS
-from scale_cli.export.licence import Licence
+from scale_cli.export.parity import parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report.numbers import DASH, number, percent, with_interval, worst_document
 from scale_cli.report.tables import Row, Table, code, markdown, share_cell
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
-from scale_cli.upscale.base import looks_local, stages_below
+from scale_cli.upscale.base import looks_local, root_model, stages_below
 from scale_cli.values import language_name
 
 _OPTIMISERS = {"adamw": "AdamW", "muon": "Muon on the matrices and AdamW on the rest"}
+# By the names that the hub's models use: Llama comes with USE_POLICY.md, Apache-licensed work may come with NOTICE.
+_LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class Licence:
+    """What a base says of its licence."""
+
+    # as its card's metadata has it (`apache-2.0`, `llama3.2`); None where it says nothing
+    identifier: str | None = None
+    name: str | None = None  # of a licence that the hub does not know, where `identifier` is `other`
+    link: str | None = None  # to its text
+    files: tuple[Path, ...] = ()  # its licence files
+
+    def copy_files(self, folder: Path) -> None:
+        for file in self.files:
+            shutil.copyfile(file, folder / file.name)
+
+    def sentence(self) -> str:
+        named = self.name or self.identifier
+        if not named and not self.files:
+            return "The base came without a word on its licence. Find it out before you pass this model on."
+        beside = f"; its text is beside this card: {', '.join(f'`{file.name}`' for file in self.files)}"
+        whose = f"The base's licence, {named}," if named else "The base's licence"
+        return f"{whose} holds for this model too{beside if self.files else ''}."
+
+
+def base_licence(model: ModelConfig) -> Licence:
+    """Return what the plain base says of its licence, in its README.md's metadata and in files beside it.
+
+    A base from the hub is asked there; offline, its cached copy is, and where that has neither, nothing is known.
+    """
+    model = root_model(model)
+    folder = Path(model.base)
+    if not looks_local(model.base):
+        wanted = ["README.md", *_LICENCE_FILES]
+        try:
+            folder = Path(snapshot_download(model.base, revision=model.revision, allow_patterns=wanted))
+        except (HfHubHTTPError, OSError):
+            return Licence()
+    files = tuple(sorted({file for pattern in _LICENCE_FILES for file in folder.glob(pattern) if file.is_file()}))
+    if not (folder / "README.md").is_file():
+        return Licence(files=files)
+    # The card is somebody else's: what is wrong in the rest of its metadata is no matter here.
+    data = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+    return Licence(data.license, data.license_name, data.license_link, files)
 
 
 @dataclass(frozen=True)
@@ -38,22 +86,15 @@ class _Stage:
     folder: Path  # final/, or an adapter export, which says neither how long it was trained nor on how much
 
 
-def _stages(config: RunConfig) -> list[_Stage]:
-    """Return the trainings that made a model, bottom up."""
-    stages = [_Stage(config.output_dir.name, config, RunFolder(config.output_dir).final)]
-    stages += [_Stage(below.output_dir.name, below, folder) for folder, below in stages_below(config.model)]
-    return stages[::-1]
-
-
 def model_card(config: RunConfig, report: Report | None, parity: Parity, licence: Licence, architecture: str) -> str:
     """Return the README.md of an export; `architecture` is the class that its config.json names."""
-    stages = _stages(config)
+    below = [_Stage(one.output_dir.name, one, folder) for folder, one in stages_below(config.model)]
+    stages = [*below[::-1], _Stage(config.output_dir.name, config, RunFolder(config.output_dir).final)]
     record = BaseRecord.load(stages[0].folder)
     (name,) = config.export.formats
     definition, export_format = config.method.definition, FORMATS[name](config)
     kind, answers_as_served = export_format.loaded_as, export_format.answers_as_served
     runs, library = [stage.config for stage in stages], "peft" if kind == "peft" else "transformers"
-    bounded = definition.routes and answers_as_served
     return markdown(
         "export_card.md.j2",
         **shared_values(record, runs, licence, config.method.variant, library),
@@ -68,7 +109,7 @@ def model_card(config: RunConfig, report: Report | None, parity: Parity, licence
         sources=_sources_table(stages).markdown(),
         served=None if report is None else _figures(report, report.served).markdown(),
         plainly=None if report is None else _figures(report, "adapted").markdown(),
-        guarantee=guarantee(config.method.router) if bounded else "",
+        guarantee=guarantee(config.method.router) if definition.routes and answers_as_served else "",
         language_name=language_name,
         number=number,
         percent=percent,
@@ -90,10 +131,12 @@ def shared_values(
     library: str = "transformers",  # that loads it, by the hub's name
 ) -> dict[str, Any]:
     """Return what every card holds: the hub's metadata, what the base is called, what was taught, the licence."""
-    base = runs[0].model.base
-    taught = [source.language for run in runs for source in run.corpus.new]
+    base, codes = runs[0].model.base, list[str]()
+    for run in runs:
+        codes += (source.language for source in run.evaluation.perplexity if source.role == "retention")
+        codes += (source.language for source in run.corpus.sources)
     metadata = ModelCardData(
-        language=_distinct(code for run in runs for code in _languages(run)),
+        language=_distinct(codes),
         license=licence.identifier,
         license_name=licence.name,
         license_link=licence.link,
@@ -102,22 +145,17 @@ def shared_values(
         base_model=None if looks_local(base) else base,
         tags=["scale", "continual-pretraining", kind],
     )
+    taught = _distinct(source.language for run in runs for source in run.corpus.new)
     return {
         "metadata": Markup(metadata.to_yaml()),
         "base": base_title(record),
-        "taught": [language_name(code) for code in _distinct(taught)],
+        "taught": [language_name(code) for code in taught],
         "licence": Markup(licence.sentence()),
     }
 
 
 def _distinct(codes: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(codes))
-
-
-def _languages(config: RunConfig) -> list[str]:
-    """Return the codes of the languages that a run keeps and of those that it trains on."""
-    kept = [source.language for source in config.evaluation.perplexity if source.role == "retention"]
-    return [*kept, *(source.language for source in config.corpus.sources)]
 
 
 def base_title(record: BaseRecord) -> str:
@@ -137,16 +175,9 @@ def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity
             rows.append([f"{named}stands on, SHA-256", code(BaseRecord.load(stage.folder).content_sha256)])
         rows.append([f"{named}method", method.in_words + method.definition.served_in_words(method.settings)])
         rows.append([f"{named}trained", _trained(stage)])
-    routed = "" if parity.routed is None else f"; served routed: {_difference(parity.routed)}"
-    rows.append(["this folder", f"format {export_format}; {_difference(parity)}{routed}"])
+    routed = "" if parity.routed is None else f"; served routed: {parity_in_words(parity.routed)}"
+    rows.append(["this folder", f"format {export_format}; {parity_in_words(parity)}{routed}"])
     return Table(["", ""], rows, "ll")
-
-
-def _difference(parity: Parity) -> str:
-    return (
-        f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} "
-        f"over {parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
-    )
 
 
 def _trained(stage: _Stage) -> str:

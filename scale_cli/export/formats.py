@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import lower_weights, plain_model
 from scale_cli.export.parity import Logits, served_logits
-from scale_cli.export.plain_folder import copy_tokenizer, write_plain
+from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
-from scale_cli.export.self_contained import write_self_contained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.upscale.preservation import trained_logits
@@ -34,11 +34,9 @@ class Format:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.method = config, config.method.definition
-
-    @property
-    def is_had(self) -> bool:
-        """Whether the method's models can be written so."""
-        raise NotImplementedError
+        self.is_had = True  # whether the method's models can be written so
+        self.loaded_as = self.name  # the part of the card that says how it is loaded (`card_loading.md.j2`)
+        self.answers_as_served = False  # whether it answers as the run is served, or with the trained head alone
 
     def check(self) -> None:
         """Refuse what the format does not have."""
@@ -51,23 +49,17 @@ class Format:
         """Yield what is served from a folder, and what it stands for of the trained model; a router's way second."""
         raise NotImplementedError
 
-    @property
-    def loaded_as(self) -> str:
-        """The part of the card that says how it is loaded (`card_loading.md.j2`)."""
-        return self.name
-
-    @property
-    def answers_as_served(self) -> bool:
-        """Whether its folders answer as the run is served; if not, the card is of the trained head alone."""
-        return False
-
 
 class Llama(Format):
     """A plain model of the base's own class; it may carry a router."""
 
     name = "llama"
     description = "plain dense model, no custom code: loads wherever the base model does"
-    is_had = True
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.answers_as_served = self.method.routes_plainly(config.method.settings)
+        self.loaded_as = "routed" if self.answers_as_served else self.name
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
         grown_in = None if self.config.method.vocabulary is None else trained.path
@@ -79,13 +71,21 @@ class Llama(Format):
         if (routed := routed_class(folder)) is not None:
             yield load_written(routed, folder), served_logits
 
-    @property
-    def loaded_as(self) -> str:
-        return "routed" if self.answers_as_served else self.name
 
-    @property
-    def answers_as_served(self) -> bool:
-        return self.method.routes_plainly(self.config.method.settings)
+def write_self_contained(model: WidenedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights, configuration, code and tokenizer; it loads with trust_remote_code=True, and here without."""
+    # Not the base's own files: which class reads those may hang on the family, which this configuration does not name.
+    tokenizer.save_pretrained(folder)
+    frame_prompts(folder, tokenizer)
+    # Registered here and not where the classes are defined: only this folder carries its own code.
+    classes: tuple[Any, Any] = (type(model).config_class, type(model))
+    classes[0].register_for_auto_class()
+    classes[1].register_for_auto_class("AutoModelForCausalLM")
+    try:
+        model.save_pretrained(str(folder))
+    finally:
+        for registered in classes:
+            registered._auto_class = None
 
 
 class Transformers(Format):
@@ -93,11 +93,10 @@ class Transformers(Format):
 
     name = "transformers"
     description = "self-contained, loads with trust_remote_code=True, router included"
-    answers_as_served = True
 
-    @property
-    def is_had(self) -> bool:
-        return self.method.widens
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.is_had, self.answers_as_served = self.method.widens, True
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
         lowered = copy.deepcopy(model)
@@ -114,11 +113,11 @@ class Adapter(Format):
 
     name = "adapter"
     description = "what was trained, alone; loads onto the base it was trained on, and no other"
-    answers_as_served = True
 
-    @property
-    def is_had(self) -> bool:
-        return self.method.has_adapter
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.is_had, self.answers_as_served = self.method.has_adapter, True
+        self.loaded_as = "peft" if self.method.uses_peft else self.name
 
     def check(self) -> None:
         if (dtype := self.config.export.dtype) != "float32":
@@ -135,10 +134,6 @@ class Adapter(Format):
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
         yield load_onto_base(folder, self.config.model), served_logits
-
-    @property
-    def loaded_as(self) -> str:
-        return "peft" if self.method.uses_peft else self.name
 
 
 FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}

@@ -108,6 +108,14 @@ def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits
     )
 
 
+def parity_in_words(parity: Parity) -> str:
+    """Return how far an export is from the trained model."""
+    return (
+        f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} over "
+        f"{parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
+    )
+
+
 def check_parity(parity: Parity, dtype: str) -> None:
     """Refuse an export that computes something else."""
     good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference

@@ -18,8 +18,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import NOT_COVERED
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.statistics import Values, finite
-from scale_cli.export.card import base_title, loading, shared_values, tokens_by_source
-from scale_cli.export.licence import Licence
+from scale_cli.export.card import Licence, base_title, loading, shared_values, tokens_by_source
 from scale_cli.join.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.report.numbers import number, percent

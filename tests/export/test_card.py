@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.evaluation.results import Report
-from scale_cli.export.card import model_card
-from scale_cli.export.formats import FORMATS, Format
-from scale_cli.export.licence import Licence, base_licence
+from scale_cli.export.card import Licence, base_licence, model_card
 from scale_cli.methods.widened import CollaborationConfig
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.records import Parity
@@ -119,20 +116,6 @@ def test_a_card_promises_a_bound_where_its_router_has_one_and_says_what_that_doe
         assert "no document costs" not in card_of(served, None)
 
 
-def test_a_format_that_nobody_has_said_to_be_routed_has_the_trained_heads_card(
-    trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FORMATS, "onnx", Format)
-    monkeypatch.setattr(Format, "name", "onnx", raising=False)
-    config = trained_run(ROUTE)
-    report = evaluate(config).report
-    unheard_of = config.model_copy(update={"export": config.export.model_copy(update={"format": "onnx"})})
-    card, tiny = card_of(unheard_of, report), report.corpora[0].heads
-    assert "This is the trained head alone" in card and "no document costs" not in card
-    assert f"| {tiny['base'].bits_per_byte:.3f} | {tiny['adapted'].bits_per_byte:.3f} |" in card
-    assert f"| {tiny['base'].bits_per_byte:.3f} | {tiny['posterior'].bits_per_byte:.3f} |" not in card
-
-
 def test_a_card_tells_what_was_trained_before_by_another_run_and_with_which_optimiser(trained_run: TrainedRun) -> None:
     config = trained_run(ROUTE)
     begun = {"content_sha256": "0123456789abcdef", "step": 70, "num_tokens": 8000, "moments": "kept"}
@@ -201,12 +184,3 @@ def test_the_card_of_a_stack_tells_what_every_stage_was_made_of(shared_data: Pat
         assert f"| {name}: trained | 12 steps" in card.text
         assert f"| {name} | petitions | Korean |" in card.text
         assert f"| {ledger['petitions']['num_trained']:,} |" in card.text
-
-
-def test_where_only_benchmarks_were_measured_the_card_does_not_ask_to_measure_again(trained_run: TrainedRun) -> None:
-    report = evaluate(trained_run(ROUTE)).report
-    config = trained_run(ROUTE)
-    parity, licence = Parity(0.0, 0.0, 0.0, 1), base_licence(config.model)
-    text = model_card(config, dataclasses.replace(report, corpora=[]), parity, licence, "LlamaForCausalLM")
-    assert "names no text to measure it on" in text
-    assert "`scale evaluate`" not in text

@@ -52,17 +52,6 @@ def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, p
         check_parity(parity, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_faithful_export_measures_the_same_in_memory_and_loaded_from_its_folder(
-    trained: ScaleForCausalLM, tmp_path: Path, dtype: str
-) -> None:
-    dense_model(trained, dtype).save_pretrained(tmp_path)
-    in_memory = measure_parity(dense_model(trained, dtype), trained, trained_logits, prompts())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
-    assert measure_parity(loaded, trained, trained_logits, prompts()) == in_memory
-    check_parity(in_memory, dtype)
-
-
 def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_long_prompt(tmp_path: Path) -> None:
     trained = as_if_trained(widen(tiny_llama(max_position_embeddings=2048), "route", "top:1"))
     dense_model(trained, "float16").save_pretrained(tmp_path)
@@ -147,16 +136,6 @@ def test_rounding_of_the_trained_models_own_does_not_refuse_an_export() -> None:
             check_parity(further, "float32")
 
 
-def test_an_expansion_stream_far_larger_than_the_bases_is_still_exported_exactly(trained: ScaleForCausalLM) -> None:
-    grown = copy.deepcopy(trained)
-    with torch.no_grad():
-        grown.expansion.embed_tokens.weight.mul_(2000.0)
-    assert largest_stream_ratio(grown, prompts()) > 200.0
-    for measured_on in (prompts(), []):  # where no text is given, random tokens
-        parity = measure_parity(dense_model(grown, "float32", measured_on), grown, trained_logits, prompts())
-        check_parity(parity, "float32")
-
-
 @torch.no_grad()
 def test_a_float16_export_holds_an_expansion_stream_that_is_hundreds_of_times_as_large_as_the_embeddings() -> None:
     base = tiny_llama()
@@ -176,15 +155,6 @@ def test_measuring_leaves_the_trained_model_as_it_was(trained: ScaleForCausalLM)
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
     )
-
-
-def test_one_wrong_row_of_the_embedding_is_refused_where_it_is_met(trained: ScaleForCausalLM) -> None:
-    exported: Any = dense_model(trained, "float32")
-    with torch.no_grad():
-        exported.model.embed_tokens.weight[int(prompts()[1][0, 3])] *= 1.01
-    parity = measure_parity(exported, trained, trained_logits, prompts())
-    with pytest.raises(ExportParityError):
-        check_parity(parity, "float32")
 
 
 class Made(TorchDispatchMode):

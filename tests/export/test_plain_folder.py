@@ -152,16 +152,6 @@ def test_the_tokenizers_files_are_the_bases_byte_for_byte_and_nothing_else_of_it
     assert "auto_map" not in read(folder / "config.json")
 
 
-@pytest.mark.parametrize("variant", ["preserve", "lora", "llama-pro"])
-def test_the_bases_generation_settings_are_kept_byte_for_byte(base: Path, tmp_path: Path, variant: Any) -> None:
-    settings = {"eos_token_id": [2, 5], "do_sample": False, "temperature": 0.6}
-    (base / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    model = start_model(load_base(ModelConfig(base=str(base))), MethodConfig(variant=variant), seed=0)
-    assert model.generation_config.eos_token_id == [2, 5]
-    folder = written(plain_model(model, "float32"), base, tmp_path / "export")
-    assert (folder / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
-
-
 def test_of_a_base_from_the_hub_the_files_come_from_its_cache(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

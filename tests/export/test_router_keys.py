@@ -86,13 +86,6 @@ def test_of_a_stack_the_first_stream_is_all_that_its_base_head_reads(first: dict
         torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
 
 
-def test_of_a_joined_model_there_is_a_stream_for_every_member_and_the_prior_is_the_base_heads() -> None:
-    base = tiny_llama()
-    one = as_if_trained(widen(base, "preserve"))
-    model = joined(base, one=(0, one), two=(0, as_if_trained(widen(base, "preserve", ratio=0.75))))
-    assert router_keys(model) == {"stream_sizes": [32, 16, 32], "parents": [0, 0], "prior": 1 / 3, "switch_rate": 0.0}
-
-
 @pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
 @torch.no_grad()
 def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str, tmp_path: Path) -> None:

@@ -124,14 +124,6 @@ def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bas
     assert loaded.base.lm_head.weight is loaded.base.model.embed_tokens.weight, "tied stays tied"
 
 
-def test_exporting_leaves_no_mark_on_the_classes(trained_run: TrainedRun, tmp_path: Path) -> None:
-    config = trained_run(METHODS["adapt"], format="transformers")
-    export(config)
-    model = load_widened(config.output_dir / "final", config.model)
-    model.save_pretrained(tmp_path / "saved")
-    assert not list((tmp_path / "saved").glob("*.py"))
-
-
 def test_one_folder_is_the_plain_model_to_who_does_not_trust_its_code_and_nobody_is_asked(
     trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

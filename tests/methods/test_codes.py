@@ -45,13 +45,6 @@ def test_codes_are_as_near_as_the_grams_that_two_tokens_share(texts: list[str]) 
             assert nearness == pytest.approx(shared(i, j) / (sizes[i] * sizes[j]), abs=0.12)
 
 
-def test_a_token_without_letters_has_a_code_of_its_own() -> None:
-    codes = codes_of(["", "", "ab"])
-    assert abs((codes[0] * codes[1]).mean().item()) < 0.1
-    assert abs((codes[0] * codes[2]).mean().item()) < 0.1
-    assert codes_of([""]).shape == (1, 4096)
-
-
 def test_the_texts_of_tokens_are_one_for_every_row_and_parts_of_characters_have_none() -> None:
     tokenizer = train_tokenizer(["the cat sat", "고양이가 앉았다"] * 3, 300)
     texts = texts_of_tokens(tokenizer, 310)

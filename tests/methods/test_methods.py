@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.training import TrainConfig
@@ -17,7 +17,6 @@ from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
 from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
 from scale_cli.methods.osf import OsfConfig, Projection
-from scale_cli.model.heads import BaseAndTrained, token_log_probs
 from scale_cli.storage.atomic import write_json
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
@@ -191,19 +190,6 @@ def test_what_the_base_does_not_have_is_refused_by_field(
 ) -> None:
     with pytest.raises(ConfigError, match=field):
         prepared(base_of(shared_data), variant, **settings)
-
-
-def test_a_model_beside_its_base_is_observed_as_both_models_own_losses() -> None:
-    torch.manual_seed(0)
-    sizes = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    base = LlamaForCausalLM(sizes).eval()
-    trained = copy.deepcopy(base)
-    disturb(trained)
-    ids = torch.randint(0, 64, (2, 17))
-    with torch.no_grad():
-        observed = token_log_probs(BaseAndTrained(base, trained), ids[:, :-1], ids[:, 1:])
-        for said, model in zip(observed.log_probs_KBT, (base, trained), strict=True):
-            torch.testing.assert_close(-said.mean(), model(ids, labels=ids).loss)
 
 
 def test_a_folder_made_before_a_section_was_removed_is_read(tmp_path: Path) -> None:

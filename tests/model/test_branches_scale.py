@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -134,26 +133,6 @@ def test_in_a_stack_only_the_top_expansion_trains_and_autograd_records_nothing_b
     assert [name for name, p in stacked.expansion.named_parameters() if p.grad is None] == [], "every block learns"
 
 
-@parents
-@torch.no_grad()
-def test_the_loss_of_a_stack_is_the_cross_entropy_of_all_its_heads_logits(parent: tuple[Any, Any]) -> None:
-    stacked = as_if_trained(widen(sibling(tiny_llama(), parent, seed=1), "preserve", ratio=0.5), seed=2)
-    expected = F.cross_entropy(logits_alone(stacked)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    torch.testing.assert_close(stacked.train()(input_ids=IDS, labels=IDS).loss, expected)
-
-
-@torch.no_grad()
-def test_three_stages_keep_all_heads_below() -> None:
-    base = tiny_llama()
-    first = sibling(base, ("adapt", "top:1"), seed=1)
-    second = as_if_trained(widen(copy.deepcopy(first), "preserve", ratio=0.5), seed=2)
-    third = as_if_trained(widen(copy.deepcopy(second), "route", ratio=1.0), seed=3)
-    model = joined(base, first=(0, first), second=(1, second), third=(2, third))
-    alone = [answered(base), *map(logits_alone, (first, second, third))]
-    assert all(torch.equal(logits, wanted) for logits, wanted in zip(heads(model), alone, strict=True))
-    assert torch.equal(heads(third)[0], logits_alone(second))
-
-
 def test_a_broken_expansion_reaches_no_head_but_its_own_and_its_childrens() -> None:
     base = tiny_llama()
     good, bad = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", None), 2)
@@ -200,21 +179,6 @@ def test_routing_costs_at_most_ln_of_the_number_of_heads_over_the_best_head_on_e
     sound_KBT = torch.where(said_KBT.isfinite(), weights_KBS[..., :-1], -torch.inf)
     exact_B = -mix_log_probs(sound_KBT - torch.logsumexp(sound_KBT, 0), said_KBT).sum(-1)
     torch.testing.assert_close(loss_B, exact_B, rtol=1e-5, atol=1e-4)
-
-
-@torch.no_grad()
-def test_with_all_weight_on_one_head_a_joined_models_scores_are_that_heads_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    base = tiny_llama()
-    first, second = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:2"), 2)
-    model = joined(base, first=(0, first), second=(0, second))
-    for place, name in enumerate(("base", "first", "second")):
-        prior_K = torch.full((3,), -torch.inf, dtype=torch.float64)
-        prior_K[place] = 0.0
-        monkeypatch.setattr(model, "log_prior", lambda _device, prior_K=prior_K: prior_K)
-        scores = model(IDS, use_cache=False).logits
-        torch.testing.assert_close(scores, heads(model)[place], rtol=1e-5, atol=1e-5, msg=name)
 
 
 def cached_models() -> dict[str, Any]:

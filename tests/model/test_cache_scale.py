@@ -50,13 +50,6 @@ def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @served
-def test_generation_with_a_cache_is_generation_without_one(model: ScaleForCausalLM) -> None:
-    generated = generate(model, some_ids(3, 11), use_cache=True)
-    assert torch.equal(generated, generate(model, some_ids(3, 11), use_cache=False))
-    assert generated.shape == (3, 31)
-
-
-@served
 def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: ScaleForCausalLM) -> None:
     prompts = [some_ids(length, seed=length) for length in (13, 1, 6)]
     input_ids, mask = left_padded(prompts)
@@ -73,21 +66,6 @@ def test_beam_search_with_a_cache_is_beam_search_without_one(model: ScaleForCaus
         for use_cache in (True, False)
     )
     assert torch.equal(cached, uncached)
-
-
-@served
-@torch.no_grad()
-def test_a_prompt_read_in_pieces_gives_the_logits_of_the_whole(model: ScaleForCausalLM) -> None:
-    input_ids = some_ids(2, 24)
-    whole = model(input_ids=input_ids, use_cache=False).logits
-    cache: Any = None
-    pieces = []
-    for piece in input_ids.split([9, 1, 14], dim=1):
-        result = model(input_ids=piece, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        pieces.append(result.logits)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-5)
-    assert cache.get_seq_length() == 24
 
 
 @served
@@ -142,30 +120,6 @@ def test_a_repeated_cache_continues_as_the_repeated_prompts_do(model: ScaleForCa
     torch.testing.assert_close(continued, model(input_ids=whole, use_cache=False).logits[:, 9:], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_the_prompt_sets_the_router() -> None:
-    model = as_if_trained(widen(tiny_llama(), "route"), std=0.1)
-    states = [model(input_ids=some_ids(1, 30, seed=seed)).past_key_values.router for seed in range(8)]
-    weights = torch.cat([state.log_weights_KB[0].exp() for state in states])
-    assert weights.std() > 0.05
-    assert ((weights > 0.0) & (weights < 1.0)).all()
-
-
-@torch.no_grad()
-def test_what_does_not_route_keeps_no_router_state() -> None:
-    for variant, rule in (("preserve", "posterior"), ("adapt", "posterior"), ("route", "cosine")):
-        model = as_if_trained(widen(tiny_llama(), variant, rule=rule))
-        assert model(input_ids=some_ids(1, 5)).past_key_values.router is None
-
-
-def test_a_cache_that_was_reset_remembers_nothing() -> None:
-    model = as_if_trained(widen(tiny_llama(), "route", "top:1"))
-    cache = model(input_ids=some_ids(2, 9)).past_key_values
-    assert cache.get_seq_length() == 9 and cache.router is not None
-    cache.reset()
-    assert cache.router is None
-
-
 def test_taking_tokens_back_is_refused() -> None:
     model = as_if_trained(widen(tiny_llama(), "route"))
     cache = model(input_ids=some_ids(1, 9)).past_key_values
@@ -181,12 +135,3 @@ def test_an_empty_foreign_cache_is_replaced_and_a_filled_one_refused() -> None:
     model.base(input_ids=some_ids(1, 4), past_key_values=cache)
     with pytest.raises(ValueError, match="ScaleCache"):
         model(input_ids=some_ids(1, 1), past_key_values=cache)
-
-
-def test_no_cache_is_kept_where_none_is_wanted() -> None:
-    model = as_if_trained(widen(tiny_llama(), "route"))
-    assert model(input_ids=some_ids(1, 4), use_cache=False).past_key_values is None
-    model.config.use_cache = False
-    assert model(input_ids=some_ids(1, 4)).past_key_values is None
-    model.config.use_cache = True
-    assert model.train()(input_ids=some_ids(1, 4)).past_key_values is None

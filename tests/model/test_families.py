@@ -61,13 +61,6 @@ def answered(model: Any, ids: Tensor = IDS) -> Tensor:
     return logits.float()
 
 
-@families
-def test_no_layer_of_the_base_and_none_that_is_added_is_split(tmp_path: Path, family: str) -> None:
-    base: Any = tiny(family, tmp_path)
-    layers = {type(base.model.layers[0]).__name__, "ExpansionLayer"}
-    assert set(widen(base, "preserve")._no_split_modules or []) == layers
-
-
 def test_every_supported_family_is_tested() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == set(SUPPORTED_FAMILIES)
 

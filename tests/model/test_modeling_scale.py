@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.model import routing
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -145,14 +144,6 @@ def test_w12_exists_where_layers_collaborate_and_nowhere_else(
     assert len(names) == 7 * len(expected)
 
 
-@pytest.mark.parametrize("modules", [("attention",), ("mlp",)])
-def test_w12_exists_in_the_chosen_modules_only(modules: tuple[str, ...]) -> None:
-    model = widen(tiny_llama(), "adapt", "all", modules=modules)
-    names = {name.split(".")[3] for name in model.state_dict() if name.endswith("weight_12")}
-    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
-    assert names == (attention if modules == ("attention",) else mlp)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("layers", ["none", "top:2", "all"])
 @torch.no_grad()
@@ -216,24 +207,6 @@ def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> Non
     assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("layers", ["none", "top:2"])
-@torch.no_grad()
-def test_observations_are_both_heads_log_softmax_however_they_are_chunked(
-    layers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = as_if_trained(widen(tiny_llama(), "route", layers))
-    input_ids, next_ids = some_ids(3, 17), some_ids(3, 17, seed=1)
-    whole = token_log_probs(model, input_ids, next_ids)
-    for head, logits in enumerate((base_path(model, input_ids), adaptation(model, input_ids))):
-        expected = torch.log_softmax(logits, -1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(whole.log_probs_KBT[head], expected, rtol=1e-5, atol=1e-5)
-    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 3 * 61 * 5)
-    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
-    chunked = token_log_probs(model, input_ids, next_ids)
-    torch.testing.assert_close(chunked.log_probs_KBT, whole.log_probs_KBT, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(chunked.cosine_BT, whole.cosine_BT, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
 @torch.no_grad()
 def test_training_mode_answers_with_the_adaptation_head_and_evaluation_mode_with_what_is_served(
@@ -272,12 +245,6 @@ def test_distillation_adds_the_divergence_of_the_two_heads_that_are_served(upon_
     torch.testing.assert_close(distilled - plain, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_distillation_where_layers_collaborate_is_refused() -> None:
-    model, ids = widen(tiny_llama(), "route", "top:1").train(), some_ids(1, 4)
-    with pytest.raises(ValueError, match=r"^distillation: "):
-        model(ids, labels=ids, distillation=(1.0,))
-
-
 @pytest.mark.parametrize("rule", ["posterior", "cosine"])
 @pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
 @torch.no_grad()
@@ -306,23 +273,6 @@ def test_preservation_holds_whatever_computes_attention(attention_base: PreTrain
         expected = attention_base(some_ids(2, 9), attention_mask=mask, use_cache=False).logits
         preserved = model.base_logits(model.final_states(some_ids(2, 9), mask, preserved=True))
         assert torch.equal(preserved, expected)
-
-
-def test_a_later_token_changes_no_earlier_prediction() -> None:
-    changed = some_ids(2, 12)
-    changed[:, 7:] = some_ids(2, 5, seed=3)
-    for variant, layers in EVERYWHERE:
-        model = as_if_trained(widen(tiny_llama(), variant, layers), std=0.2)
-        before, after = (model(input_ids=ids, use_cache=False).logits[:, :7] for ids in (some_ids(2, 12), changed))
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
-
-
-def test_it_generates_with_the_bases_own_settings() -> None:
-    base = tiny_llama()
-    base.generation_config.update(eos_token_id=[3, 5], top_k=7, pad_token_id=2)
-    settings = widen(base, "route").generation_config
-    assert settings.to_diff_dict() == base.generation_config.to_diff_dict()
-    assert settings.eos_token_id == [3, 5]
 
 
 def test_the_expansion_alone_is_what_trains_and_its_norms_and_linears_are_all_there() -> None:

@@ -175,16 +175,6 @@ GENERATING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", GENERATING)
-def test_it_generates_what_the_two_streams_generate(pair: Pair, name: str) -> None:
-    generated = []
-    for model in pair:
-        torch.manual_seed(0)
-        options = {"max_new_tokens": 16, "pad_token_id": 0, "attention_mask": PADDED, **GENERATING[name]}
-        generated.append(model.generate(IDS, **options))
-    assert torch.equal(*generated)
-
-
 class _Told(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -273,12 +263,6 @@ def test_the_memory_follows_the_sequences_of_its_cache(two: Pair) -> None:
         close(one_row(IDS[order, 12:], past_key_values=cache).logits, whole[order, 12:])
         copied = copy.deepcopy(cache)
         assert torch.equal(*(one_row(IDS[order, :3], past_key_values=c).logits for c in (cache, copied)))
-
-
-def test_eager_attention_and_sdpa_say_the_same(two: Pair) -> None:
-    eager = copy.deepcopy(two[1])
-    eager.set_attn_implementation("eager")
-    close(answered(eager, attention_mask=PADDED)[1], answered(two[1], attention_mask=PADDED)[1])
 
 
 @torch.no_grad()

@@ -120,27 +120,6 @@ def test_weights_are_those_of_a_step_by_step_recursion(said: Said, switch_rate: 
 
 
 @unhurried
-@given(documents(), st.sampled_from([0.0, 0.01]))
-def test_weights_are_normalised_before_every_token_and_after_the_last(said: Said, switch_rate: float) -> None:
-    totals = torch.logsumexp(said.weights(switch_rate), dim=0)
-    assert totals.shape == (said.log_probs_KT.shape[1] + 1,)
-    torch.testing.assert_close(totals, torch.zeros_like(totals), rtol=0.0, atol=1e-12)
-
-
-@unhurried
-@given(documents(), st.sampled_from([0.0, 0.01]), st.data())
-def test_later_tokens_change_no_earlier_weight(said: Said, switch_rate: float, data: st.DataObject) -> None:
-    first_changed = data.draw(st.integers(0, said.log_probs_KT.shape[1] - 1))
-    changed = said.log_probs_KT.copy()
-    changed[:, first_changed:] = data.draw(
-        hnp.arrays(np.float64, changed[:, first_changed:].shape, elements=st.floats(-60.0, 0.0))
-    )
-    before, after = said.weights(switch_rate), Said(changed, said.base_prior).weights(switch_rate)
-    kept = slice(None, first_changed + 1)
-    torch.testing.assert_close(after[:, kept].exp(), before[:, kept].exp(), rtol=0.0, atol=1e-12)
-
-
-@unhurried
 @given(documents(), st.sampled_from([0.0, 0.01]), st.data())
 def test_windows_with_carried_weights_are_the_whole_document(
     said: Said, switch_rate: float, data: st.DataObject
@@ -156,13 +135,6 @@ def test_windows_with_carried_weights_are_the_whole_document(
 
 
 @unhurried
-@given(hnp.arrays(np.float64, (2, 8), elements=st.floats(-1.0, 0.0)), st.floats(0.1, 0.9))
-def test_a_vanishing_switch_rate_is_no_switching(log_probs_KT: Values, base_prior: float) -> None:
-    said = Said(log_probs_KT, base_prior)
-    torch.testing.assert_close(said.weights(1e-12).exp(), said.weights(0.0).exp(), rtol=0.0, atol=1e-6)
-
-
-@unhurried
 @given(documents(base_may_break=False), st.sampled_from(BROKEN), st.data())
 def test_once_the_other_heads_break_the_base_alone_is_served(said: Said, broken: float, data: st.DataObject) -> None:
     first_broken = data.draw(st.integers(0, said.log_probs_KT.shape[1] - 1))
@@ -170,12 +142,6 @@ def test_once_the_other_heads_break_the_base_alone_is_served(said: Said, broken:
     log_probs_KT[1:, first_broken:] = broken
     weights = Said(log_probs_KT, said.base_prior).weights()
     assert weights[0, first_broken + 1 :].tolist() == [0.0] * (log_probs_KT.shape[1] - first_broken)
-
-
-def test_a_head_broken_from_the_first_token_costs_exactly_the_prior() -> None:
-    base = np.linspace(-9.0, -0.1, 50)
-    said = Said(np.stack([base, np.full_like(base, math.nan)]), 0.25)
-    assert said.routed_loss() == pytest.approx(-base.sum() - math.log(0.25), rel=1e-14)
 
 
 def test_documents_of_a_batch_do_not_touch_each_other() -> None:

@@ -39,12 +39,6 @@ def test_what_a_widened_model_cannot_do_is_refused_in_one_line_at_the_call(model
     assert "\n" not in str(refused.value)
 
 
-def test_hidden_states_asked_for_by_the_configuration_are_refused_too(model: Any) -> None:
-    model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="output_hidden_states"):
-        model(IDS)
-
-
 def test_gradient_checkpointing_as_transformers_turns_it_on_changes_no_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
