@@ -30,36 +30,27 @@ from tests.widening import lower_stories
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
-_VOID = {"meta", "br", "img", "link", "hr"}
 
 
 class Page(HTMLParser):
     """What a page holds; fails where a tag is closed that is not open."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
+        self.text = path.read_text(encoding="utf-8")
         self.open: list[str] = []
         self.tags: set[str] = set()
-        self.ids: set[str] = set()
         self.references: list[str] = []
         self.words = ""
-        self.feed(text)
+        self.feed(self.text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        if tag not in _VOID:
+        if tag not in ("meta", "img"):
             self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                assert value not in self.ids
-                self.ids.add(value or "")
-            if name in ("src", "href", "srcset", "data", "action", "poster", "xlink:href"):
-                self.references.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
+        places = ("src", "href", "srcset", "data", "action", "poster", "xlink:href")
+        self.references += [value or "" for name, value in attrs if name in places]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -69,8 +60,10 @@ class Page(HTMLParser):
             self.words += data
 
 
-def runs_of_every_method(root: Path) -> list[Path]:
-    """Write runs, one of them with a name that is markup and one in Korean."""
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Runs of every method, one with a name that is markup, one in Korean; and their comparison. No test changes it."""
+    root = tmp_path_factory.mktemp("compared")
     made = {
         "full": Made("full", 0.4, 0.95, benchmarks=TASKS),
         SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
@@ -80,38 +73,29 @@ def runs_of_every_method(root: Path) -> list[Path]:
         "adapt": Made("adapt", 0.35, 0.9),
         "route": Made("route", 0.2, 0.85, benchmarks=TASKS, continued=True),
     }
-    return [write_run(root / name, run) for name, run in made.items()]
+    folders = [write_run(root / "runs" / name, run) for name, run in made.items()]
+    compare(folders, root / "out")
+    return folders, root / "out"
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
-    return runs_of_every_method(tmp_path / "runs")
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
-    """Runs of every method, and their comparison, which no test may change."""
-    root = tmp_path_factory.mktemp("compared")
-    folders = runs_of_every_method(root / "runs")
-    compare(folders, root / "out")
-    return folders, root / "out"
+    """Two runs that can be compared."""
+    return [write_run(tmp_path / "runs" / name, Made(benchmarks=TASKS)) for name in ("one", "other")]
 
 
 def test_the_page_is_whole_names_every_run_and_asks_for_nothing_from_outside(
     compared: tuple[list[Path], Path],
 ) -> None:
     folders, out = compared
-    text = (out / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
+    page = Page(out / "report.html")
     assert page.open == []
     assert page.references and all(place.startswith("data:image/svg+xml;base64,") for place in page.references)
     assert not page.tags & {"script", "link", "iframe", "object", "base"}
-    assert not re.search(r"@import|url\(", text)
-    assert all(folder.name in page.words for folder in folders)
-    assert "청원" in page.words
-    assert "no difference shown" in page.words
-    assert "not finite" in page.words
-    assert "in its script" in page.words and "50.0 %" in page.words
+    assert not re.search(r"@import|url\(", page.text)
+    for told in (*(folder.name for folder in folders), "청원", "no difference shown", "not finite", "50.0 %"):
+        assert told in page.words
+    assert "forgetting of English" in page.words and "bits/byte" in page.words
 
 
 def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]) -> None:
@@ -137,35 +121,38 @@ def test_figures_are_well_formed_and_stand_alone(compared: tuple[list[Path], Pat
         ElementTree.parse(out / name)
         assert f"({name})" in text
     assert "<script>" not in text.replace(r"\<script", "")
-    columns = 0
-    for line in text.splitlines():
-        if line.startswith("|"):
-            found = len(re.findall(r"(?<!\\)\|", line))
-            columns = columns or found
-            assert found == columns
-        else:
-            columns = 0
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_a_comparison_is_good_whatever_its_folder_is_called(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
+    for name in ("final", "evaluation", "upscaled"):
+        shutil.copytree(compared[1], tmp_path / name)
+        verify(tmp_path / name).require()
+        (tmp_path / name / "report.md").unlink()
+        with pytest.raises(VerificationError):
+            verify(tmp_path / name).require()
+
+
+def edit_report(folder: Path, edit: Callable[[dict[str, object]], object]) -> None:
+    path = folder / "evaluation" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    edit(report)
+    write_json(path, report)
 
 
 def test_runs_without_curves_and_with_one_side_say_what_is_missing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Made("full", curve_steps=0))
-    path = folder / "evaluation" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
-    write_json(path, report | {"corpora": report["corpora"][:1]})
+    edit_report(folder, lambda report: report["corpora"].pop())  # type: ignore[attr-defined]
     compare([folder], tmp_path / "out")
-    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    page = Page(tmp_path / "out" / "report.html")
     assert "train.eval_every_steps" in page.words
     assert "A trade-off needs a retention and an acquisition corpus" in page.words
 
 
 @pytest.mark.parametrize(
     ("missing", "verb"),
-    [
-        ("final/position.json", "train"),
-        ("final/base.json", "train"),
-        ("metrics.jsonl", "train"),
-        ("evaluation/report.json", "evaluate"),
-    ],
+    [("final/position.json", "train"), ("metrics.jsonl", "train"), ("evaluation/report.json", "evaluate")],
 )
 def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
     folders: list[Path], tmp_path: Path, missing: str, verb: str
@@ -173,8 +160,7 @@ def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
     (folders[1] / missing).unlink()
     with pytest.raises(RunFolderError, match=missing) as refused:
         compare(folders, tmp_path / "out")
-    assert str(folders[1]) in str(refused.value)
-    assert f"scale {verb}" in str(refused.value)
+    assert str(folders[1]) in str(refused.value) and f"scale {verb}" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -227,36 +213,29 @@ def test_another_base_is_refused_by_both_names(tmp_path: Path) -> None:
     ],
 )
 def test_what_was_measured_otherwise_is_refused(
-    tmp_path: Path, edit: Callable[[dict[str, object]], None], named: str
+    folders: list[Path], tmp_path: Path, edit: Callable[[dict[str, object]], None], named: str
 ) -> None:
-    runs = [write_run(tmp_path / name, Made(benchmarks=TASKS)) for name in ("one", "other")]
-    path = runs[1] / "evaluation" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
-    edit(report)
-    write_json(path, report)
+    edit_report(folders[1], edit)
     with pytest.raises(RunFolderError, match=named):
-        compare(runs, tmp_path / "out")
+        compare(folders, tmp_path / "out")
 
 
-def test_a_damaged_report_is_one_message_that_names_the_run(folders: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_report_and_a_run_given_twice_are_one_message(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="given twice"):
+        compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
     write_json(folders[0] / "evaluation" / "report.json", {"variant": "full"})
     with pytest.raises(StorageError, match=re.escape(str(folders[0]))):
         compare(folders, tmp_path / "out")
 
 
-def test_a_run_given_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="given twice"):
-        compare([folders[0], folders[0] / "." / "final" / ".."], tmp_path / "out")
-
-
 def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
+    folders = [write_run(tmp_path / parent / "full", Made(curve_steps=0)) for parent in ("seed0", "seed1")]
     assert [run.name for run in compare(folders, tmp_path / "out").comparison.runs] == ["seed0/full", "seed1/full"]
 
 
 def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    compare(folders[:2], out)
+    compare(folders, out)
     compare(folders[:1], out)
     assert len(json.loads((out / "report.json").read_text(encoding="utf-8"))["runs"]) == 1
     (out / "notes.txt").write_text("mine", encoding="utf-8")
@@ -269,23 +248,12 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
     assert sorted(folders[0].rglob("*")) == before
 
 
-def test_a_comparison_is_good_whatever_its_folder_is_called(folders: list[Path], tmp_path: Path) -> None:
-    compare(folders[:1], tmp_path / "final")
-    for name in ("evaluation", "upscaled"):
-        shutil.copytree(tmp_path / "final", tmp_path / name)
-    for name in ("final", "evaluation", "upscaled"):
-        verify(tmp_path / name).require()
-        (tmp_path / name / "report.md").unlink()
-        with pytest.raises(VerificationError):
-            verify(tmp_path / name).require()
-
-
 def test_a_mean_of_runs_is_compared_without_a_training_of_its_own(folders: list[Path], tmp_path: Path) -> None:
     mean = write_run(tmp_path / "runs" / "mean", Made("full", 0.3, 0.9, has_cost=False))
     (mean / "metrics.jsonl").unlink()
     with pytest.raises(RunFolderError, match=r"metrics.jsonl is missing \(`scale train` writes it\)"):
         compare([folders[0], mean], tmp_path / "out")
-    members = tuple(AveragedMember(str(folder), "c" * 64, 100, 0.5) for folder in folders[:2])
+    members = tuple(AveragedMember(str(folder), "c" * 64, 100, 0.5) for folder in folders)
     AverageRecord(members).save(mean / "final")
     told = "\n".join(notes(compare([folders[0], mean], tmp_path / "out").comparison))
     assert "Means of weights: mean (of 2)" in told

@@ -25,6 +25,10 @@ from scale_cli.report.figures import save
 from scale_cli.report.numbers import Interval, with_interval
 
 ROUTE = MethodConfig(variant="route")
+OWN_TOKENS = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
+KINDS = pytest.mark.parametrize(
+    "of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"]
+)
 
 
 def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
@@ -82,7 +86,7 @@ def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_s
 
 
 @pytest.mark.parametrize("served", ["posterior", "cosine", "adapted"])
-@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
+@KINDS
 def test_the_terminal_table_lines_up(served: str, of_losses: dict[str, Any]) -> None:
     lines = [line for line in terminal_lines(report(served, **of_losses)) if "base head served" not in line]
     titles = [line for line in lines if not line.startswith(" ")]
@@ -115,16 +119,10 @@ def test_the_terminal_table_says_what_the_report_says() -> None:
     assert lines[-1] == "base head served 25.0 % of English, 25.0 % of Korean, 25.0 % of German tokens"
 
 
-@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
-def test_a_report_survives_json_whatever_was_measured(of_losses: dict[str, Any]) -> None:
+@KINDS
+def test_json_and_markdown_have_every_corpus_and_both_rules_whatever_was_measured(of_losses: dict[str, Any]) -> None:
     made = report(**of_losses)
-    text = json.dumps(made.to_json(), allow_nan=False)
-    assert Report.from_json(json.loads(text)) == made
-
-
-@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
-def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dict[str, Any]) -> None:
-    made = report(**of_losses)
+    assert Report.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False))) == made
     text = markdown(made, ROUTE, "picture.png")
     assert "![" in text and "(picture.png)" in text
     for result in made.corpora:
@@ -140,26 +138,19 @@ def test_markdown_has_every_corpus_and_both_rules_in_whole_tables(of_losses: dic
     assert "![" not in markdown(made, ROUTE, None)
 
 
-@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
-def test_the_page_asks_for_nothing_from_outside_and_says_what_the_markdown_says(of_losses: dict[str, Any]) -> None:
-    made = report(**of_losses)
-    page, text = html(made, ROUTE, "<svg/>"), markdown(made, ROUTE, None)
-    assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
-    shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)).replace("−", "-").replace(",", "")
-    for row in (line for line in text.splitlines() if line.startswith("|") and "---" not in line):
-        for cell in row.strip("|").split("|"):
-            words = re.sub(r"[*\\,]", "", cell.replace("−", "-").replace(", served", "")).split()
-            assert all(word in shown for word in words)
-
-
-def test_the_page_and_the_markdown_say_the_same_facts_of_every_corpus() -> None:
-    corpora = [dataclasses.replace(each, num_prompts=7) for each in report().corpora]
+@KINDS
+def test_the_page_says_what_the_markdown_says_and_asks_for_nothing_from_outside(of_losses: dict[str, Any]) -> None:
+    corpora = [dataclasses.replace(each, num_prompts=7) for each in report(**of_losses).corpora]
     made = dataclasses.replace(report(), corpora=corpora)
-    own = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
-    shown = unescape(re.sub(r"<[^>]*>", "", html(made, own, None)))
-    told = markdown(made, own, None).splitlines()
-    for line in (line for line in told if line and line[0] not in "#|!"):
-        assert " ".join(line.replace("*", "").split()) in " ".join(shown.split())
+    page = html(made, OWN_TOKENS, "<svg/>")
+    assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
+    shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
+    for line in markdown(made, OWN_TOKENS, None).splitlines():
+        if line.startswith("|") and "---" not in line:
+            cells = line.replace("−", "-").replace("*", "").replace(", served", " served").strip("|").split("|")
+            assert all(word.strip(",\\") in shown for cell in cells for word in cell.split())
+        elif line and line[0] not in "#|!":
+            assert line.replace("*", "").replace(" :", ":") in shown.replace(" :", ":")
 
 
 @pytest.mark.parametrize(
@@ -219,19 +210,15 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     assert broken.bits_per_byte_difference == Interval(None, None, None)
     assert heads["posterior"].nats_per_token is not None
     assert heads["posterior"].nats_per_token_difference.low is not None
-
-
-def test_a_perplexity_beyond_floating_point_is_no_figure() -> None:
     source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
-    scored = losses(0, -1e4)
-    result = summarise(source, scored, num_resamples=100, seed=0)
-    assert result.heads["adapted"].perplexity is None
-    assert result.heads["adapted"].nats_per_token == pytest.approx(1e4, rel=0.01)
+    far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
+    assert far.nats_per_token == pytest.approx(1e4, rel=0.01)
+    assert far.perplexity is None, "it is beyond floating point"
 
 
-@pytest.mark.parametrize("variant", ["full", "lora", "freeze", "llama-pro"])
-def test_a_baseline_is_not_called_scale(variant: str) -> None:
-    assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE, None)
+def test_a_baseline_is_not_called_scale() -> None:
+    for variant in ("full", "lora", "freeze", "llama-pro"):
+        assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE, None)
     assert "Trained by SCALE-Route:" in markdown(report(), ROUTE, None)
 
 
@@ -243,9 +230,8 @@ def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -
 
 
 def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
-    own = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
     assert "nats/token" in markdown(report(), ROUTE, None) and "perplexity" in markdown(report(), ROUTE, None)
-    told = markdown(report(), own, None)
+    told = markdown(report(), OWN_TOKENS, None)
     assert "nats/token" not in told and "perplexity" not in told and "bits/byte" in told
     corpora = report().corpora
     for lines in (told.splitlines(), terminal_lines(report())):
@@ -253,22 +239,14 @@ def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
     assert f"{corpora[0].num_bytes / corpora[0].num_tokens:.2f} a token" in told
 
 
-def png_size(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR" and content[-8:-4] == b"IEND"
-    width, height = struct.unpack(">II", content[16:24])
-    return width, height
-
-
-@pytest.mark.parametrize("of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"])
-def test_the_picture_is_a_png_of_a_size_that_can_be_read(tmp_path: Path, of_losses: dict[str, Any]) -> None:
+@KINDS
+def test_the_picture_is_a_png_that_is_drawn_without_a_warning(tmp_path: Path, of_losses: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(lambda figure: draw_trade_off(figure, report(**of_losses)), tmp_path / "picture.png")
-    width, height = png_size(tmp_path / "picture.png")
-    assert 800 <= width <= 4000
-    assert 600 <= height <= 4000
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    content = (tmp_path / "picture.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR" and content[-8:-4] == b"IEND"
+    assert all(600 <= size <= 4000 for size in struct.unpack(">II", content[16:24]))
 
 
 def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark() -> None:
