@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from scale_cli.errors import (
     ScaleError,
     VerificationError,
 )
-from scale_cli.join.report import JoinReport
+from scale_cli.join.report import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
@@ -159,17 +160,9 @@ def _check_joined(folder: Path) -> None:
         raise PreservationError("the base logits are not preserved")
 
 
-def _architecture(folder: Path) -> str | None:
-    config = folder / "config.json"
-    return next(iter(read_json(config).get("architectures") or []), None) if config.is_file() else None
-
-
-def _is_joined(folder: Path) -> bool:
-    return _architecture(folder) == JoinedForCausalLM.__name__
-
-
-def _is_plain_join(folder: Path) -> bool:
-    return _architecture(folder) is not None and JoinReport.is_in(folder) and not _is_joined(folder)
+def _is_joined(folder: Path, folder_format: str) -> bool:
+    report = read_json(folder / JoinReport.FILE) if JoinReport.is_in(folder) else {}
+    return report.get("kind") == KIND and report["format"] == folder_format
 
 
 def _has_log(folder: Path) -> bool:
@@ -182,6 +175,6 @@ _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] 
     ("base and its preservation", BaseRecord.is_in, _check_base),
     ("log", _has_log, _check_log),
     ("parity", ExportRecord.is_in, _check_export),
-    ("base and its preservation", _is_joined, _check_joined),
-    ("logits, routed and plain", _is_plain_join, check_plain_join),
+    ("base and its preservation", partial(_is_joined, folder_format="transformers"), _check_joined),
+    ("logits, routed and plain", partial(_is_joined, folder_format="llama"), check_plain_join),
 )
