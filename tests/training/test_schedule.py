@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +48,7 @@ def rates(train: TrainConfig) -> list[float]:
     return [learning_rate(step, train) for step in range(train.max_steps)]
 
 
-def of_torch(schedule: type[LRScheduler], lr: float, num_steps: int, **options: Any) -> list[float]:
+def of_torch(schedule: Callable[..., LRScheduler], lr: float, num_steps: int, **options: Any) -> list[float]:
     optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = schedule(optimiser, **options)
     found = []
@@ -135,34 +136,14 @@ def test_phases_twice_as_long_are_the_same_curve_at_twice_as_many_points(train: 
     assert rates(longer)[1::2] == pytest.approx(rates(train))
 
 
-@settings(deadline=None, max_examples=60)
-@given(trains(schedule=st.sampled_from(PHASED)))
-def test_a_decay_that_is_cut_out_of_a_longer_run_is_that_of_a_branch_of_its_own(train: TrainConfig) -> None:
-    """Of a constant trunk that another run branches off, all of whose steps decay."""
-    if not train.decay_steps:
-        return
-    lr = train.lr * (train.constant_lr_ratio if train.schedule == "infinite" else 1.0)
-    keys = {"max_steps": train.decay_steps, "decay_steps": train.decay_steps, "decay_shape": train.shape_of_decay}
-    lowest = min(1.0, train.lr * train.min_lr_ratio / lr)
-    branch = TrainConfig.model_validate({"schedule": "wsd", "lr": lr, "min_lr_ratio": lowest, **keys})
-    assert rates(branch) == pytest.approx(rates(train)[-train.decay_steps :])
-
-
 @pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
 @pytest.mark.parametrize("decay_steps", [0, 1, 7, 19])
 def test_warm_up_stable_decay_is_that_of_transformers(shape: str, decay_steps: int) -> None:
     """Whose decay begins with a step at the full rate, and whose minimum is the rate of the step after the last."""
     keys = {"max_steps": 24, "warmup_steps": 4, "lr": 0.5, "schedule": "wsd", "decay_steps": decay_steps}
     train = TrainConfig.model_validate({**keys, "decay_shape": shape, "min_lr_ratio": 0.1})
-    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    scheduler = get_wsd_schedule(
-        optimiser, 4, decay_steps, num_stable_steps=19 - decay_steps, decay_type=shape, min_lr_ratio=0.1
-    )
-    theirs = []
-    for _ in range(24):
-        theirs.append(optimiser.param_groups[0]["lr"])
-        optimiser.step()
-        scheduler.step()
+    stable = {"num_stable_steps": 19 - decay_steps, "decay_type": shape, "min_lr_ratio": 0.1}
+    theirs = of_torch(get_wsd_schedule, 0.5, 24, num_warmup_steps=4, num_decay_steps=decay_steps, **stable)
     if decay_steps:
         assert rates(train)[4:] == pytest.approx(theirs[4:])
     else:  # theirs would fall to its minimum in one step
@@ -177,15 +158,6 @@ def test_the_infinite_schedule_is_that_of_its_paper() -> None:
     assert found[80:] == pytest.approx([(0.2 / 1.0) ** (step / 20) for step in range(1, 21)])
 
 
-@pytest.mark.parametrize("schedule", PHASED)
-def test_a_schedule_in_phases_needs_no_other_key(schedule: str) -> None:
-    found = rates(TrainConfig.model_validate({"max_steps": 100, "lr": 1.0, "schedule": schedule}))
-    plateau = 1.0 if schedule == "wsd" else 0.5
-    assert found[19:80] == [plateau] * 61
-    assert found[80] < plateau
-    assert found[-1] == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -193,7 +165,7 @@ def test_a_schedule_in_phases_needs_no_other_key(schedule: str) -> None:
             {"schedule": "wsd", "warmup_steps": 6, "decay_steps": 5},
             "warmup_steps 6, decay_steps 5: more than max_steps",
         ),
-        ({"schedule": "infinite", "cooldown_steps": 11}, "cooldown_steps 11, decay_steps 0: more than max_steps 10"),
+        ({"schedule": "infinite", "cooldown_steps": 11}, "cooldown_steps 11.*: more than max_steps 10"),
         ({"schedule": "infinite", "min_lr_ratio": 0.6}, "constant_lr_ratio 0.5 is below min_lr_ratio 0.6"),
         ({"schedule": "infinite", "min_lr_ratio": 0.0}, "exponential never gets to min_lr_ratio 0"),
     ],

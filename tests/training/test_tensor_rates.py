@@ -31,7 +31,7 @@ from scale_cli.upscale.method import read_method, start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.run import Run
 from tests.methods.test_adept import windows
-from tests.training.conftest import MakeConfig
+from tests.training.conftest import MakeConfig, are_equal, go_on, trained
 from tests.widening import load_model, tiny_llama
 
 ADEPT = (
@@ -106,12 +106,11 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
     assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.num_hidden_layers == 3 + 2
     tokens = TokenLedger.load(run.final).sources
     assert tokens["tiny"].num_trained == 0 < tokens["petitions"].num_trained
-    trained = load_tensors(run.final / "trained.safetensors")
+    before = trained(run.final)
     run.final.rename(run.root / "put-aside")
     shutil.rmtree(run.checkpoint(9))
-    train(config, "auto", lambda _: None)
-    again = load_tensors(run.final / "trained.safetensors")
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in again.items()), "with the rates measured at 4"
+    go_on(config)
+    assert are_equal(trained(run.final), before), "with the rates measured at 4"
 
     branch = make_config("branch", *ADEPT, f"train.init_from={run.final}")
     monkeypatch.setattr(adept, "bypass_losses", lambda *_: [float(layer in layers) for layer in range(5)])
