@@ -117,9 +117,9 @@ def init(
     spoken = language or ask("--language", "of that text: ko, de, ...")
     kept = retention or ask("--retention", "text of what the base knows, to see that it stays")
     quieten_libraries()
-    from scale_cli.commands.init import Answers, init
+    from scale_cli.commands.init import init
 
-    show(init(Answers(model, learned, spoken, kept, retention_language, held_out, minutes), file))
+    show(init(file, model, learned, spoken, kept, retention_language, held_out, minutes))
 
 
 @app.command()

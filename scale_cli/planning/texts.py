@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,7 +20,7 @@ from scale_cli.config.vocabulary import SCRIPTS, VocabularyConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import check_bad_fraction
-from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
+from scale_cli.errors import BaseModelError, ConfigError, CorpusError
 from scale_cli.vocabulary.extension import extended
 from scale_cli.vocabulary.tokenizer import Extension, most_added
 
@@ -83,22 +81,10 @@ def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokeniz
 def source_of(name: str, given: str, language: str) -> dict[str, Any]:
     """Return what the config calls a text: files where there are any, or a name like one; else a dataset on the hub."""
     dataset = _DATASET.fullmatch(given)
-    if dataset is None or _FILES.fullmatch(given) or _files(given):
+    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111
         return {"name": name, "path": given, "language": language}
     place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
     return {"name": name, **{key: value for key, value in place if value}, "language": language}
-
-
-def _files(given: str) -> list[str]:
-    return glob.glob(os.path.expanduser(given), recursive=True)  # noqa: PTH111
-
-
-def check_apart(given: dict[str, str]) -> None:
-    """Refuse texts, by their flags, of which two are one, or have a file in common."""
-    places = {flag: {os.path.realpath(file) for file in _files(text)} | {text} for flag, text in given.items()}
-    for (one, of_one), (other, of_other) in combinations(places.items(), 2):
-        if shared := sorted(of_one & of_other):
-            raise UsageError(f"{one}, {other}: both have {shared[0]}; give each a text of its own")
 
 
 def _is_txt(source: dict[str, Any]) -> bool:
@@ -106,7 +92,7 @@ def _is_txt(source: dict[str, Any]) -> bool:
 
 
 def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    known = checked(CorpusSource, source, f"--{source['name']}")
+    known = checked(CorpusSource, source, source["name"])
     reader = CorpusReader(known, _LARGEST_DOCUMENT)
     documents, size, is_whole, read_bytes = [], 0, True, 0
     for document in (record for record in reader if isinstance(record, Document)):
@@ -123,8 +109,11 @@ def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
     return Text(source, documents, is_whole, size, sample, num_tokens / len(sample.encode()))
 
 
-def part(text: Text, held_name: str, file: Path) -> Parted:
-    """Hold out a tenth of a text's documents, and some tens at most; of fewer than ten the end of each."""
+def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
+    """Hold out a tenth of a text's documents, and some tens at most; of fewer than ten the end of each.
+
+    What a run of `num_tokens` does not read of a large text is left out of both.
+    """
     number, size, held = len(text.documents), 0, 0
     if number < _MOST_HELD_OUT and text.is_whole:
         return _cut(text, held_name, file)
@@ -136,24 +125,22 @@ def part(text: Text, held_name: str, file: Path) -> Parted:
     counted = f"{number:,}" if text.is_whole else f"more than {number:,}"
     kinds = {"paragraph": "text between blank lines", "line": "a line each"}
     each = f" ({kinds[text.source.get('documents', 'paragraph')]})" if _is_txt(text.source) else ""
+    most = limit(text, num_tokens)
+    rest = f"{most['max_documents']:,} to train on, which is enough for these steps" if most else "the rest to train on"
     return Parted(
-        {**text.source, "skip_documents": held},
+        {**text.source, "skip_documents": held, **most},
         {**first, **text.source, "name": held_name, "max_documents": held},
-        f"{counted} documents{each}: the first {held:,} held out, the rest to train on",
+        f"{counted} documents{each}: the first {held:,} held out, {rest}",
     )
 
 
-def limit(text: Text, parted: Parted, num_tokens: int) -> Parted:
-    """Take of a large text what a run of so many tokens reads, twice over, and no less than was looked into."""
-    if text.is_whole or not parted.trained_on:
-        return parted
+def limit(text: Text, num_tokens: int) -> dict[str, int]:
+    """Return how much to take of a large text: what a run reads, twice over, and no less than was looked into."""
+    if text.is_whole:
+        return {}
     num_bytes = sum(len(document.encode()) for document in text.documents)
     enough = ceil(2 * num_tokens / text.tokens_per_byte / num_bytes * len(text.documents))
-    most = max(len(text.documents), enough)
-    if 2 * most * num_bytes > text.num_bytes * len(text.documents):
-        return parted
-    words = f"{parted.words.removesuffix('the rest to train on')}{most:,} to train on, which is enough for these steps"
-    return replace(parted, trained_on=parted.trained_on | {"max_documents": most}, words=words)
+    return {"max_documents": max(len(text.documents), enough)}
 
 
 def _cut(text: Text, held_name: str, file: Path) -> Parted:
@@ -161,43 +148,30 @@ def _cut(text: Text, held_name: str, file: Path) -> Parted:
     name, number = text.source["name"], len(text.documents)
     to_train, held_out = [], []
     for document in text.documents:
-        at = _boundary(document, len(document) * 9 // 10)
-        to_train += _pieces(document[:at], _LARGEST_PIECE)
-        held_out += _pieces(document[at:], _PIECE)
+        pieces = _split(document, min(_PIECE, max(1, len(document) // _MOST_HELD_OUT)))
+        at = len(pieces) - max(1, len(pieces) // _MOST_HELD_OUT)
+        to_train += _split("".join(pieces[:at]), _LARGEST_PIECE)
+        held_out += pieces[at:]
+    to_train, held_out = ([piece.strip() for piece in pieces if piece.strip()] for pieces in (to_train, held_out))
     if not held_out or not to_train:
         raise CorpusError(f"{name}: {number} documents of {text.num_bytes:,} bytes: too little to hold some out")
     files = {
         file.with_name(f"{file.stem}.{name}.jsonl"): to_train,
         file.with_name(f"{file.stem}.{held_name}.jsonl"): held_out,
     }
-    trained_on, held = ({"path": str(path), "language": text.source["language"]} for path in files)
+    trained_on, held_source = ({"path": str(path), "language": text.source["language"]} for path in files)
     words = "1 document: its last tenth" if number == 1 else f"{number} documents: the last tenth of each"
     return Parted(
         {"name": name, **trained_on},
-        {"name": held_name, **held},
+        {"name": held_name, **held_source},
         f"{words} held out; written as {' and '.join(path.name for path in files)}",
         files,
     )
 
 
-def _boundary(text: str, at: int) -> int:
-    """Return where to cut a text: after a line, a sentence or a word before some place, or at it."""
-    ends = (text.rfind(mark, at // 2, at) + len(mark) for mark in ("\n", ". ", "。", " ") if mark in text[at // 2 : at])
-    return next(ends, at)
-
-
-def _pieces(text: str, length: int) -> list[str]:
-    pieces = []
-    while text:
-        at = len(text) if len(text) <= length else _boundary(text, length)
-        pieces.append(text[:at].strip())
-        text = text[at:]
-    return [piece for piece in pieces if piece]
-
-
-def as_jsonl(documents: list[str]) -> str:
-    """Return documents as a .jsonl file holds them."""
-    return "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
+def _split(text: str, length: int) -> list[str]:
+    """Cut a text after white space, about every so many characters; without white space, anywhere."""
+    return re.findall(rf".{{1,{length}}}(?:(?<=\s)|\Z)|.{{1,{length}}}", text, re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from scale_cli.commands import init as fitting
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.init import SCHEMA_FILE, Answers, starter_text
+from scale_cli.commands.init import SCHEMA_FILE, Sizes, fit_sizes, starter_text
 from scale_cli.commands.plan import plan
 from scale_cli.config.load import checked, load_config
 from scale_cli.config.safe_yaml import parse
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
-from scale_cli.planning import fitting
-from scale_cli.planning.fitting import Sizes, fitting_sizes
 from scale_cli.planning.speed import Device
 from scale_cli.planning.texts import NewTokens, Parted, source_of
 from tests.command_line import Scale
+from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
 from tests.widening import TINY
 
@@ -106,8 +106,8 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     [
         ("--base", "/absent/base", "/absent/base"),
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
-        ("--language", "korean", "--language: korean: give its ISO 639 code, such as ko"),
-        ("--retention-language", "kr", "--retention-language: kr is a country; its language is ko"),
+        ("--language", "korean", "korean: give its ISO 639 code, such as ko"),
+        ("--retention-language", "kr", "kr is a country; its language is ko"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
@@ -119,25 +119,11 @@ def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_texts_with_a_file_in_common_are_refused_by_their_flags(
-    flags: dict[str, Path | str], scale: Scale, tmp_path: Path
-) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    for flag in ("--retention", "--held-out"):
-        given = flags | {"--corpus": tmp_path / "texts/*.txt", flag: tmp_path / "texts/../texts/a.txt"}
-        done = scale("init", tmp_path / "mine.yaml", *flat(given))
-        assert (done.exit_code, list(tmp_path.iterdir())) == (2, [tmp_path / "texts"])
-        assert done.error() == f"--corpus, {flag}: both have {tmp_path}/texts/a.txt; give each a text of its own"
-
-
-def written_for(answers: Answers, sizes: Sizes = SIZES) -> Any:
+def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
     """Return the config that is written, parsed, for texts that nobody looks into."""
-    trained, held, kept = (
-        {"name": name, "path": f"{answers.corpus}.txt", "language": answers.language} for name in ("a", "b", "c")
-    )
+    trained, held, kept = ({"name": name, "path": f"{corpus}.txt", "language": language} for name in ("a", "b", "c"))
     parts = Parted(trained, held, ""), Parted({}, kept, "")
-    text = starter_text(answers, Path("mine.yaml"), {"base": answers.base}, *parts, NO_NEW, sizes, 5e-3)
+    text = starter_text(Path("mine.yaml"), {"base": base}, *parts, "en", NO_NEW, sizes, "5.0e-3")
     return parse(text, "mine.yaml")
 
 
@@ -148,7 +134,7 @@ def written_for(answers: Answers, sizes: Sizes = SIZES) -> Any:
     )
 )
 def test_any_name_comes_back_out_of_the_yaml_as_it_was_given(name: str) -> None:
-    tree = written_for(Answers(name, name, "no", name, "en", None, 5.0))
+    tree = written_for(name, name, "no")
     assert tree["model"]["base"] == name
     assert tree["corpus"]["sources"][0]["path"] == f"{name}.txt"
     assert tree["corpus"]["sources"][0]["language"] == "no"
@@ -171,7 +157,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
         patch.setattr(fitting, "measure_device", lambda *_: Device("cpu", flops, "measured on cpu"))
         patch.setattr(fitting, "_memory_bytes", lambda _: int(gib * 2**30))
         try:
-            sizes = fitting_sizes(base, MethodConfig(), 0, minutes, num_tokens)
+            sizes = fit_sizes(base, 0, minutes, num_tokens)
         except ConfigError as error:
             assert str(error).startswith("--base: needs ")
             return
@@ -179,7 +165,7 @@ def test_sizes_fit_the_memory_the_positions_the_text_and_each_other(
     assert sizes.sequence_length <= base.max_position_embeddings
     assert sizes.global_batch_size % sizes.micro_batch_size == 0
     assert sizes.max_steps == 10 or sizes.num_tokens <= 4 * num_tokens
-    tree = written_for(Answers("b", "c", "ko", "r", "en", None, minutes), sizes)
+    tree = written_for("b", "c", "ko", sizes)
     assert checked(RunConfig, tree, "m").train.max_steps == sizes.max_steps
 
 
@@ -235,6 +221,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    prove_on_few(monkeypatch)
     monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
     korean = CorpusSource(
         name="ko", path=str(shared_data / "ko-petitions/valid.txt.xz"), language="ko", max_documents=60

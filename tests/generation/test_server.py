@@ -36,7 +36,7 @@ from scale_cli.generation.server import create_app
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.tokenizer import load_tokenizer
-from tests.vocabulary.grown_run import two_scripts_in_one
+from tests.vocabulary.grown_run import prove_on_few, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
 from tests.widening import as_if_trained, lower_stories, widen
 
@@ -76,7 +76,9 @@ def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             widened(kind, "ckpt-novels-en" if kind == "without BOS" else "ckpt-stories260K")
         else:
             of_both = tmp_path_factory.mktemp("joined")
-            made["new tokens, joined"], _ = two_scripts_in_one(shared_data, of_both, lower_stories(shared_data))
+            with pytest.MonkeyPatch.context() as patch:
+                prove_on_few(patch)
+                made["new tokens, joined"], _ = two_scripts_in_one(shared_data, of_both, lower_stories(shared_data))
             made["new tokens"] = export(load_config(RunFolder(of_both / "hangul" / "run").config)).folder
         return made[kind]
 
