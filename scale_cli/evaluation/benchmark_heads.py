@@ -4,15 +4,15 @@ A request is a context and a continuation. Its tokens, the context's too, pass t
 both routing rules follow from what the heads said of them. The router has seen the context before it comes to the
 continuation, as it has when the model is served.
 
-Tokens are those of lm-eval's own `hf` model: the same encoding, the same token before an empty context, the same
-truncation from the left. So its score of an exported model is the trained head's here. What is generated is what
-that model itself generates from every head: stop strings, lengths and sampling are lm-eval's.
+It is lm-eval's own `hf` model that encodes, truncates from the left, and generates: its score of an exported model is
+the trained head's here, and stop strings, lengths and sampling are lm-eval's.
 
 Shapes: K heads (base, trained), H those and both routing rules, B requests of a batch, T positions.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,8 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +40,7 @@ _SEED = 1234
 Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
-class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
+class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     """A model of lm-eval's whose answers are those of `head`, which may be changed between two evaluations."""
 
     def __init__(
@@ -56,32 +55,19 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         progress: str | None = None,  # what to call it on a progress bar; None for no bar
         share: Share = ALONE,  # of the batches of requests, that is this process's; every one of them answers them all
     ) -> None:
-        super().__init__()
+        super().__init__(
+            SelectableHeads(model, router),
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),  # lm-eval gives it a token for padding
+            max_length=max_length,
+            batch_size=batch_size,
+            mixed_precision_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
+        )
         self.head = "base"
-        self.tokenizer: Any = tokenizer
-        self._model, self._router = model, router
-        self._max_length, self._batch_size, self._mixed_precision = max_length, batch_size, mixed_precision
+        self._headed, self._router, self._mixed_precision = model, router, mixed_precision
         self._progress, self._share = progress, share
         self._stderr = sys.stderr  # for the bar; what lm-eval writes there itself goes nowhere
         self._scores: dict[tuple[str, str], dict[str, float]] = {}
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token that stands for an empty context."""
-        begin: int | None = self.tokenizer.bos_token_id
-        return self.eot_token_id if begin is None else begin
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return a text's token ids, without a second BOS where the text begins with one."""
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
-            add_special_tokens = False
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **options)
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the chosen head's log-likelihood of each continuation, observed once; none is ever called greedy."""
@@ -97,13 +83,13 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         for (context, continuation), _context_ids, continuation_ids in requests:
-            if not 0 < len(continuation_ids) <= self._max_length:
+            if not 0 < len(continuation_ids) <= self.max_length:
                 raise RunError(
                     f"{continuation!r} after {context[-40:]!r} is {len(continuation_ids)} tokens, "
-                    f"of which lm-eval can score 1 to {self._max_length}"
+                    f"of which lm-eval can score 1 to {self.max_length}"
                 )
         longest_first = sorted(requests, key=lambda request: -len(request[1]) - len(request[2]))
-        batches = [longest_first[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
+        batches = [longest_first[at : at + self.batch_size] for at in range(0, len(requests), self.batch_size)]
         with self._bar(len(requests), " requests") as bar:
             for (text, _context, _continuation), said_1H in shared_out(batches, self._share, self._observe, bar.update):
                 self._scores[text] = dict(zip(HEADS, said_1H[0].tolist(), strict=True))
@@ -111,8 +97,8 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
     def _observe(self, batch: Sequence[Encoded]) -> Sequence[Tensor]:
         """Return (1, H) of each request of a batch: what each head and rule of HEADS said of it."""
-        rows = [torch.tensor((context + continuation)[-self._max_length - 1 :]) for _, context, continuation in batch]
-        tokens = observe(self._model, self._mixed_precision, rows)
+        rows = [torch.tensor((context + continuation)[-self.max_length - 1 :]) for _, context, continuation in batch]
+        tokens = observe(self._headed, self._mixed_precision, rows)
         ends_B = torch.tensor([len(row) - 1 for row in rows])
         starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
         at_T = torch.arange(int(ends_B.max()))
@@ -122,47 +108,34 @@ class ObservedHeads(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         said_BH = torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
         return said_BH.split(1)
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Refuse: perplexity is measured without lm-eval."""
-        raise NotImplementedError
-
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Return the chosen head's answer to each request, by lm-eval's own `hf` model."""
-        answering = SelectableHeads(self._model, self._router)
-        answering.head = self.head
-        lm_eval_model = HFLM(
-            answering,
-            backend="causal",
-            tokenizer=self.tokenizer,
-            max_length=self._max_length,
-            batch_size=self._batch_size,
-            mixed_precision_dtype=torch.bfloat16 if self._mixed_precision == "bf16" else None,
-        )
+        """Return the chosen head's answer to each request."""
+        self.model.head = self.head
 
         def answer(batch: Sequence[int]) -> list[Tensor]:
             torch.manual_seed(_SEED)
-            texts = lm_eval_model.generate_until([requests[at] for at in batch], disable_tqdm=True)
+            texts = HFLM.generate_until(self, [requests[at] for at in batch], disable_tqdm=True)
             return [torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8) for text in texts]
 
-        batches, answers = self._generation_batches(requests, lm_eval_model.max_gen_toks), [""] * len(requests)
+        batches, answers = self._generation_batches(requests), [""] * len(requests)
         with self._bar(len(requests), f" answers of {self.head}") as bar:
             for at, encoded in shared_out(batches, self._share, answer, bar.update):
                 answers[at] = bytes(encoded.tolist()).decode("utf-8", "surrogatepass")
         return answers
 
-    def _generation_batches(self, requests: list[Any], default_length: int) -> list[list[int]]:
+    def _generation_batches(self, requests: list[Any]) -> list[list[int]]:
         """Return the places of requests in batches, cut before they are shared out: no answer hangs on how many do."""
         by_options = defaultdict(list)
         for at, request in enumerate(requests):
             by_options[repr(request.args[1])].append(at)
         batches = []
         for alike in by_options.values():
-            length = normalize_gen_kwargs(requests[alike[0]].args[1], default_length)["max_gen_toks"]
-            if length >= self._max_length:
-                raise RunError(f"answers of {length:,} tokens are asked of a model that reads {self._max_length:,}")
+            length = normalize_gen_kwargs(requests[alike[0]].args[1], self.max_gen_toks)["max_gen_toks"]
+            if length >= self.max_length:
+                raise RunError(f"answers of {length:,} tokens are asked of a model that reads {self.max_length:,}")
             contexts = {at: requests[at].args[0] for at in alike}
             alike.sort(key=lambda at: (-len(self.tok_encode(contexts[at])), contexts[at]))
-            batches += [alike[at : at + self._batch_size] for at in range(0, len(alike), self._batch_size)]
+            batches += [alike[at : at + self.batch_size] for at in range(0, len(alike), self.batch_size)]
         return batches
 
     @contextmanager

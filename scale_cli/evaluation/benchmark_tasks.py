@@ -6,8 +6,7 @@ import io
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,6 +53,7 @@ _sandbox.filters.update(lm_eval.utils.env.filters)
 lm_eval.utils.env = _sandbox
 # By this package lm-eval would download a metric's Python from the hub and run it: importing it fails.
 sys.modules["evaluate"] = None  # type: ignore[assignment]
+logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # what matters of it is said in the report
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
         check_task_file(source)
     # The bar keeps the terminal's stderr; lm-eval and datasets, which draw a bar for every task, get none.
     bar = progress_bar(iterable=sources, desc="opening benchmarks", unit=" benchmarks", leave=False)
-    with _quiet_lm_eval():
+    with redirect_stderr(io.StringIO()):
         for source in bar:
             try:
                 tasks = _find_tasks(source) if source.path is None else {source.name: _read_task(source, source.path)}
@@ -201,19 +201,6 @@ def _reports_macro_f1(task: Any) -> bool:
     return task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
 
 
-@contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
-    """Keep lm-eval's log and progress bars to itself: what matters of them is said in the report."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(before)
-
-
 def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
     """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
 
@@ -226,7 +213,7 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
     for answers.head in HEADS:
         for task in benchmark.tasks.values():
             task.set_fewshot_seed(_FEWSHOT_SEED)  # every head is asked the same
-        with _quiet_lm_eval():
+        with redirect_stderr(io.StringIO()):
             found: Any = evaluate(answers, {"tasks": benchmark.tasks}, limit=limit, bootstrap_iters=0)
         for name in benchmark.tasks:
             for sample in found["samples"][name]:

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
@@ -151,16 +151,14 @@ def test_the_router_judges_context_and_continuation_and_the_score_is_the_continu
         assert len(set(got.values())) >= 3, "the heads do differ"
 
 
-class CountingHeads:
+class CountingHeads(torch.nn.Module):
     """Two heads, of which the trained one has broken: it gives nothing any probability."""
 
-    config = LlamaConfig(vocab_size=512)
+    config, generation_config = LlamaConfig(vocab_size=512), GenerationConfig()
 
     def __init__(self) -> None:
-        self.num_rows = 0
-
-    def parameters(self) -> Any:
-        return iter([torch.nn.Parameter(torch.zeros(1))])
+        super().__init__()
+        self.num_rows, self.weight = 0, torch.nn.Parameter(torch.zeros(1))
 
     def head_logits(self, input_ids: Tensor) -> HeadLogits:
         self.num_rows += len(input_ids)
