@@ -5,12 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, PreservationError
 from scale_cli.evaluation.results import bound_nats
@@ -154,28 +151,9 @@ def _check_written(folder: Path, joined: JoinedRuns) -> None:
 
 
 def _check_plain(folder: Path, joined: JoinedRuns) -> None:
-    """Load a plain model that was written, with its router and without, and hold it to what was measured."""
-    prompts = _prompts(joined)
-    for loader, expected in ((routed_class(folder), served_logits), (AutoModelForCausalLM, _all_added_up)):
-        loaded = placed(load_written(loader, folder)).eval()
-        check_parity(measure_parity(loaded, joined.model, expected, prompts), "float32")
-
-
-def _all_added_up(model: Any, input_ids: Tensor) -> Tensor:
-    """Return what a plain model of several expansions computes: the base's logits and what each of them adds.
-
-    Of an ensemble that is its head. Each adds to the tokens that it knows.
-    """
-    states = model.final_states(input_ids, preserved=True)
-    if model.config.rule == "mean":
-        return model.routed_logits(states)[-1]
-    heads = states.logits(model.root.lm_head, model.routed_heads)
-    whole = F.pad(heads[0], (0, model.config.vocab_size - heads[0].shape[-1]))
-    for head, branch in enumerate(model.branches, start=1):
-        own, below = heads[head], heads[branch.parent]
-        added = own - F.pad(below, (0, own.shape[-1] - below.shape[-1]))
-        whole[..., model.config.token_ids(head)[: own.shape[-1]]] += added
-    return whole
+    """Load a plain model that was written, with its router, and hold it to what was measured."""
+    loaded = placed(load_written(routed_class(folder), folder)).eval()
+    check_parity(measure_parity(loaded, joined.model, served_logits, _prompts(joined)), "float32")
 
 
 def check_plain_join(folder: Path) -> None:

@@ -176,5 +176,5 @@ _CHECKS: tuple[tuple[str, Callable[[Path], bool], Callable[[Path], None]], ...] 
     ("log", _has_log, _check_log),
     ("parity", ExportRecord.is_in, _check_export),
     ("base and its preservation", partial(_is_joined, folder_format="transformers"), _check_joined),
-    ("logits, routed and plain", partial(_is_joined, folder_format="llama"), check_plain_join),
+    ("routed logits", partial(_is_joined, folder_format="llama"), check_plain_join),
 )

@@ -296,7 +296,7 @@ def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_it
 def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(runs: Runs, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
-    assert verify(plain).checks[0].held == ["hashes", "logits, routed and plain"]
+    assert verify(plain).checks[0].held == ["hashes", "routed logits"]
     assert "adds up what all the expansions say" in " ".join((plain / "README.md").read_text().split())
     with pytest.raises(ConfigError, match=r"--format llama: writer writes into the base's stream"):
         join([runs["writer"].output_dir], tmp_path / "none", prior=None, switch_rate=0.0, folder_format="llama")
