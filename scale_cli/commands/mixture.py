@@ -43,6 +43,7 @@ class Point:
 class Mixture:
     """What was measured and what the laws say, of the head that is served."""
 
+    folder: Path  # of the report
     points: list[Point]  # that the laws are fitted to
     kept: Law
     learned: Law
@@ -55,6 +56,9 @@ class Mixture:
     def base(self) -> float:
         """The base's own bits/byte on what is to be kept."""
         return self.points[0].kept - self.points[0].lost
+
+    def lines(self) -> list[str]:
+        return [*self.table().lines(), *self.sentences(), f"report: {self.folder / 'report.md'}"]
 
     def table(self) -> Table:
         """Return every run, measured beside predicted; the last is the one that was not fitted."""
@@ -100,18 +104,6 @@ def _at(law: Law, share: float, point: Point) -> float:
     return law.at(share, point.steps) if isinstance(law, BudgetLaw) else law.at(point.ratio)
 
 
-@dataclass(frozen=True)
-class MixtureSummary:
-    """What came out, for the terminal."""
-
-    folder: Path
-    mixture: Mixture
-
-    def lines(self) -> list[str]:
-        """Return a table, the laws, and where the report lies."""
-        return [*self.mixture.table().lines(), *self.mixture.sentences(), f"report: {self.folder / 'report.md'}"]
-
-
 def mixture(
     path: Path,
     overrides: Sequence[str],
@@ -120,11 +112,10 @@ def mixture(
     log: Callable[[str], None],
     steps: Sequence[float] = (),  # budgets, each of which every share is run for; none: the config's own
     predict_steps: int | None = None,  # a longer budget, to predict and to measure
-) -> MixtureSummary:
+) -> Mixture:
     """Run a config at some shares of new text, for some budgets, fit the laws, and measure what they predict."""
     config = load_config(path, list(overrides))
-    _check(config, ratios)
-    _check_budgets(steps, predict_steps)
+    _check(config, ratios, steps, predict_steps)
     if predict_steps is not None:  # what is wrong with it is said before anything is run
         load_config(path, [*overrides, f"train.max_steps={predict_steps}"])
     budgets: dict[int, Values] = {int(budget): (f"train.max_steps={int(budget)}",) for budget in steps}
@@ -138,17 +129,17 @@ def mixture(
     # All of them again, so that the sweep's report holds all; those that are finished are not run again.
     of_last = (f"train.max_steps={last}",) if steps else ()
     *_, unseen = _measured(path, overrides, {**runs, (ratio, last): weights_at(config, ratio) + of_last}, log)
-    made = Mixture(points, kept, learned, tolerance, largest, unseen)
-    folder = config.output_dir / "mixture"
-    with new_folder(folder) as partial:
+    made = Mixture(config.output_dir / "mixture", points, kept, learned, tolerance, largest, unseen)
+    with new_folder(made.folder) as partial:
         report = {**asdict(made), "predicted": made.predicted(unseen), "errors": made.errors()}
+        del report["folder"]
         write_json(partial / "report.json", report)
         said = "\n".join(f"- {sentence}" for sentence in made.sentences())
         write_text(partial / "report.md", f"# Mixture\n\n{made.table().markdown()}\n\n{said}\n")
-    return MixtureSummary(folder, made)
+    return made
 
 
-def _check(config: RunConfig, ratios: Sequence[float]) -> None:
+def _check(config: RunConfig, ratios: Sequence[float], steps: Sequence[float], predict_steps: int | None) -> None:
     if len(set(ratios)) < 3 or min(ratios) <= 0 or max(ratios) > 1:
         raise ConfigError("--ratios: give three shares of new text or more, above 0 and at most 1")
     if not any(source.weight for source in config.corpus.replay):
@@ -166,9 +157,6 @@ def _check(config: RunConfig, ratios: Sequence[float]) -> None:
     if missing := sorted({"acquisition", "retention"} - roles):
         raise ConfigError(f"evaluation.perplexity: has no corpus of role {missing[0]} to measure with")
     RunFolder(config.output_dir).check()
-
-
-def _check_budgets(steps: Sequence[float], predict_steps: int | None) -> None:
     if bool(steps) != (predict_steps is not None):
         raise ConfigError("--steps and --predict-steps: give both, or neither for the config's train.max_steps")
     if predict_steps is None:

@@ -19,18 +19,16 @@ class PrepareSummary:
 
     def lines(self) -> list[str]:
         """Return what every source holds, what was dropped of it, and where it lies."""
-        lines = [line for name, corpus in self.corpora.items() for line in _lines(name, corpus)]
+        lines = []
+        for name, corpus in self.corpora.items():
+            kept, num_tokens = corpus.ledger.kept, corpus.ledger.num_tokens
+            lines.append(
+                f"corpus         {name}: {kept.documents:,} documents, {kept.num_bytes:,} bytes, {num_tokens:,} tokens"
+            )
+            if losses := corpus.ledger.described_losses():
+                lines.append(f"dropped        {losses}")
+            lines.append(f"written        {corpus.folder}")
         return [*lines, *(f"warning: {line}" for line in self.warnings)]
-
-
-def _lines(name: str, corpus: TokenisedCorpus) -> list[str]:
-    kept, losses = corpus.ledger.kept, corpus.ledger.described_losses()
-    return [
-        f"corpus         {name}: {kept.documents:,} documents, {kept.num_bytes:,} bytes, "
-        f"{corpus.ledger.num_tokens:,} tokens",
-        *([f"dropped        {losses}"] if losses else []),
-        f"written        {corpus.folder}",
-    ]
 
 
 def prepare(config: RunConfig) -> PrepareSummary:

@@ -16,7 +16,6 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (
     build_batches,
-    check_same_choice,
     check_same_text,
     content_names,
     corpus_warnings,
@@ -156,7 +155,8 @@ def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         final.load_to_train()  # a base that lies elsewhere than it did is held to what it was
-        check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
+        corpora = open_sources(config, config.corpus.sources, final.tokenizer)
+        check_same_text(final.path, [corpus.folder.name for corpus in corpora])
 
 
 def _open_training(
@@ -172,8 +172,7 @@ def _open_training(
     corpora, held_out, batches = _open_text(start, accelerator, log)
     contents = content_names(corpora, batches)
     if begun is not None:
-        check_same_text(begun.path, corpora)
-        check_same_choice(begun.path, contents, config)
+        check_same_text(begun.path, contents)
     trunk = init_from(run) if begun is None else None
     model: Any = start.load_to_train()
     start_weights = copy_start(model, settings)

@@ -80,7 +80,6 @@ class PackedWindows(Windows):
         return min(self.sequence_length, len(self.ids) - 1 - index * self.sequence_length)
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return a window's inputs and targets, both (T,); padding is input 0 and target IGNORED."""
         start, num_inputs = index * self.sequence_length, self._num_inputs(index)
         inputs = np.zeros(self.sequence_length, dtype=np.int64)
         targets = np.full(self.sequence_length, IGNORED, dtype=np.int64)
@@ -235,11 +234,9 @@ class Batches:
         return tuple(targets)
 
     def of_step(self, step: int, rank: int = 0, num_processes: int = 1) -> StepBatches:
-        """Return what one process takes in one step."""
         return StepBatches(step, list(self.micro_batches(step, rank, num_processes)), self.num_targets(step))
 
     def from_step(self, first: int, rank: int = 0, num_processes: int = 1) -> Iterator[StepBatches]:
-        """Yield what one process takes, step by step, from a step to the last."""
         return (self.of_step(step, rank, num_processes) for step in range(first, self.num_steps))
 
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:

@@ -111,28 +111,23 @@ def content_names(corpora: Sequence[TokenisedCorpus], batches: Batches) -> list[
     ]
 
 
-def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
-    """Refuse to go on with other text than a checkpoint or `final/` was trained on."""
-    names = [before.partition("/")[0] for before in read_corpora(folder)]
-    changed = [
-        f"{before} -> {corpus.folder.name}"
-        for before, corpus in zip(names, corpora, strict=True)
-        if before != corpus.folder.name
-    ]
-    if changed:
-        raise RunFolderError(
-            f"{folder}: other text was trained on: {', '.join(changed)} (a source and its hash); give back the text "
-            "that was, or start anew in another output_dir"
-        )
+def check_same_text(folder: Path, names: Sequence[str]) -> None:
+    """Refuse to go on with other text than a checkpoint or `final/` was trained on, or with other windows of it.
 
-
-def check_same_choice(folder: Path, names: Sequence[str], config: RunConfig) -> None:
-    """Refuse to go on with other windows of the same text, or in another order: they were judged anew, elsewhere."""
-    for source, before, now in zip(config.corpus.sources, read_corpora(folder), names, strict=True):
-        if before.partition("/")[2] != now.partition("/")[2]:
+    A name without a choice of windows is held to its text alone.
+    """
+    for before, now in zip(read_corpora(folder), names, strict=True):
+        (was, _, was_chosen), (text, _, chosen) = before.partition("/"), now.partition("/")
+        if was != text:
             raise RunFolderError(
-                f"{folder}: other windows of {source.name} were chosen, or in another order, by scores that are no "
-                "longer in the cache and come out otherwise here; give those back, or start anew in another output_dir"
+                f"{folder}: other text was trained on: {was} -> {text} (a source and its hash); give back the text "
+                "that was, or start anew in another output_dir"
+            )
+        if chosen and chosen != was_chosen:
+            raise RunFolderError(
+                f"{folder}: other windows of {text.rpartition('-')[0]} were chosen, or in another order, by scores "
+                "that are no longer in the cache and come out otherwise here; give those back, or start anew in "
+                "another output_dir"
             )
 
 

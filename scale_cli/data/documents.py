@@ -40,11 +40,7 @@ _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_
 Messages = list[dict[str, Any]]
 
 
-class _Unreadable(Exception):
-    """A file that cannot be read, as a table without the column that is."""
-
-
-_DAMAGED = (_Unreadable, EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
+_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
 class CorpusReader:
@@ -203,11 +199,11 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
         return
     content = stream.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
-        raise _Unreadable(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write a record a line, as .jsonl")
+        raise OSError(f"a list of more than {_MAX_JSON_BYTES >> 20} MiB; write a record a line, as .jsonl")
     try:
         records = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"not JSON: {error}") from None
+        raise OSError(f"not JSON: {error}") from None
     for number, record in enumerate(records, start=1):
         yield _picked(record, source, f"{file}: item {number}", limit)
 
@@ -264,7 +260,7 @@ def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
     names, number = table.schema_arrow.names, count(1)
     if names.count(source.text_field) != 1:
-        raise _Unreadable(f"not one column {source.text_field!r} in: {', '.join(names)}")
+        raise OSError(f"not one column {source.text_field!r} in: {', '.join(names)}")
     for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field]):
         column = batch.column(0)
         if pa.types.is_dictionary(column.type):

@@ -46,11 +46,9 @@ class ChosenWindows(Windows):
         return hashlib.sha256(self.chosen.astype("<i8").tobytes()).hexdigest()
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
-        """Return each input's position, (T,)."""
         return self.windows.positions(int(self.chosen[index]))
 
     def window(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return a window's inputs and targets, both (T,)."""
         return self.windows.window(int(self.chosen[index]))
 
 

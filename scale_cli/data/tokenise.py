@@ -34,8 +34,7 @@ _TOKENS_A_SHARD = 1 << 22
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Return whether a source's tokenised form is there and whole, by the sizes of its files."""
-    # Sizes only: hashing a corpus of hundreds of gigabytes at every start would cost more than it saves.
+    """Return whether a source's tokenised form is there and whole, by its sizes: to hash it at each start costs much."""
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
     except StorageError:

@@ -68,9 +68,9 @@ def test_the_ratio_that_the_tolerance_allows_is_predicted_and_measured(
     run = follow_the_law(monkeypatch, config)
     summary = mixing.mixture(config, [], [0.25, 0.5, 0.75, 1.0], 0.05, print)
     expected = (0.15 / 0.4) ** (1 / 3)
-    assert summary.mixture.largest_ratio == pytest.approx(expected, rel=1e-2)
+    assert summary.largest_ratio == pytest.approx(expected, rel=1e-2)
     assert run == [0.25, 0.5, 0.75, 1.0, pytest.approx(expected, rel=1e-2)]
-    assert all(abs(error) < 1e-3 for error in summary.mixture.errors())
+    assert all(abs(error) < 1e-3 for error in summary.errors())
     assert "(not fitted)" in summary.lines()[-6] and "0.721" in "\n".join(summary.lines())
     written = read_json(summary.folder / "report.json")
     assert written["unseen"]["ratio"] == run[-1] and len(written["points"]) == 4
@@ -93,8 +93,8 @@ def test_a_longer_budget_is_predicted_and_measured_at_the_ratio_that_it_allows(
     *fitted, (ratio, steps) = run
     assert fitted == [(ratio, steps) for steps in (20, 40) for ratio in (0.25, 0.5, 0.75, 1.0)]
     assert steps == 80 and KEPT_BY_BUDGET.at(1 - ratio, 80) == pytest.approx(BASE + 0.16, abs=5e-3)
-    assert ratio == pytest.approx(summary.mixture.largest_ratio, abs=1e-3)
-    assert all(abs(error) < 1e-2 for error in summary.mixture.errors())
+    assert ratio == pytest.approx(summary.largest_ratio, abs=1e-3)
+    assert all(abs(error) < 1e-2 for error in summary.errors())
     told, written = "\n".join(summary.lines()), read_json(summary.folder / "report.json")
     assert "b assumed: too few runs to tell" in told and f"at {ratio:.3g} in 80 steps, which it has not seen" in told
     assert written["unseen"]["steps"] == 80 and written["kept"]["assumed"] == ["b"]
@@ -116,12 +116,12 @@ def test_real_runs_are_mixed_and_fitted_each_to_the_end_of_its_own_budget_and_no
         assert last["step"] == steps and last["lr"] == pytest.approx(1e-4 if steps > 1 else 1e-3)
     swept = read_json(config.parent / "mixed" / "report" / "report.json")
     assert {Path(trial["folder"]) for trial in swept["trials"]} == {*runs} and swept["runs"] == 7
-    measured = {(point.ratio, point.steps): point for point in [*summary.mixture.points, summary.mixture.unseen]}
+    measured = {(point.ratio, point.steps): point for point in [*summary.points, summary.unseen]}
     assert len(measured) == 7 and all(
-        point.kept - point.lost == pytest.approx(summary.mixture.base, abs=1e-6) for point in measured.values()
+        point.kept - point.lost == pytest.approx(summary.base, abs=1e-6) for point in measured.values()
     )
     written = {path: path.stat().st_mtime_ns for run in runs for path in (run / "final").iterdir()}
-    assert mixing.mixture(*asked).mixture == summary.mixture
+    assert mixing.mixture(*asked) == summary
     assert written == {path: path.stat().st_mtime_ns for path in written}
 
 
