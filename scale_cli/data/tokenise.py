@@ -34,7 +34,7 @@ _TOKENS_A_SHARD = 1 << 22
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Return whether a source's tokenised form is there and whole, by its sizes: to hash it at each start costs much."""
+    """Return whether a source is tokenised there, whole by its sizes: to hash it at every start would cost too much."""
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
     except StorageError:

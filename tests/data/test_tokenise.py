@@ -71,7 +71,6 @@ def test_the_bytes_are_the_same_whatever_the_number_of_workers(
     source = write_corpus(tmp_path)
     alone = make(source, tokenizer, tmp_path / "alone")
     together = make(source, tokenizer, tmp_path / "together", num_workers)
-    assert together.folder.name == alone.folder.name
     assert contents(together.folder) == contents(alone.folder)
     assert [folder.name for folder in (tmp_path / "together").iterdir()] == [together.folder.name]
     assert not multiprocessing.active_children()
@@ -193,7 +192,8 @@ def wait_until(condition: Any) -> None:
 
 def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path, shared_data: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    stories = shared_data / "en-tinystories/tinystories_val.txt"
+    stories = tmp_path / "stories.txt"
+    stories.write_bytes((shared_data / "en-tinystories/tinystories_val.txt").read_bytes()[: 1 << 18])
     tokenizer = shared_data / "ckpt-stories260K/hf/tokenizer.json"
     command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer)]
     subprocess.run([*command, str(tmp_path / "whole")], check=True)
@@ -222,16 +222,10 @@ def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_fails_in_a_worker_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    documents = documents_of([*TEXTS[:25], "\ud800", *TEXTS])
-    with pytest.raises(RunError, match="tokenising failed: ") as caught:
-        list(encode_all(documents, spec(tokenizer), 2))
-    assert "\n" not in str(caught.value)
+def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RunError, match="^tokenising failed: .*$"):
+        list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), spec(tokenizer), 2))
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_worker_that_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
     encoded = encode_all(documents_of(TEXTS * 20), spec(tokenizer), 2)
     next(encoded)
     for child in multiprocessing.active_children():
