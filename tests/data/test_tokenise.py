@@ -20,7 +20,6 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
@@ -29,7 +28,6 @@ from scale_cli.data.encoding import Document, Encoder, TokenizerSpec, encode_all
 from scale_cli.data.tokens import TokenisedCorpus, tokenised
 from scale_cli.errors import RunError
 from scale_cli.storage.atomic import verify_folder
-from tests.torture.verbs import FORKS
 
 TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
 
@@ -192,12 +190,10 @@ def wait_until(condition: Any) -> None:
 
 def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path, shared_data: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    stories = tmp_path / "stories.txt"
-    stories.write_bytes((shared_data / "en-tinystories/tinystories_val.txt").read_bytes()[: 1 << 18])
-    tokenizer = shared_data / "ckpt-stories260K/hf/tokenizer.json"
-    command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer)]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True)
-    killed = subprocess.Popen([*command, str(tmp_path / "killed")])
+    stories, tokenizer = tmp_path / "stories.txt", shared_data / "ckpt-stories260K/hf/tokenizer.json"
+    stories.write_bytes((shared_data / "en-tinystories/tinystories_val.txt").read_bytes()[: 1 << 19])
+    command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer), str(tmp_path / "killed")]
+    killed = subprocess.Popen(command)
     progress = tmp_path / ".killed.progress.json"
     wait_until(progress.exists)
     children = children_of(killed.pid)
@@ -206,9 +202,11 @@ def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_
     killed.wait()
     wait_until(lambda: all(gone(child) for child in children))
     assert not (tmp_path / "killed").exists()
-    certain = json.loads(progress.read_text())
-    assert certain["tokens"] > 0
-    subprocess.run([*command, str(tmp_path / "killed")], check=True)
+    assert json.loads(progress.read_text())["tokens"] > 0
+    source = TextSource(name="source", path=str(stories), language="en")
+    spec = TokenizerSpec(tokenizer.read_text(encoding="utf-8"), (1,), (2,), "uint16")
+    for name in ("killed", "whole"):
+        tokenise.tokenise(source, spec, tmp_path / name, ReadingConfig(num_workers=1), show_progress=False)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert not progress.exists()
 
@@ -223,7 +221,7 @@ def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(RunError, match="^tokenising failed: .*$"):
+    with pytest.raises(RunError, match=r"^tokenising failed: .*$"):
         list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), spec(tokenizer), 2))
     assert not multiprocessing.active_children()
     encoded = encode_all(documents_of(TEXTS * 20), spec(tokenizer), 2)
@@ -272,19 +270,23 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path: Path, tokenizer: P
 
 
 WORDS = [f"{number:02}" + "w" * 598 for number in range(100)]  # each a document, and a token
+PEAKS = """
+import re, sys
+from pathlib import Path
 
+from tokenizers import Tokenizer, models
+from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.data import encoding, tokenise
 
-def peaks_kib(paths: list[str], told: Any) -> None:
-    """Tokenise files one after the other, and tell what memory each took at its most."""
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, WORDS[0]))
-    for path in paths:
-        spec = TokenizerSpec(words.to_str(), (), (0,), "uint16")
-        source = TextSource(name="source", path=path, language="en")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
-        tokenise.tokenise(source, spec, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert peak
-        told.put(int(peak[1]))
+paths, words = sys.argv[1:3], sys.argv[3:]
+tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[0]))
+spec = encoding.TokenizerSpec(tokenizer.to_str(), (), (0,), "uint16")
+for path in paths:
+    source = TextSource(name="source", path=path, language="en")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
+    tokenise.tokenise(source, spec, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
+    print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
 
 
 @pytest.mark.parametrize("form", ["txt.gz", "jsonl", "parquet"])
@@ -303,9 +305,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, form: str) -> None
             pa.parquet.write_table(table, path, row_group_size=num_documents, use_dictionary=False, compression="none")
         paths.append(str(path))
         sizes.append(sum(map(len, texts)))
-    told = FORKS.Queue()
-    alone = FORKS.Process(target=peaks_kib, args=(paths, told))
-    alone.start()
-    small_kib, large_kib = told.get(timeout=120), told.get(timeout=120)
-    alone.join()
+    done = subprocess.run([sys.executable, "-c", PEAKS, *paths, *WORDS], capture_output=True, text=True, check=True)
+    small_kib, large_kib = map(int, done.stdout.split())
     assert (large_kib - small_kib) * 1024 < (sizes[1] - sizes[0]) / 4  # allocators keep some
