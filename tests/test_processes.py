@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from scale_cli import processes
 from scale_cli.commands import train as train_verb
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
-from scale_cli.config.load import dump_config, load_config
+from scale_cli.config.load import load_config
 from scale_cli.config.same_run import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
@@ -29,7 +27,6 @@ from scale_cli.training.interruption import StopRequest
 from tests.command_line import Scale
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import ended_group, run_verb, start_group
-from tests.training.conftest import configs_in
 from tests.training.test_tensor_rates import measured_rates
 from tests.vocabulary.tokenizers_at_hand import KOREAN
 
@@ -51,36 +48,58 @@ def losses(run: RunFolder) -> list[float]:
     ]
 
 
-def test_two_processes_run_all_verbs_as_one_does(shared_data: Path, tmp_path: Path) -> None:
-    make = configs_in(tmp_path, shared_data, tmp_path / "tokens")
-    tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 4"
-    held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
-    # All processes have to agree on which weights are kept.
-    continued = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
-    observed = ("train.eval_every_steps=5", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]", continued)
-    counted = "method.expansion.codes=cooccurrence"
-    one, two = make("one", *observed, counted), make("two", *observed, counted)
-    alone = run_pipeline(one, lambda _: None)
-    path = tmp_path / "two-processes.yaml"
-    path.write_text(dump_config(two), encoding="utf-8")
-    ends = ended_group(start_group("run", str(path), num_processes=2))
-    for ended in ends:
-        assert ended.exit_code == 0, ended.printed
+CONTINUED = "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}"
+# All processes have to agree on which weights are kept.
+ROUTE = (
+    "method.expansion.codes=cooccurrence",
+    "train.max_steps=4",
+    "train.eval_every_steps=2",
+    "train.max_forgetting=0",
+    CONTINUED,
+)
+# The windows that are trained on, and every tensor's rate, hang on what the base says of text.
+ASKING_THE_BASE = (
+    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
+    "corpus.sources.0.select={by: base_loss, keep: 0.5}",
+    "corpus.sources.0.order=easy_first",
+    "corpus.sources.1.role=replay",
+    "corpus.sources.1.weight=0",
+    "train.max_steps=4",
+    "train.eval_every_steps=null",
+    CONTINUED,
+)
+
+
+@pytest.mark.parametrize("overrides", [ROUTE, ASKING_THE_BASE], ids=["route", "asking the base"])
+def test_two_processes_run_all_verbs_as_one_does(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    write_base_and_texts(tmp_path, num_hidden_layers=2)
+    (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
+    runs = Runs(tmp_path, tmp_path)
+    run_pipeline(load_config(runs.config("one"), list(overrides)), lambda _: None)
+    ends = ended_group(start_group("run", str(runs.config("two")), *overrides, num_processes=2))
+    assert [ended.exit_code for ended in ends] == [0, 0], ends
     for said in ("== upscale", "processes      2 x cpu", "== evaluate", "== export"):
         assert sum(ended.printed.count(said) for ended in ends) == 1, "two work, one speaks"
-    assert files(two.output_dir) == files(one.output_dir)
-    chosen = [TrainState.load(RunFolder(run.output_dir).final) for run in (one, two)]
-    assert chosen[0].step == chosen[1].step and chosen[0].best is not None
-    assert losses(RunFolder(two.output_dir)) == pytest.approx(losses(RunFolder(one.output_dir)), rel=1e-5)
-    report = json.loads((two.output_dir / "evaluation" / "report.json").read_text(encoding="utf-8"))
-    assert alone is not None
-    for told, corpus in zip(report["corpora"], alone.corpora, strict=True):
-        value = told["heads"]["posterior"]["bits_per_byte"]
-        assert value == pytest.approx(corpus.heads["posterior"].bits_per_byte, rel=1e-4)
-        assert told["num_prompts"] == corpus.num_prompts == 3
-        in_script = corpus.heads["base"].in_script
-        assert in_script is not None and told["heads"]["base"]["in_script"] == asdict(in_script)
-    verify(two.output_dir).require()
+    one, two = (runs.folder(name) for name in ("one", "two"))
+    assert files(one.root) == files(two.root)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    chosen = [TrainState.load(run.final) for run in (one, two)]
+    assert chosen[0].step == chosen[1].step
+    assert (chosen[0].best is not None) == (overrides is ROUTE)
+    if overrides is ASKING_THE_BASE:
+        rates = [measured_rates(sorted(run.checkpoints.iterdir())[-1]) for run in (one, two)]
+        assert rates[1] == pytest.approx(rates[0], rel=1e-5) and len(set(rates[0])) > 2
+        trained = load_tensors(one.final / TRAINED)
+        for name, tensor in load_tensors(two.final / TRAINED).items():
+            torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
+    reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
+    for alone, told in zip(*(report.corpora for report in reports), strict=True):
+        assert told.num_prompts == alone.num_prompts
+        for head, figures in alone.heads.items():
+            assert told.heads[head].in_script == figures.in_script
+            assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
+    assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
+    verify(two.root).require()
 
 
 def count_waits() -> None:
@@ -127,42 +146,6 @@ def test_between_logs_no_process_of_several_waits_for_its_device(tmp_path: Path)
     for ended in ended_group(start_group("train", config, *few, num_processes=2, hook=count_waits)):
         assert ended.exit_code == 0, ended.printed
         assert "waits {'item in agreeing': 3} buffers False views True" in ended.printed
-
-
-ASKING_THE_BASE = (
-    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
-    "corpus.sources.0.select={by: base_loss, keep: 0.5}",
-    "corpus.sources.0.order=easy_first",
-    "corpus.sources.1.role=replay",
-    "corpus.sources.1.weight=0",
-    "train.max_steps=4",
-    "train.eval_every_steps=null",
-    "evaluation.continuations={prompts: 3, prompt_tokens: 8, new_tokens: 4}",
-)
-
-
-def test_two_processes_ask_the_base_of_text_as_one_does(tmp_path: Path) -> None:
-    """The windows that are trained on, and every tensor's rate, hang on what the base says of text."""
-    write_base_and_texts(tmp_path, num_hidden_layers=2)
-    (tmp_path / "one.txt").write_text("\n\n".join([KOREAN[:90], KOREAN[90:]] * 3), encoding="utf-8")
-    runs = Runs(tmp_path, tmp_path)
-    run_pipeline(load_config(runs.config("one"), list(ASKING_THE_BASE)), lambda _: None)
-    for ended in ended_group(start_group("run", str(runs.config("two")), *ASKING_THE_BASE, num_processes=2)):
-        assert ended.exit_code == 0, ended.printed
-    one, two = (runs.folder(name) for name in ("one", "two"))
-    assert files(one.root) == files(two.root)
-    trained = load_tensors(one.final / TRAINED)
-    for name, tensor in load_tensors(two.final / TRAINED).items():
-        torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6, msg=name)
-    rates = [measured_rates(sorted(run.checkpoints.iterdir())[-1]) for run in (one, two)]
-    assert rates[1] == pytest.approx(rates[0], rel=1e-5) and len(set(rates[0])) > 2
-    reports = [Report.from_json(read_json(run.evaluation / "report.json")) for run in (one, two)]
-    for alone, told in zip(*(report.corpora for report in reports), strict=True):
-        assert told.num_prompts == alone.num_prompts
-        for head, figures in alone.heads.items():
-            assert told.heads[head].in_script == figures.in_script
-            assert told.heads[head].bits_per_byte == pytest.approx(figures.bits_per_byte, rel=1e-4)
-    assert [corpus.num_prompts for corpus in reports[0].corpora] == [0, 3]
 
 
 class _State:
