@@ -1,8 +1,21 @@
-"""Every error a user can meet, in one tree; the command line prints its message and exits with its code."""
+"""Every error a user can meet, in one tree; the command line prints its message and exits with its code.
+
+Where a library is missing that only some verbs need, `require` names the extra of this package that brings it.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 _LONGEST_REASON = 200
+EXTRA_OF = {
+    "lm_eval": "eval",
+    "peft": "lora",
+    "matplotlib": "report",
+    "tensorboard": "track",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+}
 
 
 class ScaleError(Exception):
@@ -105,10 +118,8 @@ class Interrupted(ScaleError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, torch's or Python's, says that there is no memory left; imports nothing."""
-    if isinstance(error, MemoryError):
-        return True
     told = ("out of memory", "can't allocate memory")  # by CUDA, by the CPU's allocator
-    return type(error).__name__ == "OutOfMemoryError" or (
+    return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)
     )
 
@@ -117,3 +128,18 @@ def one_line(error: BaseException) -> str:
     """Return an error that a library meant for its own users as one line, cut where it grows long."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a library is there, without importing it."""
+    return find_spec(module) is not None
+
+
+def how_to_install(module: str) -> str:
+    return f"pip install 'scale-cli[{EXTRA_OF[module]}]'" if module in EXTRA_OF else f"pip install {module}"
+
+
+def require(module: str, needed_by: str) -> None:
+    """Refuse to begin what cannot be ended without a library, for a key of the config or a verb."""
+    if not is_installed(module):
+        raise MissingExtraError(f"{needed_by}: needs {module.replace('_', '-')}: {how_to_install(module)}")

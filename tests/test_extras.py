@@ -18,9 +18,8 @@ from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.errors import MissingExtraError
+from scale_cli.errors import EXTRA_OF, MissingExtraError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
-from scale_cli.extras import EXTRA_OF
 from tests.evaluation.test_render import report
 from tests.export.conftest import configured
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from scale_cli.comparison.options import side_names
 from scale_cli.comparison.report import KIND, Comparison, compare_runs, notes, write_comparison
 from scale_cli.comparison.runs import load_runs
-from scale_cli.extras import require
+from scale_cli.errors import require
 from scale_cli.report.numbers import DASH, with_interval
 from scale_cli.report.tables import aligned
 from scale_cli.storage.atomic import new_folder

@@ -9,13 +9,12 @@ from pathlib import Path
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.data.corpora import one_document, open_sources
-from scale_cli.errors import ConfigError, ForgettingError
+from scale_cli.errors import ConfigError, ForgettingError, how_to_install, is_installed
 from scale_cli.evaluation.benchmarks import BenchmarkItems, open_benchmarks_of, summarise_benchmarks
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.extras import how_to_install, is_installed
 from scale_cli.processes import is_main, main_first, on_main, share, share_of_machine
 from scale_cli.report.figures import save, svg
 from scale_cli.storage.atomic import new_folder, write_text

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from scale_cli.config.load import checked, json_schema_text
-from scale_cli.config.safe_yaml import dump_line, parse
+from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import every_source

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_cli.data.tokens import prompt_ids
-from scale_cli.errors import MissingExtraError, UsageError
+from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
 from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.plain_folder import find_plain_export, is_framed, load_exported_tokenizer
 from scale_cli.export.router_keys import KEY, routed_name
-from scale_cli.extras import is_installed, require
 from scale_cli.storage.atomic import read_json
 
 Engine = Literal["vllm", "transformers"]

@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.kobest.utils import macro_f1_score
 from transformers import PreTrainedTokenizerBase
 
-from scale_cli.config.safe_yaml import parse, read_text
+from scale_cli.config.load import parse, read_text
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, RunError, one_line

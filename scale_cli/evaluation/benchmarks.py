@@ -17,7 +17,7 @@ import numpy as np
 
 from scale_cli.config.schema import EvaluationConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.errors import CorpusError
+from scale_cli.errors import CorpusError, require
 from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, LanguageAverage
 from scale_cli.evaluation.statistics import (
     Values,
@@ -29,7 +29,6 @@ from scale_cli.evaluation.statistics import (
     resampled_macro_f1,
     resampled_means,
 )
-from scale_cli.extras import require
 from scale_cli.report.numbers import Interval
 
 if TYPE_CHECKING:

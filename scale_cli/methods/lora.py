@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from scale_cli.errors import ConfigError
-from scale_cli.extras import require
+from scale_cli.errors import ConfigError, require
 from scale_cli.methods.method import PROJECTIONS, Method, Settings, Trains
 from scale_cli.values import Section
 

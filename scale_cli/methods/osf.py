@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from scale_cli.extras import require
+from scale_cli.errors import require
 from scale_cli.methods.hooks import Hook, Training, Update
 from scale_cli.methods.lora import ByPeft, put_beside
 from scale_cli.methods.method import PROJECTIONS, Trains

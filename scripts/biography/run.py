@@ -16,9 +16,8 @@ from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, known_windows
-from scale_cli.errors import ConfigError, RunFolderError, StorageError
+from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
-from scale_cli.extras import require
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import placed
 from scale_cli.report.numbers import percent

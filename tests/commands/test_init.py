@@ -20,8 +20,7 @@ from scale_cli.commands import init as fitting
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.init import SCHEMA_FILE, Sizes, fit_sizes, starter_text
 from scale_cli.commands.plan import plan
-from scale_cli.config.load import checked, load_config
-from scale_cli.config.safe_yaml import parse
+from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.documents import CorpusReader

@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What of the engines looks as if it were installed."""
     present = {"fastapi", "uvicorn"}
     monkeypatch.setattr("scale_cli.commands.serve.is_installed", lambda module: module in present)
-    monkeypatch.setattr("scale_cli.extras.is_installed", lambda module: module in present)
+    monkeypatch.setattr("scale_cli.errors.is_installed", lambda module: module in present)
     return present
 
 
