@@ -209,7 +209,7 @@ def one_document(name: str) -> str:
 
 def idle_settings(config: RunConfig) -> list[str]:
     """Return a line for every setting that comes to nothing in this run, or never to what it says."""
-    train, method = config.train, config.method
+    train = config.train
     lines = [
         f"train.{key}: nothing with train.schedule {train.schedule}, only with {' and '.join(schedules)}"
         for key, schedules in KEYS_OF_SCHEDULES.items()
@@ -221,7 +221,7 @@ def idle_settings(config: RunConfig) -> list[str]:
             f"rate never gets to train.lr, only to {percent(train.max_steps / train.warmup_steps, 0)} of it; lower "
             "the one with the other"
         )
-    return lines + method.definition.idle(method.settings, train.max_steps)
+    return lines
 
 
 def _shared(name: str, held_out: TokenisedCorpus, trained: dict[str, TokenisedCorpus]) -> list[str]:

@@ -116,15 +116,15 @@ class Adapter(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.is_had, self.answers_as_served = self.method.has_adapter, True
-        self.loaded_as = "peft" if self.method.uses_peft else self.name
+        self.is_had, self.answers_as_served = bool(self.method.adapter), True
+        self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
 
     def check(self) -> None:
         if (dtype := self.config.export.dtype) != "float32":
             raise ConfigError(f"export.dtype: {dtype}: an adapter keeps what was trained, in float32")
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
-        if not self.method.uses_peft:
+        if self.method.adapter != "peft":
             trained.tokenizer.save_pretrained(folder)
             write_trained(folder, model, self.config.method, trained.record)
             return

@@ -86,14 +86,6 @@ class Adept(Deeper[AdeptConfig]):
         num_times = (max_steps - 1) // settings.every_steps
         return num_times * settings.probe_windows * num_known_sources / (max_steps * global_batch_size)
 
-    def idle(self, settings: AdeptConfig, max_steps: int) -> list[str]:
-        if settings.every_steps < max_steps:
-            return []
-        return [
-            f"method.adept.every_steps {settings.every_steps:,}: not less than train.max_steps {max_steps:,}, so that "
-            "no rate is measured and every tensor has train.lr; lower it"
-        ]
-
 
 def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
     """Return of every layer the loss without it, in nats per token of some windows."""

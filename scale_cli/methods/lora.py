@@ -36,8 +36,6 @@ class LoraConfig(Section):
 class ByPeft(Method[Settings]):
     """A method whose modules PEFT puts beside the base's, and merges into them to be served."""
 
-    uses_peft = True
-
     def counted(self, total: int, trainable: int) -> tuple[int, int]:
         return total - trainable, total - trainable
 
@@ -58,7 +56,8 @@ class Lora(ByPeft[LoraConfig]):
     name, label = "lora", "LoRA"
     colour, mark = "#d99000", ("s", "■")
     section, settings = "lora", LoraConfig
-    draws_its_start = has_adapter = True
+    draws_its_start = True
+    adapter = "peft"
 
     def in_words(self, settings: LoraConfig) -> str:
         stabilised = " stabilised" if settings.rank_stabilised else ""

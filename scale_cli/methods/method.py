@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from scale_cli.methods.hooks import Hook, Training
@@ -62,8 +61,7 @@ class Method(Generic[Settings]):
     reads_known_text: ClassVar[bool] = False  # measures on sources of the role replay
     draws_its_start: ClassVar[bool] = False  # by `seed`
     has_tensor_rates: ClassVar[bool] = False  # every tensor is a group of the optimiser, with a rate of its own
-    uses_peft: ClassVar[bool] = False  # its modules are PEFT's, and so is its adapter's folder
-    has_adapter: ClassVar[bool] = False  # what trains stands beside the base, and can be put onto it
+    adapter: ClassVar[Literal["", "scale", "peft"]] = ""  # whose folder holds what trains, to be put onto the base
 
     def check(self, settings: Settings) -> None:
         """Refuse settings that do not go together, by a ValueError."""
@@ -91,11 +89,8 @@ class Method(Generic[Settings]):
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> Any:
         """Return the model that is trained, which of it trains decided; `base` may become a part of it.
 
-        Args:
-            base: a frozen model; in float32 where its weights train. Without weights, on the meta device, to count.
-            settings: the method's own.
-            seed: of what is drawn.
-            new: tokens that a widened model adds (`NewPieces`); a plain base has them already.
+        The base is frozen, in float32 where its weights train, and without weights (on the meta device) to count. `new`
+        are tokens that a widened model adds (`NewPieces`); a plain base has them already.
         """
         raise NotImplementedError
 
@@ -105,11 +100,6 @@ class Method(Generic[Settings]):
 
     def start(self, model: Any, settings: Settings, seed: int, tokenizer: Any, ids_N: Any) -> None:
         """Fill what `build` has added, but for rows of new tokens; `ids_N` is the text in which is counted, if any."""
-
-    def new_rows(self, model: Any, num_old: int) -> Tensor:
-        """Return the rows of new tokens in a model's vocabulary head."""
-        rows: Tensor = model.lm_head.weight[num_old:]
-        return rows
 
     def restore(self, folder: Path, base: PreTrainedModel, settings: Settings, seed: int) -> Any:
         """Return the model that a method folder is of, its trained parameters not loaded yet."""
@@ -146,7 +136,3 @@ class Method(Generic[Settings]):
     def work_beside(self, settings: Settings, max_steps: int, global_batch_size: int, num_known_sources: int) -> float:
         """Return the windows that are measured on in a run, relative to those that are trained on."""
         return 0.0
-
-    def idle(self, settings: Settings, max_steps: int) -> list[str]:
-        """Return a line for every setting that comes to nothing in a run of some length."""
-        return []

@@ -16,8 +16,6 @@ from scale_cli.values import Accepted, Section, gone
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
     from scale_cli.model.configuration_scale import ScaleConfig
     from scale_cli.model.modeling_scale import ScaleForCausalLM
 
@@ -134,7 +132,8 @@ class WideningConfig(MethodSection):
 class _Widened(Method[WideningConfig]):
     settings = WideningConfig
     left_out: ClassVar[dict[str, float]] = {}
-    widens = takes_new_tokens = draws_its_start = has_adapter = True
+    widens = takes_new_tokens = draws_its_start = True
+    adapter = "scale"
     default_layers: ClassVar[str] = "none"  # that collaborate, where a config does not say
 
     def check(self, settings: WideningConfig) -> None:
@@ -180,10 +179,6 @@ class _Widened(Method[WideningConfig]):
         if (draw := CODES[start.codes]) is not None:
             drawn = partial(draw, texts_of_tokens(tokenizer, model.config.vocab_size), torch.from_numpy(ids_N))
         initialise_expansion(model, start.init, seed, start.embedding_scale, drawn)
-
-    def new_rows(self, model: Any, num_old: int) -> Tensor:
-        rows: Tensor = model.expansion.new_tokens.lm_head.weight
-        return rows
 
 
 class Preserve(_Widened):

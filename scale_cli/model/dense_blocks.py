@@ -20,10 +20,8 @@ from scale_cli.model.vocabulary_scale import brought_by
 def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int]) -> Tensor:
     """Return one matrix over all streams, in float32.
 
-    Args:
-        frozen: W.
-        added: what widens it, each after its parent; a W12 writes into the rows of W, and is 0 where there is none.
-        parents: of each of them the stream below it: 0 is the base's, k that of the k-th.
+    `added` widens W, each after its parent: the stream below it, 0 being the base's, k that of the k-th. A W12 writes
+    into the rows of W, and is 0 where there is none.
     """
     widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
     streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]

@@ -38,14 +38,7 @@ class ExpansionLinear(nn.Module):
     """The blocks that widen one frozen linear map: W21 and W22, and W12 where the expansion collaborates.
 
     W12 is absent, not zero, where nothing is to be written into the base stream: no parameter, no product, and a
-    non-finite u cannot reach x.
-
-    Args:
-        base_linear: W.
-        below: what widens it already, bottom up; W21 reads their channels after the base's own.
-        in_features: channels of u.
-        out_features: channels of y'.
-        collaborates: whether there is a W12.
+    non-finite u cannot reach x. `below` is what widens W already, bottom up; W21 reads their channels after the base's.
     """
 
     weight_22: nn.Parameter
@@ -63,10 +56,8 @@ class ExpansionLinear(nn.Module):
         read_features = base_linear.in_features + sum(linear.weight_22.shape[1] for linear in below)
         self.weight_21 = nn.Parameter(torch.empty(out_features, read_features))
         self.weight_22 = nn.Parameter(torch.empty(out_features, in_features))
-        weight_12 = torch.empty(base_linear.out_features, in_features) if collaborates else None
-        self.weight_12 = None if weight_12 is None else nn.Parameter(weight_12)
-        bias_2 = None if base_linear.bias is None else torch.empty(out_features)
-        self.bias_2 = None if bias_2 is None else nn.Parameter(bias_2)
+        self.weight_12 = nn.Parameter(torch.empty(base_linear.out_features, in_features)) if collaborates else None
+        self.bias_2 = None if base_linear.bias is None else nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
         """Return y' = W21 x + W22 u: two products, so that none computes a gradient for a frozen x."""
@@ -309,13 +300,7 @@ class ExpansionLayer(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Everything that one expansion adds to a base model.
-
-    Args:
-        base: the plain model at the bottom.
-        below: the expansions between it and this one, bottom up; none where it stands on the base alone.
-        config: sizes, and where it collaborates.
-    """
+    """Everything that one expansion adds to the plain model `base`; `below` are the expansions between them."""
 
     layers: nn.ModuleList
 

@@ -56,12 +56,9 @@ def lower_weights(weights: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
-    """Return y + W u, summed inside the product where precisions allow; y, a fresh product, is overwritten then.
+    """Return y + W u of (rows, out) and (rows, in), summed inside the product where precisions allow.
 
-    Args:
-        y: (rows, out).
-        u: (rows, in).
-        weight: (out, in).
+    y, a fresh product, is overwritten then.
     """
     if y.dtype == product_dtype(weight):
         return y.addmm_(u.to(y.dtype), weight.to(y.dtype).T)
@@ -93,12 +90,7 @@ class _FrozenNorm(torch.autograd.Function):
 
 
 def frozen_norm(base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x^, and 1 / rms(x) as (B, T, 1) in float32, by which the expansion stream is normalised too.
-
-    Args:
-        base_norm: the base's RMSNorm; its gains get no gradient.
-        x_BTD: base stream.
-    """
+    """Return x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in float32."""
     return _FrozenNorm.apply(base_norm, x_BTD)
 
 

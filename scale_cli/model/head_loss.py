@@ -128,16 +128,15 @@ def _columns(heads: Sequence[Tensor]) -> list[slice]:
 def _fill_losses(
     losses_N: Tensor, logits_NV: Tensor, places_N1: Tensor, ignored_N1: Tensor, said_NV: Tensor, grad_NV: Tensor
 ) -> None:
-    """Compute the losses of some tokens and their gradients.
+    """Compute the losses of some tokens and their gradients from logits as the products gave them.
 
     Args:
         losses_N: filled with -log p(target), 0 where there is none.
-        logits_NV: as the products gave them; a GPU's kernel reads them so.
-        places_N1: of the targets in the vocabulary; any where they are ignored.
+        logits_NV: a GPU's kernel reads them in their own precision.
+        places_N1: of the targets in the vocabulary.
         ignored_N1: where there is no target.
         said_NV: filled with log p, float32.
-        grad_NV: filled with d / d logits, softmax - one-hot, in its own precision, of no meaning where there is no
-            target; may be `said_NV`.
+        grad_NV: filled with softmax - one-hot, of no meaning where there is no target; may be `said_NV`.
     """
     torch.log_softmax(logits_NV, dim=1, dtype=said_NV.dtype, out=said_NV)
     of_targets_N1 = said_NV.gather(1, places_N1)
@@ -149,10 +148,7 @@ def _fill_losses(
 def _divergence_and_gradient(base_SV: Tensor, logits_SV: Tensor, ignored_S1: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(p_base || p), and its d / d logits: p - p_base, both 0 where there is no target.
 
-    Args:
-        base_SV: log p_base; overwritten.
-        logits_SV: of p.
-        ignored_S1: where there is no target.
+    `base_SV` is log p_base, and is overwritten.
     """
     log_p_SV, p_base_SV = logits_SV.log_softmax(dim=1), base_SV.exp()
     divergence_S1 = base_SV.sub_(log_p_SV).mul_(p_base_SV).sum(dim=1, keepdim=True)

@@ -82,17 +82,14 @@ class RouterLayer:
             self._forget_how_it_came()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the memory of the chosen beams."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the chosen sequences."""
         if self.last is not None:
             self.last = self.last.chosen(indices)
         self._forget_how_it_came()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         if self.last is not None:
             self.last = self.last.repeated(repeats)
         self._forget_how_it_came()
@@ -105,8 +102,7 @@ class RouterLayer:
         self._first.prefetch()
 
     def get_max_length(self) -> int:
-        """Return that it has no end."""
-        return -1
+        return -1  # no end
 
 
 class Routed(nn.Module):

@@ -40,11 +40,7 @@ _LARGEST_SIZE = 256.0
 
 
 def head_log_probs(logits: Tensor) -> Tensor:
-    """Return log-probabilities in which a non-finite prediction counts as probability zero.
-
-    Args:
-        logits: (..., V); a row with a NaN or a positive infinity in it has broken and gets -inf throughout.
-    """
+    """Return log-probabilities (..., V); a row with a NaN or a positive infinity has broken and is -inf throughout."""
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return torch.where(torch.isnan(log_probs), -torch.inf, log_probs)
 
@@ -273,11 +269,9 @@ class RouterMemory(NamedTuple):
     sizes_KB: Tensor  # their log-sum-exps
 
     def chosen(self, indices: Tensor) -> RouterMemory:
-        """Return what is known of some sequences."""
         return RouterMemory(*(tensor.index_select(1, indices.to(tensor.device)) for tensor in self))
 
     def repeated(self, repeats: int) -> RouterMemory:
-        """Return what is known where every sequence is there so many times."""
         return RouterMemory(*(tensor.repeat_interleave(repeats, dim=1) for tensor in self))
 
 

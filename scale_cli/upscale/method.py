@@ -102,10 +102,11 @@ def start_model(
     """Return what a method makes of a base before any training; `base` becomes a part of it."""
     if method.vocabulary is not None and new is None:
         raise ConfigError("method.vocabulary: only `scale upscale` adds tokens; leave it out here")
-    ids, num_old = random_ids(base, seed), base.config.vocab_size
-    model = build_model(base, method, seed, new)
+    ids = random_ids(base, seed)
+    model: Any = build_model(base, method, seed, new)
     if new is not None:
-        _start_new_head(method.definition.new_rows(model, num_old), base, new, ids)
+        head = model.expansion.new_tokens.lm_head if method.definition.widens else model.lm_head
+        _start_new_head(head.weight[-len(new.new_tokens) :], base, new, ids)
     method.definition.start(model, method.settings, seed, tokenizer, ids_N)
     return model
 

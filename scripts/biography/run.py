@@ -35,8 +35,8 @@ from scripts.from_scratch import training_steps, write_base
 def run_biography(config: BiographyConfig, log: Callable[[str], None]) -> list[MethodResult]:
     """Run the benchmark; what is there already, made with the same settings, is not made again."""
     require("matplotlib", "the biography benchmark")
-    if any(compared.method.definition.uses_peft for compared in config.methods):
-        require("peft", "methods: variant lora, osf")
+    if any(compared.method.definition.adapter == "peft" for compared in config.methods):
+        require("peft", "methods: variant lora")
     _check_methods(config)
     folder = config.output_dir
     _claim(folder, config)

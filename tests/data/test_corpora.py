@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
     check_same_stages,
@@ -77,9 +77,6 @@ def test_settings_that_come_to_nothing_are_named(tmp_path: Path) -> None:
     for schedule, named in (("cosine", ["decay_steps", "cooldown_steps"]), ("wsd", ["cooldown_steps"])):
         config = configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT, schedule=schedule, **idle)
         assert [line.partition(":")[0] for line in idle_settings(config)] == [f"train.{key}" for key in named]
-    method = MethodConfig.model_validate({"variant": "adept", "adept": {"every_steps": 4}})
-    (line,) = idle_settings(configured(tmp_path, [WORDS], HELD_OUT).model_copy(update={"method": method}))
-    assert line.startswith("method.adept.every_steps 4")
 
 
 def test_a_corpus_that_is_read_many_times_over_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -17,11 +17,10 @@ from scale_cli.errors import ConfigError
 from scale_cli.export.dense import plain_model
 from scale_cli.methods.llama_pro import LlamaPro, LlamaProConfig, order_of
 from scale_cli.methods.osf import OsfConfig, Projection
-from scale_cli.storage.atomic import write_json
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, build_model, read_method
+from scale_cli.upscale.method import MethodModel, build_model
 from tests.hooks import hooks_for
 from tests.training.test_step import batches_of
 from tests.widening import tiny_llama
@@ -190,9 +189,3 @@ def test_what_the_base_does_not_have_is_refused_by_field(
 ) -> None:
     with pytest.raises(ConfigError, match=field):
         prepared(base_of(shared_data), variant, **settings)
-
-
-def test_a_folder_made_before_a_section_was_removed_is_read(tmp_path: Path) -> None:
-    method = MethodConfig(variant="lora")
-    write_json(tmp_path / "method.json", {**method.model_dump(mode="json"), "elo": {"phase": "layers"}})
-    assert read_method(tmp_path) == method

@@ -43,3 +43,18 @@ def test_no_module_but_the_methods_asks_which_method_one_is() -> None:
     files = [*root.glob("scale_cli/**/*.py"), *root.glob("scale_cli/**/*.j2"), *root.glob("scripts/**/*.py")]
     asking = [file for file in files if file.parent.name != "methods" and asks.search(file.read_text(encoding="utf-8"))]
     assert not asking
+
+
+def test_methods_that_train_otherwise_are_told_apart() -> None:
+    methods = [
+        {"variant": "lora"},
+        {"variant": "lora", "lora": {"rank_stabilised": True}},
+        {"variant": "lora", "lora": {"embeddings": True}},
+        {"variant": "osf"},
+        {"variant": "osf", "osf": {"kept": 0.25}},
+        {"variant": "route", "expansion": {"codes": "random"}},
+        {"variant": "route", "expansion": {"codes": "cooccurrence"}},
+    ]
+    words = [MethodConfig.model_validate(method).in_words for method in methods]
+    assert len(set(words)) == len(words)
+    assert words[2] == "LoRA, rank 16, embeddings and head whole"
