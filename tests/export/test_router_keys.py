@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import dense_model
@@ -17,13 +17,8 @@ from scale_cli.export.router_keys import router_keys
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.tokenizer import load_tokenizer
-from tests.model.test_families import FAMILIES, IDS, answered, tiny
+from tests.model.test_families import IDS, tiny
 from tests.widening import as_if_trained, joined, tiny_llama, widen
-
-
-def stacked(first: dict[str, Any], second: dict[str, Any]) -> ScaleForCausalLM:
-    below = as_if_trained(widen(tiny_llama(), **first)).requires_grad_(False)
-    return as_if_trained(widen(below, **second), seed=2)
 
 
 def folder_of(model: ScaleForCausalLM, base: Path, folder: Path, shared_data: Path) -> Path:
@@ -47,43 +42,6 @@ def heads_of(plain: Any, router: dict[str, Any]) -> list[Tensor]:
     for part, parent in zip(parts[1:], router["parents"], strict=True):
         heads.append(heads[parent] + part)
     return heads
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_of_every_family_the_columns_of_the_one_head_are_both_heads_and_the_plain_model_is_the_same(
-    shared_data: Path, tmp_path: Path, family: str
-) -> None:
-    model = as_if_trained(widen(tiny(family, tmp_path / "base"), "route", prior=0.9, switch_rate=0.01))
-    folder = folder_of(model, tmp_path / "base", tmp_path / "export", shared_data)
-    config = AutoConfig.from_pretrained(folder)
-    assert (
-        config.scale_router
-        == router_keys(model)
-        == {
-            "stream_sizes": [model.root.config.hidden_size, model.config.expansion_hidden_size],
-            "parents": [0],
-            "prior": 0.9,
-            "switch_rate": 0.01,
-        }
-    )
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    assert type(plain) is type(model.root)
-    assert torch.equal(answered(plain), answered(dense_model(model, "float32")))
-    with torch.no_grad():
-        wanted = model.routed_logits(model.final_states(IDS, preserved=True))
-    for logits, expected in zip(heads_of(plain, config.scale_router), wanted, strict=True):
-        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
-
-
-@pytest.mark.parametrize("first", [{"variant": "preserve"}, {"variant": "adapt"}], ids=["preserve", "adapt"])
-@torch.no_grad()
-def test_of_a_stack_the_first_stream_is_all_that_its_base_head_reads(first: dict[str, Any]) -> None:
-    model = stacked(first, {"variant": "route"})
-    router = router_keys(model)
-    assert router is not None and len(router["stream_sizes"]) == 2
-    wanted = model.routed_logits(model.final_states(IDS, preserved=True))
-    for logits, expected in zip(heads_of(dense_model(model, "float32"), router), wanted, strict=True):
-        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
