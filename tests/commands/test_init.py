@@ -31,7 +31,7 @@ from scale_cli.planning.texts import NewTokens, Parted, source_of
 from tests.command_line import Scale
 from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
-from tests.widening import TINY
+from tests.widening import TINY, lower_stories
 
 CPU = Device("cpu", 4e11, "measured on cpu")
 SIZES = Sizes(CPU, "bf16", 256, 16, 8, 200, 5.0, 2**30, 2**34)
@@ -72,7 +72,7 @@ def flat(flags: dict[str, Path | str]) -> list[Path | str]:
     return [part for pair in flags.items() for part in pair]
 
 
-def test_what_is_written_can_be_planned_and_holds_out_what_it_trains_on_nowhere(
+def test_what_is_written_can_be_planned_offers_new_tokens_and_replay_and_is_never_written_over(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
@@ -84,6 +84,9 @@ def test_what_is_written_can_be_planned_and_holds_out_what_it_trains_on_nowhere(
     (corpus, _), (held_out, retention) = config.corpus.sources, config.evaluation.perplexity
     assert (held_out.role, retention.role, held_out.path) == ("acquisition", "retention", corpus.path)
     assert corpus.skip_documents == held_out.max_documents
+    # A character of Hangul costs this tokenizer more than two tokens, and there is enough old text to replay.
+    assert config.method.vocabulary is not None and config.method.vocabulary.script == "hangul"
+    assert config.method.distils
     assert file.with_name(SCHEMA_FILE).is_file()
     before = file.read_bytes()
     assert scale("init", file, *flat(flags)).error() == f"{file}: is there already; give another name"
@@ -105,17 +108,28 @@ def test_what_no_flag_says_is_named_in_one_line_where_nobody_can_be_asked(
     [
         ("--base", "/absent/base", "/absent/base"),
         ("--corpus", "/absent/*.txt", "corpus: no file matches /absent/*.txt"),
+        ("--corpus", "short.txt", "and a step takes 2,048"),
+        ("--retention", "empty.txt", "no document with text"),
         ("--language", "korean", "korean: give its ISO 639 code, such as ko"),
         ("--retention-language", "kr", "kr is a country; its language is ko"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_nothing_is_written(
-    flag: str, value: str, said: str, flags: dict[str, Path | str], scale: Scale, tmp_path: Path
+    flag: str,
+    value: str,
+    said: str,
+    flags: dict[str, Path | str],
+    scale: Scale,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags | {flag: value}))
-    assert done.exit_code == 2
-    assert said in done.stderr.splitlines()[0] and done.stderr.startswith("error: ")
-    assert not list(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("짧다.", encoding="utf-8")
+    (tmp_path / "empty.txt").touch()
+    before = sorted(tmp_path.iterdir())
+    done = scale("init", "mine.yaml", *flat(flags | {flag: value}))
+    assert done.exit_code == 2 and said in done.stderr.splitlines()[0] and done.stderr.startswith("error: ")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def written_for(base: str, corpus: str, language: str, sizes: Sizes = SIZES) -> Any:
@@ -221,6 +235,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     prove_on_few(monkeypatch)
+    monkeypatch.setattr(fitting, "_MIN_STEPS", 2)
     monkeypatch.setattr(fitting, "measure_device", lambda *_: Device("cpu", 1e6, "measured on cpu"))
     korean = CorpusSource(
         name="ko", path=str(shared_data / "ko-petitions/valid.txt.xz"), language="ko", max_documents=60
@@ -229,7 +244,7 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     (tmp_path / "text").mkdir()
     corpus = f"text/{write(tmp_path / 'text', documents)}"
     Path("old.txt").write_text("\n\n".join(ENGLISH[at : at + 300] for at in range(0, 3000, 300)), encoding="utf-8")
-    base = shared_data / "ckpt-stories260K" / "hf"
+    base = lower_stories(shared_data)
     done = scale("init", "mine.yaml", "--base", base, "--corpus", corpus, "--language", "ko", "--retention", "old.txt")
     assert (done.exit_code, done.stderr) == (0, "")
     assert told in done.stdout
@@ -240,17 +255,6 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     assert sorted(words) == sorted(given_words) or write in (write_files, write_lines)
     assert scale("run", "mine.yaml").exit_code == 0
     assert Path("runs/mine/export/llama").is_dir()
-
-
-@pytest.mark.parametrize("flag", ["--corpus", "--retention"])
-def test_too_little_text_is_one_line_and_nothing_is_written(
-    flag: str, flags: dict[str, Path | str], scale: Scale, tmp_path: Path
-) -> None:
-    (tmp_path / "short.txt").write_text("짧다." if flag == "--corpus" else "", encoding="utf-8")
-    before = sorted(tmp_path.iterdir())
-    done = scale("init", tmp_path / "mine.yaml", *flat(flags | {flag: tmp_path / "short.txt"}))
-    assert "and a step takes 2,048" in done.error() or "no document with text" in done.error()
-    assert done.exit_code == 2 and sorted(tmp_path.iterdir()) == before
 
 
 def texts_of(source: TextSource) -> list[str]:
@@ -272,15 +276,19 @@ def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -
     assert source_of("corpus", given_text, "ko") == {"name": "corpus", **source, "language": "ko"}
 
 
-def test_a_script_that_costs_more_than_two_tokens_a_character_gets_new_tokens_and_old_text_is_replayed(
+def test_old_script_gets_no_new_tokens_and_held_out_text_may_be_given(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path
 ) -> None:
-    assert scale("init", tmp_path / "mine.yaml", *flat(flags)).exit_code == 0
-    method = load_config(tmp_path / "mine.yaml").method
-    assert method.vocabulary is not None and method.vocabulary.script == "hangul"
-    assert method.distils
-    english = {"--corpus": flags["--retention"], "--language": "en"}
-    english |= {"--retention": flags["--corpus"], "--retention-language": "ko"}
-    english = flags | english
+    (tmp_path / "more.txt").write_text(ENGLISH, encoding="utf-8")
+    english: dict[str, Path | str] = {
+        "--base": flags["--base"],
+        "--corpus": flags["--retention"],
+        "--language": "en",
+        "--retention": flags["--corpus"],
+        "--retention-language": "ko",
+        "--held-out": tmp_path / "more.txt",
+    }
     assert scale("init", tmp_path / "english.yaml", *flat(english)).exit_code == 0
-    assert load_config(tmp_path / "english.yaml").method.vocabulary is None
+    config = load_config(tmp_path / "english.yaml")
+    assert config.method.vocabulary is None and config.corpus.sources[0].skip_documents == 0
+    assert config.evaluation.perplexity[0].path == str(tmp_path / "more.txt")
