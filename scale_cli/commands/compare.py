@@ -23,7 +23,6 @@ class ComparisonSummary:
     comparison: Comparison
 
     def lines(self) -> list[str]:
-        """Return a table of the options, and where the report lies."""
         rows = [
             [option.label, *(DASH if s.value is None else with_interval(s, 4) for s in (option.lost, option.gained))]
             for option in self.comparison.options

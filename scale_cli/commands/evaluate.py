@@ -32,7 +32,6 @@ class EvaluationSummary:
     report: Report
 
     def lines(self) -> list[str]:
-        """Return the table, where the report lies, and why it has no picture where one could be drawn."""
         alone = [f"warning: {one_document(corpus.name)}" for corpus in self.report.corpora if corpus.num_documents == 1]
         lines = [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}"]
         if self.report.has_trade_off and not (self.folder / PICTURE).is_file():

@@ -36,7 +36,6 @@ class Option:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it has a figure on both sides."""
         return self.lost.value is not None and self.gained.value is not None
 
 

@@ -109,7 +109,6 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         return said_BH.split(1)
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Return the chosen head's answer to each request."""
         self.model.head = self.head
 
         def answer(batch: Sequence[int]) -> list[Tensor]:

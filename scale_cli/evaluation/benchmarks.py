@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def check_task_file(source: BenchmarkSource) -> None:
-    """Find out whether the task's file is there, where the config names one."""
     if source.path is not None and not Path(source.path).is_file():
         raise CorpusError(f"{source.name}: no such file: {source.path}")
 
@@ -102,7 +101,6 @@ def mean_scores(items: list[Item]) -> dict[str, float | None]:
 
 
 def _metrics_of(items: list[Item]) -> list[str]:
-    """Return the metrics that every item has."""
     return [
         name for name in items[0].heads["base"].metrics if all(name in item.heads["base"].metrics for item in items)
     ]
@@ -129,7 +127,6 @@ class _Metric:
         }
 
     def differences(self) -> dict[str, Interval]:
-        """Return how far every other head is from the base."""
         from_base = self.value_H - self.value_H[0], self.resampled_RH - self.resampled_RH[:, :1]
         intervals = _Metric(*from_base, self.num_items).intervals()
         return {head: intervals[head] for head in HEADS[1:]}

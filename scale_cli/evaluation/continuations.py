@@ -46,7 +46,6 @@ def ends_of(settings: GenerationConfig, tokenizer: Any) -> list[int]:
 
 
 def before_end(ends: Sequence[int], new_T: Tensor) -> Tensor:
-    """Return what was generated before the first token that ends a text."""
     ended = torch.isin(new_T, torch.tensor(ends, dtype=new_T.dtype, device=new_T.device)).nonzero()
     return new_T[: int(ended[0])] if len(ended) else new_T
 
@@ -96,7 +95,6 @@ class SelectableHeads(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,  # of the last so many positions only, 0 for all
         **_: Any,  # transformers' own, of which none changes an answer
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the head that answers, and the cache."""
         cache = past_key_values if isinstance(past_key_values, ScaleCache) else self._model.new_cache()
         logits_at = self._model.head_logits(input_ids, attention_mask, position_ids, cache)
         if self.head == "posterior":
@@ -146,7 +144,6 @@ def count_letters(
     batches = [longest_first[at : at + passes.batch_size] for at in range(0, len(prompts), passes.batch_size)]
 
     def count(batch: Sequence[int]) -> list[Tensor]:
-        """Return (H, 2) of every prompt."""
         begun = [prompts[place] for place in batch]
         said = [
             continuations(answers, name, tokenizer, asked.new_tokens, passes.mixed_precision, begun) for name in names
@@ -201,7 +198,6 @@ def continuations(
 
 
 def scripts_of(text: str) -> list[str]:
-    """Return the script of every letter."""
     plain = unicodedata.normalize("NFKC", text)
     return [script for letter in plain if letter.isalpha() and (script := _script(letter))]
 

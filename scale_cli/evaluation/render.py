@@ -112,7 +112,6 @@ def html(report: Report, method: MethodConfig, picture: str | None) -> str:
 
 
 def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
-    """Return what a page says of a report."""
     shares = {rule: report.base_share_by_language(rule) for rule in _RULES}
     router, has_own_tokens = method.router, method.vocabulary is not None
     return {

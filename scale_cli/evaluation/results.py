@@ -260,7 +260,6 @@ def finished_report(config: RunConfig) -> Report | None:
 
 
 def report_sha256(config: RunConfig, report: Report | None) -> str | None:
-    """Return the hash of the report that `finished_report` has returned; None where there is none."""
     return None if report is None else file_sha256(RunFolder(config.output_dir).evaluation / Report.FILE)
 
 

@@ -55,15 +55,12 @@ class DocumentLosses:
     served: dict[str, Values]  # of every rule (K, N): tokens served by each head, its weights summed
 
     def nats_per_token(self, name: str) -> float:
-        """Return what a head, or a rule, pays per token of the corpus."""
         return float((self.heads | self.rules)[name].sum() / self.num_tokens.sum())
 
     def bits_per_byte(self, name: str) -> float:
-        """Return what a head, or a rule, pays per UTF-8 byte of the corpus."""
         return float((self.heads | self.rules)[name].sum() / (self.num_bytes * math.log(2)).sum())
 
     def base_share(self, rule: str) -> float:
-        """Return the share of tokens that the base head served under a rule."""
         return float(self.served[rule][0].sum() / self.num_tokens.sum())
 
 
@@ -77,7 +74,6 @@ class Passes:
 
     @classmethod
     def of(cls, config: RunConfig) -> Passes:
-        """Return what a config's evaluation asks for."""
         asked = config.evaluation
         return cls(asked.sequence_length or config.corpus.sequence_length, asked.batch_size, asked.mixed_precision)
 

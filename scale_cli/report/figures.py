@@ -48,7 +48,6 @@ def save(draw: Callable[[Any], None], to: Path | io.StringIO, **how: Any) -> Non
 
 
 def svg(draw: Callable[[Any], None]) -> str:
-    """Return a figure as SVG, on white."""
     written = io.StringIO()
     save(draw, written, format="svg", metadata={"Date": None})
     return written.getvalue()
@@ -63,7 +62,6 @@ def shorten(label: str) -> str:
 def draw_point(
     axes: Any, label: str, lost: Interval, gained: Interval, colour: str, marker: str, *, filled: bool = True
 ) -> None:
-    """Draw a mark, and its intervals beneath it."""
     arms = {"xerr": _arms(lost), "yerr": _arms(gained)}
     if any(arms.values()):
         axes.errorbar(lost.value, gained.value, **arms, fmt="none", ecolor=colour, elinewidth=1.4, zorder=2)

@@ -24,11 +24,9 @@ class Interval:
 
     @property
     def ends(self) -> list[float]:
-        """The value and the two ends, those that there are."""
         return [end for end in (self.value, self.low, self.high) if end is not None]
 
     def __neg__(self) -> Interval:
-        """Return the interval of the difference taken the other way round."""
         return Interval(*(None if end is None else -end + 0.0 for end in (self.value, self.high, self.low)))
 
 
@@ -61,7 +59,6 @@ def in_points(share: Interval) -> Interval:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share in percent."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -97,12 +94,10 @@ def worst_document(value: float | None) -> str:
 
 
 def p_value(p: float) -> str:
-    """Return a p-value in three digits."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def shows_difference(p_holm: float | None) -> bool:
-    """Return whether a test, corrected for all that were made, shows a difference."""
     return p_holm is not None and p_holm < SIGNIFICANCE
 
 

@@ -40,7 +40,6 @@ class Cell:
 
 
 def difference_cell(difference: Interval) -> Cell:
-    """Return a difference with its interval beneath it."""
     return Cell(number(difference.value, 4, "+"), bounds(difference, 4))
 
 
@@ -65,18 +64,15 @@ class Table:
     methods: Sequence[str] = ()  # by row: whose mark stands before it on a page
 
     def without_empty_columns(self) -> Table:
-        """Return the table without columns that hold dashes alone."""
         kept = [at for at in range(len(self.titles)) if any(str(row[at]) != DASH for row in self.rows)]
         titles, *rows = ([row[at] for at in kept] for row in (self.titles, *self.rows))
         return replace(self, titles=titles, rows=rows, align="".join(self.align[at] for at in kept))
 
     @property
     def cells(self) -> list[list[Cell]]:
-        """Titles and rows, every one of them a cell."""
         return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in (self.titles, *self.rows)]
 
     def lines(self) -> list[str]:
-        """Return titles and rows as lines whose columns stand beneath each other."""
         return aligned([self.titles, *self.rows], self.align)
 
     def markdown(self) -> Markup:
