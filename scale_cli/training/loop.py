@@ -33,7 +33,6 @@ from scale_cli.storage.metrics import (
 )
 from scale_cli.storage.records import TrainState
 from scale_cli.terminal import printable, progress_bar, shows_lines
-from scale_cli.training.checkpoint import Saver
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
 from scale_cli.training.run import TrainingRun
@@ -62,9 +61,9 @@ def run_loop(run: TrainingRun) -> None:
         ) as bar,
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
-        Saver(run) as saver,
+        run.saving(),
     ):
-        loop = _Loop(run, batches, stop, saver, bar)
+        loop = _Loop(run, batches, stop, bar)
         loop.take_all_steps()
     loop.clock()
 
@@ -80,7 +79,6 @@ class _Loop:
     run: TrainingRun  # whose position is that of the last step of which it is known what it came to
     batches: Prefetched[StepBatches]  # of this process, from that position on
     stop: StopRequest  # what has asked this process to stop
-    saver: Saver  # of checkpoints
     bar: Any  # of progress
     taken: list[TakenStep] = field(default_factory=list)  # the steps after the position
     taken_since_s: float = 0.0  # when the first of them began
@@ -102,7 +100,7 @@ class _Loop:
             self._evaluate_what_is_due(run.state.step)
         done = run.state.step
         while done < train.max_steps:
-            self.saver.check()
+            run.check_saving()
             try:
                 summed = self._take_step(done)
             except StopNow:
@@ -116,7 +114,7 @@ class _Loop:
                 self._leave(asked)
             if last or done % train.save_every_steps == 0:
                 self._synchronise()
-                self.saver.save()
+                run.save()
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
         """Bring the position's times up to now."""
@@ -126,7 +124,7 @@ class _Loop:
             elapsed_s=self.begun.elapsed_s + time.monotonic() - self.begun_s,
             stepping_s=state.stepping_s + stepping_s,
             evaluating_s=state.evaluating_s + evaluating_s,
-            saving_s=self.begun.saving_s + self.saver.stalled_s,
+            saving_s=self.begun.saving_s + self.run.stalled_s,
         )
 
     def _take_step(self, step: int) -> Tensor:
@@ -258,15 +256,15 @@ class _Loop:
             run.metrics.append(record)
             _show_samples(record)
         if is_new:
-            self.saver.save()
+            run.save()
 
     def _leave(self, asked: int) -> NoReturn:
         """Save the state, wait until it is safe, and leave, for what `asked` all processes: each has to call this."""
         self._synchronise()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)
-        self.saver.save()
-        self.saver.finish()
+        run.save()
+        run.finish_saving()
         run.accelerator.wait_for_everyone()  # a launcher ends all processes as soon as one of them has ended
         words, exit_code = describe_stop(asked)
         raise Interrupted(

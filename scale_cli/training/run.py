@@ -1,9 +1,12 @@
-"""A run in training: everything that the loop, its checkpoints and `final/` share."""
+"""A run in training: everything that the loop, its checkpoints and `final/` share; and how it is saved."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from scale_cli.config.load import dump_config
@@ -23,16 +26,30 @@ from scale_cli.errors import PreservationError
 from scale_cli.methods.hooks import Hook
 from scale_cli.planning.speed import device_name, peak_memory_bytes
 from scale_cli.processes import is_main
-from scale_cli.storage.atomic import write_json, write_text
+from scale_cli.storage.atomic import (
+    MANIFEST,
+    new_folder,
+    partial_folder,
+    remove_folder,
+    save_tensors,
+    write_json,
+    write_text,
+)
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import CORPORA, BranchPoint, Cost, TrainState
+from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, TrainState
+from scale_cli.storage.shards import save_shards
+from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer
-from scale_cli.training.sharding import changed_parts
+from scale_cli.training.optimiser import optimiser_tensors, trainable_parameters
+from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.method import MethodModel, describe_method
 from scale_cli.upscale.run import MethodFolder
 from scale_cli.upscale.tokenizer import copy_grown_tokenizer
+
+# By file name the tensors of a checkpoint as they were at one instant: copies on the CPU, so that training may go on.
+Snapshot = dict[str, dict[str, Tensor]]
 
 
 @dataclass
@@ -57,7 +74,10 @@ class TrainingRun:
     branch_point: BranchPoint | None  # what it began with, where another run had trained that
     saved_step: int | None  # of the last checkpoint that is in the run's folder, or on its way there
     # hashes of what this process holds of a sharded base; empty where it is not sharded
-    base_parts: dict[str, str] = field(default_factory=dict)
+    base_parts: dict[str, str]
+    stalled_s: float = 0.0  # seconds that training has waited for checkpoints
+    _thread: ThreadPoolExecutor = field(init=False)  # that writes them
+    _job: Future[None] | None = field(default=None, init=False)
 
     @property
     def config(self) -> RunConfig:
@@ -76,6 +96,51 @@ class TrainingRun:
         """Print a warning above the progress bar."""
         if self.accelerator.is_main_process:
             tqdm.write(f"warning: {line}", file=sys.stderr)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save checkpoints beside the body, and wait for the last one.
+
+        One is being written at most: the next one waits for it. The training thread copies what trains and the moments
+        to host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. It ends
+        with the body: a thread that frees tensors while the interpreter ends aborts the process.
+        """
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        try:
+            yield
+        finally:
+            started_s = time.monotonic()
+            self._thread.shutdown()
+            self.stalled_s += time.monotonic() - started_s
+        self.finish_saving()  # where the body fails, its error is the one to tell
+
+    def save(self) -> None:
+        """Begin a checkpoint, unless the position already has one; every process has to call this.
+
+        The parts of a sharded model are written by all processes together, on the training thread: their exchanges must
+        not meet a step's.
+        """
+        if self.saved_step == self.state.step:
+            return
+        started_s = time.monotonic()
+        self.finish_saving()
+        if is_sharded(self.model):
+            write_checkpoint(self, self.state, None)
+        elif self.metrics is not None:
+            self._job = self._thread.submit(write_checkpoint, self, self.state, take_snapshot(self))
+        self.saved_step = self.state.step
+        self.stalled_s += time.monotonic() - started_s
+
+    def check_saving(self) -> None:
+        """Raise what went wrong with a checkpoint that has ended by now."""
+        if self._job is not None and self._job.done():
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Return when nothing is being written any more."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     def check_base(self, step: int) -> None:
         """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
@@ -117,3 +182,76 @@ class TrainingRun:
             num_processes=self.accelerator.num_processes,
             saving_s=round(self.state.saving_s, 4),
         )
+
+
+def take_snapshot(run: TrainingRun) -> Snapshot:
+    """Copy what a checkpoint of a model that is not sharded has to hold."""
+    return {
+        TRAINED: _copied(trainable_parameters(run.model)),
+        OPTIMISER: _copied(optimiser_tensors(run.optimiser, run.model)),
+    }
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU; a GPU writes them all into memory of its own reach, and is waited for once."""
+    copies = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
+            tensor.detach(), non_blocking=True
+        )
+        for name, tensor in tensors.items()
+    }
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot | None) -> None:
+    """Write a checkpoint, then delete the oldest.
+
+    A snapshot is written by the main process, on any thread, while the model trains. Without one the model is sharded:
+    every process has to call this, between two steps, and writes its parts.
+    """
+    accelerator, folder = run.accelerator, run.folder.checkpoint(state.step)
+    if run.metrics is not None:
+        run.metrics.sync()
+    with _beside_the_training_stream(run.model.device):
+        run.check_base(state.step)
+    if accelerator.is_main_process and folder.is_dir() and not (folder / MANIFEST).is_file():
+        remove_folder(folder)  # so damaged that it cannot be told from somebody else's folder
+    with new_folder(folder) if snapshot is not None else _folder_of_all(folder, accelerator) as partial:
+        if accelerator.is_main_process:
+            run.describe(partial, state)
+        if snapshot is None:
+            save_shards(partial, {**trainable_parameters(run.model), **optimiser_tensors(run.optimiser, run.model)})
+        for name, tensors in (snapshot or {}).items():
+            save_tensors(partial / name, tensors)
+    if accelerator.is_main_process:
+        _remove_old_checkpoints(run, state)
+    if snapshot is None:
+        accelerator.wait_for_everyone()
+
+
+def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Let copies from a GPU not wait for the steps under way, nor those for them: what is frozen needs no order."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """Yield one folder to every process, to be filled together: `new_folder` for all of them."""
+    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
+        accelerator.wait_for_everyone()  # the folder is there
+        yield partial
+        accelerator.wait_for_everyone()  # every file is
+
+
+def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:
+    """Remove all but the newest and the best.
+
+    One of a later step is a damaged one that a resume has skipped, and does not count.
+    """
+    best_step = None if newest.best is None else newest.best.step
+    written = [folder for folder in checkpoints(run.folder) if step_of(folder) <= newest.step]
+    for old in written[: -run.config.train.keep_checkpoints]:
+        if step_of(old) != best_step:
+            remove_folder(old)

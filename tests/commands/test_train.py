@@ -19,7 +19,8 @@ from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records
 from scale_cli.storage.records import TrainState
-from scale_cli.training import checkpoint, loop
+from scale_cli.training import loop
+from scale_cli.training import run as training_run
 from scale_cli.training.observing import Observer
 from scale_cli.training.step import TakenStep, train_step
 from scale_cli.vocabulary import proofs
@@ -115,7 +116,7 @@ def test_speed_is_that_of_the_steps_since_the_last_record_and_everywhere_the_sam
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(loop, "train_step", takes(1.0, train_step))
     monkeypatch.setattr(Observer, "losses", takes(7200.0, Observer.losses))
-    monkeypatch.setattr(checkpoint, "take_snapshot", takes(3600.0, checkpoint.take_snapshot))
+    monkeypatch.setattr(training_run, "take_snapshot", takes(3600.0, training_run.take_snapshot))
     config = make_config("run", "train.eval_every_steps=4", "train.log_every_steps=2")
     run = upscaled(config)
     summary = train(config, None, print)

@@ -25,7 +25,8 @@ import transformers.modeling_utils
 from safetensors import SafetensorError
 
 from scale_cli.data import tokenise
-from scale_cli.training import checkpoint, observing, step
+from scale_cli.training import observing, step
+from scale_cli.training import run as training_run
 
 # A full disk can still be deleted from.
 _NEEDS_ROOM = ("open", "write", "fsync", "mkdir", "tensors", "rename")
@@ -152,7 +153,7 @@ class SignalAt:
         places: dict[str, tuple[Any, str]] = {
             "micro-batch": (step, "loss_share"),
             "evaluation": (observing, "score_corpus"),
-            "save": (checkpoint, "write_checkpoint"),
+            "save": (training_run, "write_checkpoint"),
             "tokenisation": (tokenise._Shards, "append"),
         }
         owner, name = places[self.place]

@@ -29,15 +29,16 @@ from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TRAINED, TrainState
-from scale_cli.training import checkpoint
-from scale_cli.training.checkpoint import Snapshot, take_snapshot, write_checkpoint
+from scale_cli.training import run as training_run
+from scale_cli.training.checkpoint import step_of
+from scale_cli.training.run import Snapshot, take_snapshot, write_checkpoint
 from tests.training.conftest import MakeConfig, before_each_step, finished, go_on, upscaled
 
 _PATIENCE_S = 60
 
 
 def saved_steps(run: RunFolder) -> list[int]:
-    return sorted(checkpoint.step_of(folder) for folder in run.checkpoints.iterdir())
+    return sorted(step_of(folder) for folder in run.checkpoints.iterdir())
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_them(
@@ -51,7 +52,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_before_
         assert five_steps_done.wait(_PATIENCE_S)
         write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", write_later)
+    monkeypatch.setattr(training_run, "write_checkpoint", write_later)
     before_each_step(monkeypatch, lambda done, _: five_steps_done.set() if done == 5 else None)
     run = finished(delayed)
     monkeypatch.undo()
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_bef
             raise StorageError("no room")
         write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", write_once)
+    monkeypatch.setattr(training_run, "write_checkpoint", write_once)
     with pytest.raises(StorageError, match="no room"):
         train(config, None, print)
     assert saved_steps(run) == [3] and not run.final.exists()
@@ -107,7 +108,7 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(
         saved.append(state.step)
         write_checkpoint(run, state, snapshot)
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    monkeypatch.setattr(training_run, "write_checkpoint", write)
     for _ in range(2):
         with pytest.raises(Interrupted):
             go_on(config)
@@ -135,7 +136,7 @@ def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: py
         if done == 4:
             raise TrainingError("it diverges")
 
-    monkeypatch.setattr(checkpoint, "take_snapshot", take)
+    monkeypatch.setattr(training_run, "take_snapshot", take)
     before_each_step(monkeypatch, fail)
     with pytest.raises(TrainingError, match="it diverges"):
         train(config, None, print)
