@@ -35,17 +35,7 @@ Accepted = Annotated[Value, Change.ACCEPTED]
 
 _LANGUAGE = r"^[a-z]{2,3}$"
 # Codes of countries, given for their languages; what is a language's too (kr, Kanuri) has a code of three letters.
-_COUNTRIES = {
-    "kr": "ko",
-    "jp": "ja",
-    "cn": "zh",
-    "tw": "zh",
-    "us": "en",
-    "vn": "vi",
-    "ua": "uk",
-    "cz": "cs",
-    "gr": "el",
-}
+_COUNTRIES = {"kr": "ko", "jp": "ja", "cn": "zh", "tw": "zh", "vn": "vi", "ua": "uk", "cz": "cs", "gr": "el"}
 
 
 def check_language(code: object) -> object:

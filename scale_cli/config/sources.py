@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -134,29 +134,6 @@ class StageConfig(Section):
         description="shares of the training windows by source, relative to each other; 0 where one is not named"
     )
 
-    def of_run(self, sources: Sequence[CorpusSource], max_steps: int) -> tuple[int, list[float]]:
-        """Return the step at which it ends, and the weight of every source in it."""
-        return round(self.until * max_steps), [self.weights.get(source.name, 0.0) for source in sources]
-
-
-def check_stages(stages: Sequence[StageConfig], sources: Sequence[CorpusSource]) -> None:
-    """Raise where some stages, if there are any, are not a whole run's, or not of these sources."""
-    ends, known = [0.0, *(stage.until for stage in stages)], [source.name for source in sources]
-    if stages and (sorted(set(ends)) != ends or ends[-1] != 1.0):
-        raise ValueError("stages: each must end later than the one before (until), and the last one at 1")
-    for stage in stages:
-        if odd := [name for name in stage.weights if name not in known]:
-            raise ValueError(f"stages: {odd[0]!r} is none of the sources ({', '.join(known)})")
-        if not any(stage.weights.values()):
-            raise ValueError(f"stages: the one until {stage.until:g} draws from no source")
-        if odd := [source.name for source in sources if not source.weight and stage.weights.get(source.name)]:
-            raise ValueError(f"stages: {odd[0]} has weight 0, and so in every stage")
-    for source in (source for source in sources if stages and source.weight):
-        if not any(stage.weights.get(source.name) for stage in stages):
-            raise ValueError(f"stages: {source.name} has a weight in none of them; leave the source out")
-        if source.weight != 1.0:
-            raise ValueError(f"stages: they give the weights; leave out that of {source.name}")
-
 
 class EvaluationSource(TextSource):
     """A held-out corpus, and what a change on it would mean."""
@@ -254,19 +231,20 @@ class CorpusConfig(ReadingConfig):
 
     @property
     def new(self) -> list[CorpusSource]:
-        """The sources of what is to be learned."""
         return [source for source in self.sources if source.role == "new"]
 
     @property
     def replay(self) -> list[CorpusSource]:
-        """The sources of what the base knows."""
         return [source for source in self.sources if source.role == "replay"]
 
     def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
         """Return the steps at which the stages of a run end, and of each of them every source's weight."""
         if not self.stages:
             return [(max_steps, [source.weight for source in self.sources])]
-        return [stage.of_run(self.sources, max_steps) for stage in self.stages]
+        names = [source.name for source in self.sources]
+        return [
+            (round(stage.until * max_steps), [stage.weights.get(name, 0.0) for name in names]) for stage in self.stages
+        ]
 
     def shares(self, max_steps: int) -> list[float]:
         """Return of every source its share of all the windows of a run."""
@@ -278,9 +256,28 @@ class CorpusConfig(ReadingConfig):
         return [total / max_steps for total in totals]
 
     @model_validator(mode="after")
-    def _stages_are_of_the_sources(self) -> CorpusConfig:
-        check_stages(self.stages, self.sources)
+    def _stages_are_a_whole_run_of_the_sources(self) -> CorpusConfig:
+        for problem in self._problems_of_stages() if self.stages else ():
+            raise ValueError(f"stages: {problem}")
         return self
+
+    def _problems_of_stages(self) -> Iterator[str]:
+        ends, known = [0.0, *(stage.until for stage in self.stages)], [source.name for source in self.sources]
+        if sorted(set(ends)) != ends or ends[-1] != 1.0:
+            yield "each must end later than the one before (until), and the last one at 1"
+        for stage in self.stages:
+            if odd := [name for name in stage.weights if name not in known]:
+                yield f"{odd[0]!r} is none of the sources ({', '.join(known)})"
+            if not any(stage.weights.values()):
+                yield f"the one until {stage.until:g} draws from no source"
+        for source in self.sources:
+            is_drawn = any(stage.weights.get(source.name) for stage in self.stages)
+            if is_drawn and not source.weight:
+                yield f"{source.name} has weight 0, and so in every stage"
+            if source.weight and not is_drawn:
+                yield f"{source.name} has a weight in none of them; leave the source out"
+            if source.weight not in (0.0, 1.0):
+                yield f"they give the weights; leave out that of {source.name}"
 
     @field_validator("sources")
     @classmethod
