@@ -40,8 +40,6 @@ from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.tokenizer import load_tokenizer
 from scale_cli.vocabulary import proofs
-from scripts.biography.accuracy import first_token_accuracy
-from scripts.biography.tasks import Question
 from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.vocabulary.tokenizers_at_hand import KOREAN
@@ -163,7 +161,7 @@ def beside_base() -> BaseAndTrained:
 
 
 @pytest.mark.parametrize("make", [route, upon_another, beside_base])
-def test_the_scores_of_documents_benchmarks_and_biographies(
+def test_the_scores_of_documents_and_benchmarks(
     device: torch.device, config: RunConfig, make: Callable[[], Any]
 ) -> None:
     tokenizer = load_tokenizer(config.model)
@@ -181,8 +179,6 @@ def test_the_scores_of_documents_benchmarks_and_biographies(
             answers.head = head
             told.extend(score for score, _ in answers.loglikelihood(asked))
             told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)
-        shares = first_token_accuracy(model, [Question([1, 2, 3], [4]), Question([5, 6], [7])], router, "no")
-        told.extend(shares.values())
         of_documents = [losses.num_tokens, *losses.heads.values(), *losses.rules.values(), *losses.served.values()]
         return [torch.tensor(told), *map(torch.from_numpy, of_documents)]
 
@@ -214,9 +210,9 @@ def _assert_same_words(there: list[Continuation], here: list[Continuation]) -> N
             assert token.shares == (None if expected.shares is None else pytest.approx(expected.shares, abs=1e-5))
 
 
-def in_turn(verbs: dict[str, Callable[[], Any]]) -> dict[str, set[str]]:
-    """Run some verbs, and return where each of them computed."""
-    return {name: embedded_on(verb) for name, verb in verbs.items()}
+def check_all_on(device: torch.device, verbs: dict[str, Callable[[], Any]]) -> None:
+    """Run some verbs, which have to compute on a device alone."""
+    assert {name: embedded_on(verb) for name, verb in verbs.items()} == {name: {device.type} for name in verbs}
 
 
 def shortened(config: RunConfig, output_dir: Path, base: Path | None = None, **method: Any) -> RunConfig:
@@ -276,7 +272,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
         ),
         "verify": lambda: verify(config.output_dir).require(),
     }
-    assert in_turn(verbs) == {name: {device.type} for name in verbs}
+    check_all_on(device, verbs)
 
 
 def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_device(
@@ -304,7 +300,7 @@ def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_
         "train again": lambda: train(whole, None, print),
         "average": average_and_evaluate,
     }
-    assert in_turn(verbs) == {name: {device.type} for name in verbs}
+    check_all_on(device, verbs)
 
 
 def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
@@ -324,4 +320,4 @@ def test_a_run_upon_another_is_made_and_both_are_joined_on_the_device(
         "generate": lambda: Generator(folder).continue_all(PROMPTS, Sampling(2)),
         "verify": lambda: verify(folder).require(),
     }
-    assert in_turn(verbs) == {name: {device.type} for name in verbs}
+    check_all_on(device, verbs)
