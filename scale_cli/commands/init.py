@@ -16,8 +16,7 @@ from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.corpora import every_source
 from scale_cli.errors import ConfigError, CorpusError, UsageError
-from scale_cli.planning.counting import count_flops, count_saved_tensors
-from scale_cli.planning.memory import Parameters, training_memory
+from scale_cli.planning.counting import Parameters, count_flops, count_saved_tensors, training_memory
 from scale_cli.planning.speed import Device, measure_device
 from scale_cli.planning.texts import NewTokens, Parted, limit, look_into, offer_tokens, part
 from scale_cli.storage.atomic import write_text

@@ -17,8 +17,7 @@ from scale_cli.data.tokens import already_tokenised, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
-from scale_cli.planning.counting import TokenFlops, count_flops
-from scale_cli.planning.memory import Memory, Parameters, memory_of_run
+from scale_cli.planning.counting import Memory, Parameters, TokenFlops, count_flops, memory_of_run
 from scale_cli.planning.speed import Device, measure_device
 from scale_cli.planning.vocabulary import Growth, growth_of
 from scale_cli.report.numbers import quantity

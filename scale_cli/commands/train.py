@@ -30,7 +30,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.hooks import of_final
 from scale_cli.methods.recipes import copy_start
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.planning.memory import memory_of_run
+from scale_cli.planning.counting import memory_of_run
 from scale_cli.planning.speed import device_name, peak_tokens_per_s
 from scale_cli.processes import main_first, on_main, process_state
 from scale_cli.report.numbers import quantity

@@ -8,8 +8,7 @@ import torch
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.counting import SavedTensors, count_saved_tensors
-from scale_cli.planning.memory import Memory, Parameters, training_memory
+from scale_cli.planning.counting import Memory, Parameters, SavedTensors, count_saved_tensors, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
 from scale_cli.upscale.method import start_model
@@ -92,11 +91,6 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Any, name: str) -> None:
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     headers = 200 * 4 * len(trainable_parameters(model))  # names and shapes: what a tiny model's files are full of
     assert 0 <= written - Parameters.of(model, train).checkpoint_bytes <= headers
-
-
-def test_a_process_of_several_holds_what_one_alone_does() -> None:
-    alone, together = (planned_memory(EACH[0], "no", num_processes) for num_processes in (1, 2))
-    assert together == alone
 
 
 def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_it_decays_to_is_frozen() -> None:
