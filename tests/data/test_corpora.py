@@ -57,10 +57,6 @@ def warned(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return corpus_warnings(config, training, open_sources(config, config.evaluation.perplexity, tokenizer))
 
 
-def test_what_is_common_is_not_warned_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT), tokenizer) == []
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "infinite"])
 def test_a_short_trial_of_a_long_config_ends_while_it_warms_up_and_says_so(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, schedule: str
@@ -102,18 +98,27 @@ def test_a_text_that_is_shorter_than_a_window_is_read_once_in_each(
     assert told == trained.num_trained / (len(corpus.ids) - 1) == 8
 
 
-def test_held_out_documents_that_are_trained_on_are_counted_whatever_their_white_space(
+def test_shared_and_lost_text_and_one_document_are_told_and_what_is_common_is_not(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    trained = ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], " ".join(WORDS), HELD_OUT[2]]
-    (line,) = warned(configured(tmp_path, [trained], [*HELD_OUT, HELD_OUT[2]]), tokenizer)
-    assert line.startswith("held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on")
-
-
-def test_lost_text_is_told_before_it_is_too_much(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = " ".join(WORDS * 9)
-    (line,) = warned(configured(tmp_path, [[f"{text} 고양이"]], HELD_OUT), tokenizer)
-    assert line == "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'"
+    whole, shared = " ".join(WORDS), ["w30 " + HELD_OUT[0], "  w4\n\nw5 ", HELD_OUT[2], " ".join(WORDS), HELD_OUT[2]]
+    told: list[tuple[list[str], list[str], str]] = [
+        ([whole], HELD_OUT, ""),
+        (
+            shared,
+            [*HELD_OUT, HELD_OUT[2]],
+            "held-out held: 3 of its 5 documents (60.0 %) are in c0, which is trained on",
+        ),
+        (
+            [f"{' '.join(WORDS * 9)} 고양이"],
+            HELD_OUT,
+            "corpus c0: the tokenizer loses 0.48 % of its text, as in '고양이'",
+        ),
+        ([whole], HELD_OUT[:1], "held-out held: one document,"),
+    ]
+    for training, held_out, line in told:
+        lines = warned(configured(tmp_path, [training], held_out), tokenizer)
+        assert len(lines) == bool(line) and all(found.startswith(line) for found in lines)
 
 
 def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
@@ -137,13 +142,6 @@ def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
         assert all("documents: file" in line for line in lines)
 
 
-def test_a_held_out_text_of_one_document_is_told_to_have_no_interval(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    (line,) = warned(configured(tmp_path, [[" ".join(WORDS)]], HELD_OUT[:1]), tokenizer)
-    assert line.startswith("held-out held: one document,") and "documents: line" in line
-
-
 # Stages of a mixture, from the config to what is drawn, and where a longer run may go on
 
 
@@ -159,19 +157,12 @@ def staged(max_steps: int) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def test_the_stages_of_a_run_end_at_their_shares_of_it_and_name_every_source() -> None:
-    assert staged(10).corpus.mixture(10) == [(5, [0.0, 1.0]), (10, [1.0, 3.0])]
-
-
-def test_how_often_a_source_is_read_is_counted_over_its_stages() -> None:
+def test_stages_end_at_their_shares_of_a_run_which_goes_on_where_they_would_have_been_the_same() -> None:
     config = staged(10)
-    old, new = config.corpus.sources
+    assert config.corpus.mixture(10) == [(5, [0.0, 1.0]), (10, [1.0, 3.0])]
     windows = [5 * 2 * 0.25, 5 * 2 * 1.0 + 5 * 2 * 0.75]
-    assert [num_readings(config, old, 40), num_readings(config, new, 40)] == [n * 8 / 40 for n in windows]
-
-
-def test_a_longer_run_goes_on_from_where_its_stages_would_have_been_the_same() -> None:
-    check_same_stages(Path("step-5"), 5, staged(10), staged(20))
-    check_same_stages(Path("step-9"), 9, staged(10), staged(10))
+    assert [num_readings(config, source, 40) for source in config.corpus.sources] == [n * 8 / 40 for n in windows]
+    check_same_stages(Path("step-5"), 5, config, staged(20))
+    check_same_stages(Path("step-9"), 9, config, staged(10))
     with pytest.raises(RunFolderError, match=r"ended at step 5 would end at 10, and 6 are trained; .* of step 5 or be"):
-        check_same_stages(Path("step-6"), 6, staged(10), staged(20))
+        check_same_stages(Path("step-6"), 6, config, staged(20))

@@ -190,8 +190,8 @@ def wait_until(condition: Any) -> None:
 
 def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path, shared_data: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    stories, tokenizer = tmp_path / "stories.txt", shared_data / "ckpt-stories260K/hf/tokenizer.json"
-    stories.write_bytes((shared_data / "en-tinystories/tinystories_val.txt").read_bytes()[: 1 << 19])
+    stories = shared_data / "en-tinystories/tinystories_val.txt"
+    tokenizer = shared_data / "ckpt-stories260K/hf/tokenizer.json"
     command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer), str(tmp_path / "killed")]
     killed = subprocess.Popen(command)
     progress = tmp_path / ".killed.progress.json"
