@@ -67,21 +67,13 @@ def training_steps(
     model: MethodModel,
     batches: Batches,
     train: TrainConfig,
-    description: str,
+    description: str,  # of the bar
     method: MethodConfig = _FULL,
-    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],
+    probe: Callable[[int], Sequence[MicroBatch]] = lambda _: [],  # returns so many windows of what the base knows
 ) -> Iterator[int]:
     """Train what is trainable of a model, in one process; yield 0, and then the number of steps done after each.
 
     Between two steps the model may be used in evaluation mode.
-
-    Args:
-        model: what is trained.
-        batches: what it is trained on.
-        train: its settings.
-        description: of the bar.
-        method: of the model.
-        probe: returns so many windows of what the base knows.
     """
     accelerator = Accelerator(mixed_precision="no")  # autocast is the step's
     start = copy_start(model, train)
