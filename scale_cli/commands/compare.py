@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_cli.comparison.options import side_names
 from scale_cli.comparison.report import KIND, Comparison, compare_runs, notes, write_comparison
-from scale_cli.comparison.runs import load_runs
+from scale_cli.comparison.runs import load_runs, side_names
 from scale_cli.errors import require
 from scale_cli.report.numbers import DASH, with_interval
 from scale_cli.report.tables import aligned
