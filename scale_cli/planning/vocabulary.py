@@ -36,22 +36,19 @@ class Growth:
 
 
 def growth_of(run: Run) -> Growth:
-    config, extension, before = run.config, run.extension, run.base_tokenizer
+    config, extension = run.config, run.extension
     assert extension is not None
     known: Any = run.known_tokenizer()
     after: Tokenizer = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
-    sources = []
-    for source in config.corpus.sources:
+    sources, tokens_without = [], 0.0
+    for source, share in zip(config.corpus.sources, config.corpus.shares(config.train.max_steps), strict=True):
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
-        counts = [_num_tokens(tokenizer, texts) for tokenizer in (before.backend_tokenizer, after)]
-        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), *counts))
-    shares = config.corpus.shares(config.train.max_steps)
-    ratios = [source.num_tokens_before / max(source.num_tokens_after, 1) for source in sources]
-    tokens_without = sum(share * ratio for share, ratio in zip(shares, ratios, strict=True))
+        num_before, num_after = (
+            sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts, add_special_tokens=False))
+            for tokenizer in (run.base_tokenizer.backend_tokenizer, after)
+        )
+        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), num_before, num_after))
+        tokens_without += share * num_before / max(num_after, 1)
     first_id = extension.first_id
     num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
     return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
-
-
-def _num_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-    return sum(len(encoded.ids) for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False))

@@ -128,7 +128,6 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     with pytest.raises(PreservationError):
         upscale(again)
     assert not (tmp_path / "again/upscaled").exists()
-    assert ConfigError.exit_code == 2
     assert PreservationError.exit_code == 3
 
 
@@ -167,9 +166,6 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
         (told,) = planned.new_tokens.sources
         assert (planned.new_tokens.num_new, planned.new_tokens.vocab_size) == (64, 576)
         assert told.num_tokens_before > 1.5 * told.num_tokens_after
-        assert any(
-            f"{told.num_tokens_before:,} -> {told.num_tokens_after:,} tokens" in line for line in planned.lines()
-        )
     old, new = Run(config).base_tokenizer, Run(config).tokenizer
     texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
     counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
@@ -180,9 +176,8 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     trained = Run(config).open_start().load()
     numbers = [sum(p.numel() for p in trained.parameters() if p.requires_grad is trains) for trains in (False, True)]
     assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
-    assert (
-        methods["no new tokens"].num_tokens == methods["lora"].num_tokens == round(2 * 2 * 32 * counts[0] / counts[1])
-    )
+    num_without = round(2 * 2 * 32 * counts[0] / counts[1])
+    assert methods["no new tokens"].num_tokens == methods["lora"].num_tokens == num_without
     without = config.model_copy(update={"method": config.method.model_copy(update={"vocabulary": None})})
     alone = {method.variant: method for method in plan(without, 1e12, 1).methods}
     assert methods["no new tokens"].memory == alone["route"].memory

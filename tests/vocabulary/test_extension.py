@@ -82,10 +82,7 @@ def test_what_is_merged_are_the_old_tokens_in_their_order_and_of_the_script_alon
 @any_kind
 def test_new_tokens_save_tokens_and_what_is_written_is_read_back(kind: Callable[[], Tokenizer]) -> None:
     tokenizers = grown(kind)
-    before, after = (
-        tokenizer.encode(KOREAN, add_special_tokens=False).ids for tokenizer in (tokenizers.old, tokenizers.new)
-    )
-
+    before, after = (of.encode(KOREAN, add_special_tokens=False).ids for of in (tokenizers.old, tokenizers.new))
     assert len(tokenizers.tokens) == 100
     assert len(after) < len(before) / 2.5
     assert tokenizers.new.decode(after) == tokenizers.old.decode(before) == KOREAN
