@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -73,17 +71,6 @@ LearningRate = Annotated[float, Field(gt=0.0, le=100.0)]
 
 STORES = ("hf", "s3", "gs", "az", "https")
 _LONGEST_PATH_BYTES, _LONGEST_NAME_BYTES = 4000, 255
-
-
-class OneOf:
-    """Of a value that is a name in a table."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = [*names]
-
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of a literal."""
-        return core_schema.literal_schema(self._names)
 
 
 def gone(**became: str) -> BeforeValidator:

@@ -25,7 +25,6 @@ from scale_cli.values import (
     Free,
     Length,
     MixedPrecision,
-    OneOf,
     PathText,
     Section,
     gone,
@@ -49,9 +48,6 @@ class ModelConfig(Section):
 class _AnyMethod(WideningConfig):
     """What is trained, and what is served."""
 
-    variant: Annotated[str, OneOf(METHODS), gone(elo="llama-pro and freeze train some of the layers too")] = Field(
-        default="route", description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline"
-    )
     vocabulary: VocabularyConfig | None = Field(default=None, description="tokens that are added; null: none")
 
     @property
@@ -104,6 +100,13 @@ else:
         __base__=_AnyMethod,
         __doc__=_AnyMethod.__doc__,
         __module__=__name__,
+        variant=(
+            Annotated[Literal[tuple(METHODS)], gone(elo="llama-pro and freeze train some of the layers too")],
+            Field(
+                default="route",
+                description="three ways to widen (the paper's SCALE-Preserve, -Adapt, -Route), or a baseline",
+            ),
+        ),
         **{method.section: (method.settings, method.settings()) for method in METHODS.values() if method.section},
     )
 
