@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.data.corpora import cache_dir, every_source, idle_settings, num_readings, reading_warnings
+from scale_cli.data.corpora import every_source, idle_settings
 from scale_cli.data.files import check_source
-from scale_cli.data.tokens import already_tokenised, check_sample
+from scale_cli.data.tokens import check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
@@ -57,7 +57,6 @@ class Plan:
     device: Device  # what the times are computed with
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that cannot be had with this base, and why
-    epochs: dict[str, tuple[int, float]]  # of every source that is tokenised: its tokens, and how often each is read
     warnings: list[str]  # what is rarely meant
     new_tokens: Growth | None  # what they do; None where there are none
 
@@ -91,13 +90,9 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
             planned.append(plan_of(method))
         except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
             refused[method.variant] = str(error)
-    epochs = epochs_of_tokenised(run)
     warnings = [*_absent(run), *idle_settings(config)]
-    for source in config.corpus.sources:
-        if source.name in epochs:
-            warnings += reading_warnings(config, source, epochs[source.name][0])
     num_tokens = planned[0].num_tokens
-    return Plan(config, base_config, num_tokens, num_processes, device, planned, refused, epochs, warnings, growth)
+    return Plan(config, base_config, num_tokens, num_processes, device, planned, refused, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -155,23 +150,6 @@ def _plan_method(
     )
 
 
-def epochs_of_tokenised(run: Run) -> dict[str, tuple[int, float]]:
-    """Return of every training source that the cache holds its tokens, and how often the run reads each of them."""
-    config = run.config
-    folder, sources = cache_dir(config), config.corpus.sources
-    epochs: dict[str, tuple[int, float]] = {}
-    if not any(any(folder.glob(f"{source.name}-*")) for source in sources):
-        return epochs  # then neither a tokenizer nor a look at the texts is needed
-    with suppress(BaseModelError, CorpusError):
-        if (tokenizer := run.known_tokenizer()) is not None:
-            for source in sources:
-                corpus = already_tokenised(source, tokenizer, folder, config.corpus)
-                if corpus is not None:
-                    num_tokens = len(corpus.ids)
-                    epochs[source.name] = num_tokens, num_readings(config, source, num_tokens)
-    return epochs
-
-
 def _absent(run: Run) -> list[str]:
     """Return a line for every source and benchmark of which a run would refuse the files or the first text."""
     errors: list[CorpusError] = []
@@ -207,13 +185,6 @@ def _heading(plan: Plan) -> list[str]:
             f"{plan.config.corpus.sequence_length:,} tokens = {plan.num_tokens:,} tokens",
         ),
     ]
-    for source in plan.config.corpus.sources:
-        size = "not tokenised yet, so its epochs are not known"
-        if source.name in plan.epochs:
-            num_tokens, num_epochs = plan.epochs[source.name]
-            size = f"{num_tokens:,} tokens, read {num_epochs:,.2f} times"
-        role = " (replay)" if source.role == "replay" else ""
-        lines.append(("corpus", f"{source.name}{role}: {size}"))
     if (growth := plan.new_tokens) is not None:
         origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
         lines.append(("new tokens", f"{growth.num_new:,}, {growth.vocab_size:,} in all{origin}"))
