@@ -78,7 +78,7 @@ def plan(
     overrides: Overrides = None,
     flops: Annotated[
         float | None,
-        Option(metavar="FLOP/S", min=1.0, help="A device sustains, about 0.4 of its peak; else measured."),
+        Option(metavar="FLOP/S", min=1.0, help="What a device sustains; measured if not given."),
     ] = None,
     num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
     _shown: Shown = None,
@@ -104,7 +104,7 @@ def init(
     retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
     retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
     held_out: Annotated[str | None, Option(metavar="TEXT", help="More of it to measure on, else a part.")] = None,
-    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, as planned.")] = 5.0,
+    minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, by the plan.")] = 5.0,
     _shown: Shown = None,
 ) -> None:
     """Write a first config for a base and text of your own.
@@ -259,7 +259,7 @@ def average(
         list[Path], Argument(metavar="CHECKPOINT", help="Two or more checkpoints, final/ folders or runs.")
     ],
     output: Annotated[Path, Option(metavar="DIR", help="A new run's folder.")],
-    weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; all the same.")] = None,
+    weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; the same if none.")] = None,
     _shown: Shown = None,
 ) -> None:
     """Average what several checkpoints or runs have trained.
@@ -293,7 +293,7 @@ def join(
     output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join.")],
     prior: Annotated[
         float | None,
-        Option(metavar="P", min=0.001, max=0.999, help="Weight of the base head at first; an even one if none."),
+        Option(metavar="P", min=0.001, max=0.999, help="Weight of the base head at first; even if none."),
     ] = None,
     switch_rate: Annotated[
         float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
