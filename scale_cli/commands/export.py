@@ -194,18 +194,18 @@ def card_is_current(config: RunConfig) -> bool:
 
 def renew_card(config: RunConfig) -> Path:
     """Write the folder of a finished export again with a new card; its other files are linked, not copied."""
-    folder = export_folder(config)
+    folder, written_anew = (
+        export_folder(config),
+        shutil.ignore_patterns(CARD, ExportRecord.FILE, MANIFEST, "scale.yaml"),
+    )
     with new_folder(folder) as partial:
-        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-            if file.name not in (CARD, ExportRecord.FILE, MANIFEST, "scale.yaml"):
-                _link(file, partial / file.relative_to(folder))
+        shutil.copytree(folder, partial, copy_function=_link, dirs_exist_ok=True, ignore=written_anew)
         write_card(partial, config, ExportRecord.load(folder), base_licence(config.model))
     return folder
 
 
-def _link(file: Path, place: Path) -> None:
+def _link(file: str, place: str) -> None:
     """Give a file a second name; copy it where the file system has no such thing."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, place)
     except OSError:
