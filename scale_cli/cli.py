@@ -188,6 +188,9 @@ def evaluate(
     check_forgetting(summary.report, max_forgetting)
 
 
+app.command("eval", hidden=True, help="The same as evaluate.")(evaluate)
+
+
 @app.command()
 def export(
     config: Config,
