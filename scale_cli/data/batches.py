@@ -114,7 +114,6 @@ class MicroBatch:
     distillation: tuple[float, ...] | None = None
 
     def pinned(self) -> MicroBatch:
-        """Return the same in memory from which a GPU copies by itself."""
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -222,7 +221,7 @@ class Batches:
         return source, int(self._epoch_order(source, epoch)[position])
 
     def windows_of(self, step: int) -> list[tuple[int, int]]:
-        """Return (source, window) for every sequence of a step's global batch."""
+        """Return (source, window) of every sequence of a step's global batch."""
         first = step * self.global_batch_size
         return [self._locate(sample) for sample in range(first, first + self.global_batch_size)]
 

@@ -34,7 +34,6 @@ _NUM_COUNTED = 2**24
 
 
 def cache_dir(config: RunConfig) -> Path:
-    """Return where tokenised corpora lie."""
     return config.corpus.cache_dir or RunFolder(config.output_dir).tokens
 
 
@@ -44,7 +43,6 @@ def training_sources(config: RunConfig) -> list[TextSource]:
 
 
 def every_source(config: RunConfig) -> list[TextSource]:
-    """Return every source of a config, trained on or held out."""
     return [*config.corpus.sources, *config.evaluation.perplexity]
 
 
@@ -75,7 +73,6 @@ def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
 
 
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
-    """Return what a corpus is trained on in."""
     offsets = corpus.offsets if config.isolate_documents else None
     lead = int(corpus.markers.bos is None)  # a document without a mark of its own is scored after the one before
     return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)

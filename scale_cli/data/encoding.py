@@ -73,7 +73,6 @@ class RoundTrip:
 
     @property
     def lost_fraction(self) -> float:
-        """The share of the text that does not come back."""
         return self.num_lost / max(self.num_bytes, 1)
 
 

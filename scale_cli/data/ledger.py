@@ -170,12 +170,10 @@ class TokenLedger(RunRecord):
     sources: dict[str, SourceTokens]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file holds."""
         return asdict(self)["sources"]
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the record that a file holds."""
         return super().from_json({"sources": value})
 
 
