@@ -64,6 +64,10 @@ class Plan:
         """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures."""
+        return {name: value for name, value in vars(self).items() if name not in ("config", "base_config")}
+
 
 def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     """Plan a run, and beside it every other method, without loading or downloading a weight."""

@@ -174,7 +174,9 @@ def test_the_verb_prints_the_plan_for_people_or_as_json_and_writes_nothing(
     shown = done.stdout
     assert "questions: no such file: nowhere.yaml; the plan needs no text" in " ".join(shown.split())
     assert "400 TFLOP/s as stated" in shown and "10 steps x 4 windows x 64 tokens = 2,560 tokens" in shown
-    methods = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)["methods"]
+    told = json.loads(scale("plan", small, absent, "--flops", "4.0e14", "--json").stdout)
+    assert "base_config" not in told and told["num_tokens"] == 2560
+    methods = told["methods"]
     assert methods[0]["variant"] == "preserve" and methods[0]["memory_bytes"] == sum(methods[0]["memory"].values())
     assert not (small.parent / "run").exists()
 
