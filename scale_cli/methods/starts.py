@@ -55,12 +55,7 @@ def initialise_expansion(
     | E'    | token -> u            | N(0, e^2), or `draw_codes`; e = embedding_scale x rms(x) before the last norm |
     | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
 
-    Args:
-        model: widened; its configuration is told e.
-        start: of W21, and of E' where no scale is given.
-        seed: of what is drawn.
-        embedding_scale: rms(E') relative to rms(x) before the last norm.
-        draw_codes: what E' of that size starts as (`methods/codes.py`); without it, as random numbers.
+    `start` is of W21, and of E' where no scale is given. The model's configuration is told e.
 
     Source: SCALE, arXiv 2511.03270 (an SVD start for W21 and W22 is recommended; H' = 0 and W12 = 0 keep the function).
     """

@@ -48,12 +48,7 @@ class Step:
 
 
 class BlockRouter(nn.Module):
-    """One row of state for each block, and what a step makes of it.
-
-    Args:
-        log_prior: of every head; float64.
-        switch_rate: alpha of model/routing.py.
-    """
+    """One row of state for each block, and what a step makes of it; `log_prior` (K,) is float64."""
 
     log_prior_K: Tensor
     transition_KK: Tensor
@@ -84,11 +79,6 @@ class BlockRouter(nn.Module):
 
     def advance(self, hidden_TD: Tensor, step: Step, heads: Heads) -> tuple[Tensor, Tensor]:
         """Weigh the heads after each token of a step, and keep what the documents' next tokens will ask for.
-
-        Args:
-            hidden_TD: what the heads read, after each token.
-            step: the tokens.
-            heads: what gives their logits.
 
         Returns:
             (T, K) log-weights with which the token after each is predicted, and (T,) the row that waits for the

@@ -33,14 +33,7 @@ class Shard:
 
 
 class SharedPieces:
-    """What a head that lacks some tokens says of them, on this device.
-
-    Args:
-        shares: of its pieces' probability.
-        vocab_size: how many tokens there are in all.
-        shard: this device's.
-        device: where the tables lie.
-    """
+    """What a head that lacks some tokens says of them, on this device; `vocab_size` counts all tokens."""
 
     def __init__(self, shares: PieceShares, vocab_size: int, shard: Shard, device: torch.device) -> None:
         self.sources_V, self.added_V = (table.to(device) for table in shares.table(vocab_size))
@@ -170,13 +163,9 @@ class StreamHeads:
             yield [product(stream) for product, stream in zip(products, streams, strict=True)]
 
     def _chosen(self, parts_of: Callable[[Tensor], Sequence[Tensor]], ids_T: Tensor, start: int, length: int) -> Tensor:
-        """Return (T, K) logits of `ids_T`; 0 where they are not among these tokens.
+        """Return (T, K) logits of `ids_T`; 0 where they are not among `length` tokens of this device from `start` on.
 
-        Args:
-            parts_of: gives every stream's part (T,) of the logits of tokens, by their places among these.
-            ids_T: the tokens.
-            start: the first of these, in this device's share.
-            length: how many these are.
+        `parts_of` gives every stream's part (T,) of the logits of tokens, by their places among these.
         """
         local_T, ours_T = self._local(ids_T, start, length)
         chosen_TK = torch.stack(_added_up(parts_of(local_T), self.parents), dim=-1)

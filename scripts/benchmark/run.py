@@ -18,15 +18,7 @@ from scripts.benchmark.shapes import Shape
 def run_benchmark(
     shape: Shape, names: list[str], num_rounds: int, output: Path, log: Callable[[str], None]
 ) -> dict[str, Measured]:
-    """Measure methods on a shape, print the tables and write OUTPUT/SHAPE.json.
-
-    Args:
-        shape: what they are measured on.
-        names: of methods, as `cases` has them; all where empty.
-        num_rounds: each is one timed step of every method.
-        output: folder of the JSON.
-        log: prints.
-    """
+    """Measure methods (of `cases`; all where no names are given), print the tables and write OUTPUT/SHAPE.json."""
     with tempfile.TemporaryDirectory() as scratch:
         batches = shape.batches(Path(scratch), SEED)
         makers = cases(shape, batches, Path(scratch))
