@@ -81,11 +81,23 @@ class AskedCompletion(Asked):
     max_tokens: int = Field(16, ge=1)
 
 
+class TextPart(BaseModel):
+    """A part of a message, as many clients send them."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(BaseModel):
     """A turn of a conversation."""
 
     role: str
-    content: str
+    content: str | list[TextPart]
+
+    def turn(self) -> dict[str, str]:
+        """Return it as chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
 
 
 class AskedChat(Asked):
@@ -271,7 +283,7 @@ def create_app(generator: Generator, name: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(asked: AskedChat) -> Response:
-        turns = [message.model_dump() for message in asked.messages]
+        turns = [message.turn() for message in asked.messages]
         return await endpoint.respond(asked, turns, asked.max_completion_tokens or asked.max_tokens)
 
     @app.get("/v1/models")

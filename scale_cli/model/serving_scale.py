@@ -77,8 +77,14 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Refuse: its paged cache knows neither the second stream nor the router's state."""
         raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
 
-    def add_adapter(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: an adapter in the base would move the base's own head."""
+    @property
+    def peft_config(self) -> Any:
+        """None of PEFT's: to whoever asks, this model has no such attribute."""
+        raise AttributeError("peft_config")
+
+    @peft_config.setter
+    def peft_config(self, adapters: Any) -> None:
+        """Refuse PEFT's adapters, which leave their configuration here: what they change is not what is computed."""
         raise NotImplementedError("a widened model takes no PEFT adapters; put them into its plain export")
 
     @staticmethod

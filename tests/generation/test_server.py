@@ -250,6 +250,7 @@ def test_a_chat_is_framed_by_its_template_alone(
     rendered = ("<s>" if kind == "with BOS" else "") + "[user]Once upon[assistant]a time"
     num_tokens = len(generator.tokenizer(rendered, add_special_tokens=False).input_ids)
     assert answer.usage is not None and answer.usage.prompt_tokens == num_tokens
+    asked["messages"] = [{"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in turns]
     told = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(part.choices[0].delta.content or "" for part in told[:-1]) == wanted.completion
     assert told[-1].usage == answer.usage

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
+LORA = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
 IDS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -27,7 +29,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embeddings": (lambda model: model.generate(inputs_embeds=model.get_input_embeddings()(IDS)), "pass input_ids"),
     "more tokens": (lambda model: model.resize_token_embeddings(70), "vocabulary"),
     "continuous batching": (lambda model: model.generate_batch(IDS.tolist()), r"generate\(\) on a padded batch"),
-    "an adapter": (lambda model: model.add_adapter(None), "no PEFT adapters"),
+    "PEFT": (lambda model: get_peft_model(model, LORA), "no PEFT adapters"),
+    "an adapter": (lambda model: model.add_adapter(LORA), "no PEFT adapters"),
 }
 
 
