@@ -157,7 +157,7 @@ class StepBatches:
 def _drawn(draws: npt.NDArray[np.float64], weights: Sequence[float]) -> npt.NDArray[np.int64]:
     """Return the source that every draw from [0, 1) falls on."""
     bounds = np.cumsum(weights) / np.sum(weights)
-    # A draw rounds to 1.0 at the most; the last bound may lie a rounding below it.
+    # The last bound may round to just below 1, and a draw may lie above it; the last bound may lie a rounding below it.
     return np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
 
 

@@ -97,7 +97,8 @@ class RouterConfig(Section):
     """How SCALE-Route chooses between the base head and the trained head."""
 
     rule: Literal["posterior", "cosine"] = Field(
-        default="posterior", description="by how well each head has predicted so far, or the paper's, by layers' cosine"
+        default="posterior",
+        description="by how well each head has predicted so far, or the paper's, by the cosine of the heads' logits",
     )
     prior: float = Field(default=0.5, gt=0.0, lt=1.0, description="weight of the base head at the first token")
     switch_rate: float = Field(default=0.0, ge=0.0, lt=1.0, description="fixed share alpha, per token")

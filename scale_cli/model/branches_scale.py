@@ -135,7 +135,7 @@ def run_branches(
         first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
         if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
             alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
-        # Slot 0 tells how long the cache is, so where no untouched stream fills it the adapted one must.
+        # The cache's length is read from slot 0: where head 0 is not run, the adapted stream takes it.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
     normed = {head: frozen_norm(decoder.norm, x) for head, x in streams.items()}
     ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)

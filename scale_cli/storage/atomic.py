@@ -232,12 +232,14 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders that killed processes left half-written or half-deleted where nobody else writes now."""
+    """Remove what killed processes left half-written or half-deleted; only where no other process writes."""
     for leftover in folder.glob(".*"):
         if leftover.suffix == ".previous":
             _put_back(folder / leftover.stem.removeprefix("."))
-        elif leftover.suffix == ".partial":
+        elif leftover.is_dir() and leftover.suffix == ".partial":
             shutil.rmtree(leftover)
+        elif leftover.suffix == ".partial":
+            leftover.unlink()
 
 
 # What a manifest says

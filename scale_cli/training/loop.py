@@ -76,7 +76,7 @@ class _Loop:
     Until then the device works on, and a step that is not finite updates nothing by the device's own doing.
     """
 
-    run: TrainingRun  # whose position is that of the last step of which it is known what it came to
+    run: TrainingRun  # its state is that after the last step whose loss is known
     batches: Prefetched[StepBatches]  # of this process, from that position on
     stop: StopRequest  # what has asked this process to stop
     bar: Any  # of progress
@@ -104,16 +104,16 @@ class _Loop:
             try:
                 summed = self._take_step(done)
             except StopNow:
-                self._leave(self.stop.mine())
+                self._save_and_leave(self.stop.mine())
             done += 1
             last = done == train.max_steps
             if self._is_logged(done):
-                self._synchronise()
+                self._settle_steps()
             self._evaluate_what_is_due(done)
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
-                self._leave(asked)
+                self._save_and_leave(asked)
             if last or done % train.save_every_steps == 0:
-                self._synchronise()
+                self._settle_steps()
                 run.save()
 
     def clock(self, *, stepping_s: float = 0.0, evaluating_s: float = 0.0) -> None:
@@ -149,8 +149,8 @@ class _Loop:
         train = self.run.config.train
         return done % train.log_every_steps == 0 or done == train.max_steps
 
-    def _synchronise(self) -> None:
-        """Wait for the steps taken, and go on to the position after them."""
+    def _settle_steps(self) -> None:
+        """Wait for the steps taken, and count them in the run's state."""
         run = self.run
         if not self.taken:
             return
@@ -161,7 +161,7 @@ class _Loop:
             try:
                 result = step.result(of_step)
             except NonFiniteError as error:
-                _leave_out(run, step, error)
+                _skip_step(run, step, error)
             else:
                 run.state = run.state.advanced(result.num_tokens, result.by_source)
                 self._warn_of_leap(result.loss)
@@ -224,7 +224,7 @@ class _Loop:
         benchmarks_due = _is_due(done, train.eval_benchmarks_every_steps)
         if observer is None or not (losses_due or benchmarks_due):
             return
-        self._synchronise()
+        self._settle_steps()
         started_s, best = time.monotonic(), run.state.best
         record: MetricsRecord = {"step": done}
         try:
@@ -247,10 +247,11 @@ class _Loop:
                     record[BENCHMARKS] = observer.accuracies()
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)
-            self._leave(self.stop.mine())
+            self._save_and_leave(self.stop.mine())
         if best is not None:
             record["best_step"] = best.step
-        run.state, is_new = replace(run.state, best=best), best != run.state.best
+        is_new = best != run.state.best
+        run.state = replace(run.state, best=best)
         self.clock(evaluating_s=time.monotonic() - started_s)
         if run.metrics is not None:
             run.metrics.append(record)
@@ -258,9 +259,9 @@ class _Loop:
         if is_new:
             run.save()
 
-    def _leave(self, asked: int) -> NoReturn:
+    def _save_and_leave(self, asked: int) -> NoReturn:
         """Save the state, wait until it is safe, and leave, for what `asked` all processes: each has to call this."""
-        self._synchronise()
+        self._settle_steps()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)
         run.save()
@@ -283,7 +284,7 @@ def _is_due(done: int, every_steps: int | None) -> bool:
     return every_steps is not None and done % every_steps == 0
 
 
-def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
+def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
     """Go on to the position after a step that was not finite."""
     train = run.config.train
     message = f"{error}; its batch: {_sources(run, taken.step)}"

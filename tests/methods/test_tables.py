@@ -23,6 +23,11 @@ def test_every_choice_of_a_config_is_in_its_table_and_nothing_else_is() -> None:
     assert {*get_args(ExportFormat)} == FORMATS.keys()
 
 
+def test_the_card_says_of_every_format_how_it_is_loaded() -> None:
+    template = (Path(__file__).parents[2] / "scale_cli/report/templates/card_loading.md.j2").read_text(encoding="utf-8")
+    assert not [name for name in FORMATS if f'"{name}"' not in template]
+
+
 def test_methods_are_told_apart_by_name_label_colour_and_mark_and_each_has_its_own_section() -> None:
     assert len({method.label for method in METHODS.values()}) == len(METHODS)
     assert len({(method.colour, method.mark) for method in METHODS.values()}) == len(METHODS)

@@ -181,6 +181,7 @@ def test_a_removed_folder_is_gone_whatever_becomes_of_its_files(
         with pytest.raises(StorageError, match="no space"):
             remove_folder(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+    (tmp_path / ".x.json.partial").write_text("a file that was being written")
     remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 

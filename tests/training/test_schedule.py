@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from transformers import get_wsd_schedule
 
 from scale_cli.config.training import TrainConfig
-from scale_cli.training.schedule import learning_rate
+from scale_cli.training.schedule import SCHEDULES, learning_rate
 
 DECAYING, PHASED = ("cosine", "linear"), ("wsd", "infinite")
 
@@ -26,7 +26,7 @@ def trains(draw: st.DrawFn, /, **fixed: Any) -> TrainConfig:
         "warmup_steps": draw(st.integers(0, max_steps)),
         "lr": draw(st.floats(1e-8, 1.0)),
         "min_lr_ratio": draw(st.floats(0.0, 1.0)),
-        "schedule": draw(st.sampled_from(["cosine", "linear", "constant", *PHASED])),
+        "schedule": draw(st.sampled_from(sorted(SCHEDULES))),
     }
     fields |= {name: draw(value) for name, value in fixed.items()}
     if fields["schedule"] in PHASED:
