@@ -39,7 +39,7 @@ bench-serving: $(STAMP) $(VLLM)/.installed  ## what routing costs in vLLM, on a 
 	$(VLLM)/bin/python scripts/serving_throughput.py
 	$(VLLM)/bin/python scripts/serving_throughput.py --layers 22
 
-test: $(STAMP)  ## the test suite: 5 to 8 minutes on 2 cores
+test: $(STAMP)  ## the test suite: 4 to 8 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 proofs: $(STAMP)  ## the petitions run from end to end, torchrun, the serving page as written, generated code: about 4 minutes
