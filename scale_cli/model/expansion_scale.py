@@ -136,7 +136,8 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
     if hasattr(attention, "q_norm"):
         q_BTNA, k_BTNA = attention.q_norm(q_BTNA), attention.k_norm(k_BTNA)
-    (q_BNTA, k_BNTA), v_BNTA = rotate(q_BTNA, k_BTNA, context.angles), v_BTNA.transpose(1, 2)
+    q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, context.position_embeddings, context.angles)
+    v_BNTA = v_BTNA.transpose(1, 2)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
     implementation = attention.config._attn_implementation

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -119,8 +120,15 @@ def _apart(joined_BTNA: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
     return joined_BNTA[:, :num_queries], joined_BNTA[:, num_queries:]
 
 
-def rotate(q_BTNA: Tensor, k_BTNA: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (B, N, T, A) queries and keys turned by their positions' angles, as `rotation_angles` gives them."""
+def rotate(
+    q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return (B, N, T, A) queries and keys turned by their positions' angles, as `rotation_angles` gives them.
+
+    What is compiled is the base's own function of its `embeddings`: of another the compiler's sums may round otherwise.
+    """
+    if torch.compiler.is_compiling():
+        return apply_rotary_pos_emb(q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2), *embeddings)
     return _Rotation.apply(q_BTNA, k_BTNA, *angles)
 
 

@@ -61,7 +61,7 @@ def test_a_rotation_is_transformers_own_bit_for_bit_and_its_gradient_autograds(
     angles = random(2, 5, 4, seed=2).repeat(1, 1, 2)
     cos, sin = (1.3 * angles.cos()).to(dtype), (1.3 * angles.sin()).to(dtype)
     expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    outputs = rotate(q, k, rotation_angles(cos, sin))
+    outputs = rotate(q, k, (cos, sin), rotation_angles(cos, sin))
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
     torch.testing.assert_close(gradients(outputs, [q, k]), gradients(expected, [q, k]))
 
