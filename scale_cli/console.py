@@ -121,8 +121,16 @@ def quieten_libraries() -> None:
 @contextmanager
 def ended_in_one_message() -> Iterator[None]:
     """Run a verb: user errors end in one message, of all processes one, and their exit code, without a traceback."""
+    stopped_by: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        """End at once, outside the training loop, which has its own way: half-written is never taken for whole."""
+        stopped_by.append(number)
+        name = signal.Signals(number).name
+        _end(f"stopped by {name}; the same command starts what was not finished again", 128 + number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+        signal.signal(number, stop)
     try:
         with name_lost_peers():
             check_launch()
@@ -131,6 +139,10 @@ def ended_in_one_message() -> Iterator[None]:
             except SystemExit as ended:
                 if not ended.code:
                     leave()
+                raise
+            except Exception:
+                if stopped_by:  # and a library that was at work made an error of its own of it
+                    sys.exit(128 + stopped_by[0])
                 raise
     except Interrupted as stopped:
         from scale_cli.training.interruption import command_to_go_on
@@ -149,11 +161,6 @@ def ended_in_one_message() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         _fail(OutOfMemory(f"out of memory: {one_line(error)}"))
-
-
-def _stop(number: int, _frame: FrameType | None) -> None:
-    """End at once, outside the training loop, which has its own way: what is half-written is never taken for whole."""
-    _end(f"stopped by {signal.Signals(number).name}; the same command starts what was not finished again", 128 + number)
 
 
 def _fail(error: ScaleError) -> NoReturn:

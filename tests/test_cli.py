@@ -17,8 +17,8 @@ from typer.main import get_command_name
 from scale_cli.cli import app
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
-from scale_cli.console import parse_numbers
-from scale_cli.errors import ConfigError
+from scale_cli.console import ended_in_one_message, parse_numbers
+from scale_cli.errors import ConfigError, StorageError
 from tests.command_line import Outcome, Scale
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "export", "run")
@@ -235,6 +235,21 @@ def test_a_signal_ends_any_verb_with_one_line_and_its_exit_code(tmp_path: Path, 
     assert process.returncode == 128 + number
     assert stderr.startswith(f"stopped by {number.name}; ")
     assert stderr.count("\n") == 1
+
+
+def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as ended, ended_in_one_message():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except SystemExit:
+                raise StorageError("damaged") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.startswith("stopped by SIGTERM; ")
 
 
 @pytest.mark.parametrize("written", ["", "1,", "1,two", "nan,1", "0.5,inf"])
