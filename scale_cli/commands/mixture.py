@@ -18,8 +18,7 @@ from scale_cli.config.load import Grid, Values, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw, fit_budget_law, fit_power_law
-from scale_cli.report.numbers import number, percent
-from scale_cli.report.tables import Table
+from scale_cli.report.tables import Table, number, percent
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 

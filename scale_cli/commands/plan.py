@@ -20,8 +20,7 @@ from scale_cli.methods import METHODS
 from scale_cli.planning.counting import Memory, Parameters, TokenFlops, count_flops, memory_of_run
 from scale_cli.planning.speed import Device, measure_device
 from scale_cli.planning.vocabulary import Growth, growth_of
-from scale_cli.report.numbers import quantity
-from scale_cli.report.tables import Table
+from scale_cli.report.tables import Table, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes

@@ -33,7 +33,7 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning.counting import memory_of_run
 from scale_cli.planning.speed import device_name, peak_tokens_per_s
 from scale_cli.processes import main_first, on_main, process_state
-from scale_cli.report.numbers import quantity
+from scale_cli.report.tables import quantity
 from scale_cli.storage.atomic import (
     claimed,
     new_folder,

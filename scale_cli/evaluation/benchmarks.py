@@ -29,7 +29,7 @@ from scale_cli.evaluation.statistics import (
     resampled_macro_f1,
     resampled_means,
 )
-from scale_cli.report.numbers import Interval
+from scale_cli.report.tables import Interval
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks

@@ -20,19 +20,23 @@ from scale_cli.evaluation.results import (
 )
 from scale_cli.methods import METHODS
 from scale_cli.report import tables
-from scale_cli.report.figures import AXIS, COLOURS, draw_point, shorten
-from scale_cli.report.numbers import (
+from scale_cli.report.figures import AXIS, COLOURS, add_legend, draw_point, shorten
+from scale_cli.report.tables import (
     DASH,
     NO_DIFFERENCE,
     NOT_FINITE,
+    Cell,
+    Row,
+    Table,
+    aligned,
     number,
     p_value,
     percent,
+    share_cell,
     shows_difference,
     with_interval,
     worst_document,
 )
-from scale_cli.report.tables import Cell, Row, Table, aligned, share_cell
 from scale_cli.values import language_name
 
 _RULES = ("posterior", "cosine")
@@ -192,4 +196,4 @@ def draw_trade_off(figure: Any, report: Report) -> None:
         axes.set_xlabel(f"{language_name(kept.language)} ({shorten(kept.name)})\nrise of bits/byte (right: forgotten)")
         axes.set_ylabel(f"{language_name(taught.language)} ({shorten(taught.name)})\nfall of bits/byte (up: learned)")
         axes.margins(0.15)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    add_legend(figure)

@@ -15,8 +15,18 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import Values, finite, paired_difference
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.report.numbers import DASH, NO_INTERVAL, Interval, number, percent, perplexity, worst_document
-from scale_cli.report.tables import Cell, difference_cell, share_cell
+from scale_cli.report.tables import (
+    DASH,
+    NO_INTERVAL,
+    Cell,
+    Interval,
+    difference_cell,
+    number,
+    percent,
+    perplexity,
+    share_cell,
+    worst_document,
+)
 from scale_cli.storage.atomic import file_sha256, is_whole
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import RunRecord, trained_sha256

@@ -21,8 +21,18 @@ from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.parity import parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report.numbers import DASH, number, percent, with_interval, worst_document
-from scale_cli.report.tables import Row, Table, code, markdown, share_cell
+from scale_cli.report.tables import (
+    DASH,
+    Row,
+    Table,
+    code,
+    markdown,
+    number,
+    percent,
+    share_cell,
+    with_interval,
+    worst_document,
+)
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, root_model, stages_below

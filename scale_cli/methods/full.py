@@ -10,19 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import Method, MethodSection, Settings, Trains
+from scale_cli.methods.method import Method, MethodSection, Trains
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _FineTuning(Method[Settings]):
-    def counted(self, total: int, trainable: int) -> tuple[int, int]:
-        return total, total
-
-
-class Full(_FineTuning[MethodSection]):
+class Full(Method[MethodSection]):
     """Everything trains."""
 
     name, label = "full", "full fine-tuning"
@@ -42,7 +37,7 @@ class FreezeConfig(Section):
     num_layers: int = Field(default=3, ge=0, le=10_000, description="bottom layers that stay frozen")
 
 
-class Freeze(_FineTuning[FreezeConfig]):
+class Freeze(Method[FreezeConfig]):
     """All trains but the input embedding and the bottom layers."""
 
     name, label = "freeze", "partial fine-tuning"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError, require
-from scale_cli.methods.method import PROJECTIONS, Method, Settings, Trains
+from scale_cli.methods.method import PROJECTIONS, Method, Trains
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -33,13 +33,6 @@ class LoraConfig(Section):
         return self
 
 
-class ByPeft(Method[Settings]):
-    """A method whose modules PEFT puts beside the base's, and merges into them to be served."""
-
-    def counted(self, total: int, trainable: int) -> tuple[int, int]:
-        return total - trainable, total - trainable
-
-
 def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
     """Put PEFT's modules beside a base's; `key` is what names them in the config."""
     from peft import get_peft_model
@@ -50,7 +43,7 @@ def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftMod
         raise ConfigError(f"{key}: {error}") from None
 
 
-class Lora(ByPeft[LoraConfig]):
+class Lora(Method[LoraConfig]):
     """Adapters train."""
 
     name, label = "lora", "LoRA"

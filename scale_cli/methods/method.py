@@ -109,10 +109,6 @@ class Method(Generic[Settings]):
         """Return what is the base bit for bit at the start."""
         return model
 
-    def counted(self, total: int, trainable: int) -> tuple[int, int]:
-        """Return the parameters of the base and of the trained model as it is served, from those in training."""
-        return total - trainable, total
-
     def trains(self, base_config: Any, settings: Settings) -> Trains:
         """Return which weights train, where nothing is widened."""
         raise NotImplementedError

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from scale_cli.errors import require
 from scale_cli.methods.hooks import Hook, Training, Update
-from scale_cli.methods.lora import ByPeft, put_beside
-from scale_cli.methods.method import PROJECTIONS, Trains
+from scale_cli.methods.lora import put_beside
+from scale_cli.methods.method import PROJECTIONS, Method, Trains
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class OsfConfig(Section):
     targets: list[str] = Field(default=[*PROJECTIONS], min_length=1, description="projections whose matrices train")
 
 
-class Osf(ByPeft[OsfConfig]):
+class Osf(Method[OsfConfig]):
     """What lies outside the kept directions trains."""
 
     name, label = "osf", "OSF"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.methods import METHODS
-from scale_cli.report.numbers import Interval
+from scale_cli.report.tables import Interval
 
 COLOURS = {"base": "#555555"} | {method.name: method.colour for method in METHODS.values()}
 # Shapes are the second code, for print without colour: for matplotlib, and as a sign in a line of text.
@@ -51,6 +51,10 @@ def svg(draw: Callable[[Any], None]) -> str:
     written = io.StringIO()
     save(draw, written, format="svg", metadata={"Date": None})
     return written.getvalue()
+
+
+def add_legend(figure: Any) -> None:
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
 def shorten(label: str) -> str:

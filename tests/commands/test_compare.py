@@ -13,19 +13,18 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from scale_cli.commands.compare import compare
+from scale_cli.commands.compare import compare, notes
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
-from scale_cli.comparison.report import notes
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError, VerificationError
 from scale_cli.storage.atomic import verify_folder
 from scale_cli.storage.records import AveragedMember, AverageRecord
 from tests.command_line import Scale
-from tests.comparison.finished_run import Made, write_json, write_run
+from tests.finished_run import Made, write_json, write_run
 from tests.widening import lower_stories
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
@@ -115,7 +114,7 @@ def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]
 def test_figures_are_well_formed_and_stand_alone(compared: tuple[list[Path], Path]) -> None:
     _, out = compared
     drawn = sorted(path.name for path in out.glob("*.svg"))
-    assert drawn == ["benchmark-0.svg", "benchmark-1.svg", "curve-0.svg", "curve-1.svg", "trade-off.svg"]
+    assert drawn == ["curve-0.svg", "curve-1.svg", "trade-off.svg"]
     text = (out / "report.md").read_text(encoding="utf-8")
     for name in drawn:
         ElementTree.parse(out / name)
@@ -230,7 +229,7 @@ def test_a_damaged_report_and_a_run_given_twice_are_one_message(folders: list[Pa
 
 def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "full", Made(curve_steps=0)) for parent in ("seed0", "seed1")]
-    assert [run.name for run in compare(folders, tmp_path / "out").comparison.runs] == ["seed0/full", "seed1/full"]
+    assert [run.name for run in compare(folders, tmp_path / "out").runs] == ["seed0/full", "seed1/full"]
 
 
 def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Path], tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_a_mean_of_runs_is_compared_without_a_training_of_its_own(folders: list[
         compare([folders[0], mean], tmp_path / "out")
     members = tuple(AveragedMember(str(folder), "c" * 64, 100, 0.5) for folder in folders)
     AverageRecord(members).save(mean / "final")
-    told = "\n".join(notes(compare([folders[0], mean], tmp_path / "out").comparison))
+    told = "\n".join(notes(compare([folders[0], mean], tmp_path / "out")))
     assert "Means of weights: mean (of 2)" in told
     runs = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["runs"]
     assert [bool(run["curves"]) for run in runs] == [True, False]

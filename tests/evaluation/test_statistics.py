@@ -22,7 +22,7 @@ from scale_cli.evaluation.statistics import (
     resampled_macro_f1,
     resampled_means,
 )
-from scale_cli.report.numbers import Interval
+from scale_cli.report.tables import Interval
 
 Values = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scale_cli.report.figures import COLOURS, MARKS, draw_point, shorten, svg
-from scale_cli.report.numbers import Interval
+from scale_cli.report.tables import Interval
 
 HOSTILE = 'a$x_1^{2}$ <b onload="x">&amp; "'
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.report.numbers import Interval, number, perplexity, quantity, with_interval, worst_document
+from scale_cli.report.tables import Interval, number, perplexity, quantity, with_interval, worst_document
 
 
 @pytest.mark.parametrize(

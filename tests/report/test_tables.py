@@ -5,8 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.report.numbers import DASH
-from scale_cli.report.tables import Cell, Table, aligned, num_columns, plain
+from scale_cli.report.tables import DASH, Cell, Table, aligned, num_columns, plain
 
 TEXT = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=12)
 

@@ -1,8 +1,7 @@
 """Finished runs, read from their folders if they can stand in one table at all; and how each could be served: the rows.
 
-A trained model can be served alone; or mixed with the untouched base by the posterior rule. A widened model holds that
-base inside, so mixing costs it at most a second pass of the layers that collaborate; any other method needs the
-base beside it, a second model in memory and a second forward for every token.
+A trained model can be served alone, or mixed with the untouched base by the posterior rule. A widened model holds that
+base inside. Any other method needs it beside itself: a second model, and a second pass for every token.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from scale_cli.config.load import load_config
 from scale_cli.config.same_run import differences
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import RunFolderError, StorageError, one_line
-from scale_cli.evaluation.results import BenchmarkResult, CorpusResult, Report
-from scale_cli.report.numbers import NO_INTERVAL, Interval
+from scale_cli.evaluation.results import ROLES, CorpusResult, Report
+from scale_cli.report.tables import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
@@ -52,10 +51,8 @@ class ComparedRun:
     config: RunConfig  # what it was trained with
     report: Report  # its forgetting report
     raw_report: dict[str, Any]  # the same as it stands in the file
-    base: tuple[str, str]  # name and content hash of the base model
-    layers_run_twice: int  # layers that routing has to run on the untouched stream as well (0 where none collaborates)
-    num_layers: int | None  # of the base, where the run widened it
-    new_tokens: tuple[str, ...]  # that its base has not, each by the old ones in its place
+    base: BaseRecord
+    model_config: dict[str, Any]  # of the trained model, as transformers writes it
     tokens_per_s: float  # of training
     cost: Cost | None  # None of a mean of runs
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
@@ -64,6 +61,42 @@ class ComparedRun:
     @property
     def method(self) -> MethodConfig:
         return self.config.method
+
+    @property
+    def new_tokens(self) -> list[str]:
+        """The tokens that its base has not, which what it stands upon may have brought."""
+        config: dict[str, Any] | None = self.model_config
+        while config and not config.get("new_tokens"):
+            config = config.get("base_config")
+        return config["new_tokens"] if config else []
+
+    @property
+    def passes(self) -> str:
+        """How often a token passes the model to be routed; layers from the first that collaborates run twice."""
+        num_layers = self.model_config["base_config"]["num_hidden_layers"]
+        keys = ("attention_collaboration_layers", "mlp_collaboration_layers")
+        twice = num_layers - min((layer for key in keys for layer in self.model_config[key]), default=num_layers)
+        return f"1 + {twice}/{num_layers}" if twice else "1"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One trained model, served in one way."""
+
+    run: ComparedRun
+    untouched: Report  # whose base it is held against
+    head: str  # of its own report: adapted | posterior | cosine
+    label: str  # distinct, for figures and tables
+    served: str  # in words
+    num_models: int  # held in memory: 1 or 2
+    passes: str  # forward passes for every token, in words
+    lost: Interval  # bits per byte on what the base knew; the mean over the retention corpora
+    gained: Interval  # bits per byte on what was taught; the mean over the acquisition corpora
+    base_share: dict[str, float] | None  # of the tokens, by language; None where nothing is mixed
+
+    @property
+    def is_finite(self) -> bool:
+        return self.lost.value is not None and self.gained.value is not None
 
 
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
@@ -81,34 +114,6 @@ def load_runs(folders: list[Path]) -> list[ComparedRun]:
     return runs
 
 
-def benchmarks_of(runs: Sequence[ComparedRun]) -> list[BenchmarkResult]:
-    """Return every benchmark that some run measured, once, in the order met."""
-    found = {result.name: result for run in reversed(runs) for result in reversed(run.report.benchmarks)}
-    return list(reversed(found.values()))
-
-
-def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
-    """Return in what, besides its method, each run was set up otherwise than the first; runs set up alike are left out.
-
-    A line a key, `train.lr: 0.001 -> 0.0001` (first run -> this run), and one for each list of sources.
-    """
-    found = {}
-    for run in runs[1:]:
-        first, other = runs[0].config, run.config
-        lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
-        for key, before, now in (
-            ("corpus.sources", first.corpus.sources, other.corpus.sources),
-            ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
-            ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
-        ):
-            old, new = ({source.name: source for source in listed} for listed in (before, now))
-            if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
-                lines.append(f"{key}: {', '.join(changed)}")
-        if lines:
-            found[run.name] = lines
-    return found
-
-
 def _load_run(folder: Path, name: str) -> ComparedRun:
     run = RunFolder(folder)
     if not folder.is_dir():
@@ -123,13 +128,8 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
             raise RunFolderError(f"{folder}: not a finished run, {missing}")
     try:
         raw_report = read_json(run.evaluation / Report.FILE)
-        report = Report.from_json(raw_report)
-        state, base, cost = TrainState.load(run.final), BaseRecord.load(run.final), Cost.load_if_there(run.final)
-        model_config = read_json(run.final / "config.json")
-        layers_run_twice, num_layers = _layers_of_routing(model_config)
-        new_tokens = _new_tokens(model_config)
-        average = AverageRecord.load_if_there(run.final)
-        rate = state.num_tokens / max(state.elapsed_s, 1e-9)
+        report, average = Report.from_json(raw_report), AverageRecord.load_if_there(run.final)
+        state, cost = TrainState.load(run.final), Cost.load_if_there(run.final)
         curves = _curves(read_records(run.metrics), state)
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{folder}: damaged, not what a finished run holds ({one_line(error)})") from None
@@ -141,32 +141,13 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         config=load_config(run.final / "scale.yaml"),
         report=report,
         raw_report=raw_report,
-        base=(base.name, base.content_sha256),
-        layers_run_twice=layers_run_twice,
-        num_layers=num_layers,
-        new_tokens=new_tokens,
-        tokens_per_s=rate if cost is None or cost.tokens_per_s is None else cost.tokens_per_s,
+        base=BaseRecord.load(run.final),
+        model_config=read_json(run.final / "config.json"),
+        tokens_per_s=(cost and cost.tokens_per_s) or state.num_tokens / max(state.elapsed_s, 1e-9),
         cost=cost,
         curves=curves,
-        num_averaged=0 if average is None else len(average.members),
+        num_averaged=len(average.members) if average else 0,
     )
-
-
-def _layers_of_routing(model_config: dict[str, Any]) -> tuple[int, int | None]:
-    """Return how many layers routing runs twice, and of how many; a baseline's configuration says nothing of either."""
-    if "base_config" not in model_config:
-        return 0, None
-    num_layers = model_config["base_config"]["num_hidden_layers"]
-    collaborating = [*model_config["attention_collaboration_layers"], *model_config["mlp_collaboration_layers"]]
-    return num_layers - min(collaborating, default=num_layers), num_layers
-
-
-def _new_tokens(model_config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the new tokens of a model, which what it stands upon may have brought."""
-    config: dict[str, Any] | None = model_config
-    while config and not config.get("new_tokens"):
-        config = config.get("base_config")
-    return tuple(config["new_tokens"]) if config else ()
 
 
 def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[CurvePoint]]:
@@ -187,15 +168,15 @@ def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[C
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
     both = f"{first.folder} and {other.folder}"
-    if first.base[1] != other.base[1]:
-        names = f"{first.base[0]} and {other.base[0]}"
+    if first.base.content_sha256 != other.base.content_sha256:
+        names = f"{first.base.name} and {other.base.name}"
         raise RunFolderError(f"runs on different base models cannot be compared: {both} ({names})")
     measured = [{corpus.name: corpus for corpus in run.report.corpora} for run in (first, other)]
     if odd := sorted(measured[0].keys() ^ measured[1].keys()):
         raise RunFolderError(f"runs must be evaluated on the same corpora: of {both}, only one was on {odd[0]}")
+    tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
     for name, one in measured[0].items():
         same = measured[1][name]
-        tokens = ("num_tokens",) if first.new_tokens == other.new_tokens else ()
         for key in ("language", "role", "num_documents", "num_bytes", *tokens):
             if (figures := (getattr(one, key), getattr(same, key)))[0] != figures[1]:
                 found = f"{name} has {key} {figures[0]} and {figures[1]}"
@@ -214,70 +195,47 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
             raise RunFolderError(f"runs must be evaluated on the same items: {found} in {both}")
 
 
-@dataclass(frozen=True)
-class Option:
-    """One trained model, served in one way."""
+def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
+    """Return in what, besides its method, each run was set up otherwise than the first; runs set up alike are left out.
 
-    run: ComparedRun
-    untouched: Report  # whose base it is held against
-    head: str  # of its own report: adapted | posterior | cosine
-    label: str  # distinct, for figures and tables
-    served: str  # in words
-    num_models: int  # held in memory: 1 or 2
-    passes: str  # forward passes for every token, in words
-    parameters: int | None  # held in memory; None where the run has no record of them
-    parameters_of_base: int | None  # of the base alone; likewise
-    lost: Interval  # bits per byte on what the base knew; the mean over the retention corpora
-    gained: Interval  # bits per byte on what was taught; the mean over the acquisition corpora
-    base_share: dict[str, float] | None  # of the tokens, by language; None where nothing is mixed
-
-    @property
-    def is_finite(self) -> bool:
-        return self.lost.value is not None and self.gained.value is not None
-
-
-def options_of(run: ComparedRun, untouched: Report) -> list[Option]:
-    """Return the ways in which a trained model could be served: as configured, then mixed.
-
-    Held against the base of another report, that of a run whose tokens are the base's own.
+    A line a key, `train.lr: 0.001 -> 0.0001` (first run -> this run), and one for each list of sources.
     """
-    return [_option(run, head, untouched) for head in dict.fromkeys((run.report.served, "posterior"))]
+    found, first = {}, runs[0].config
+    for run in runs[1:]:
+        other = run.config
+        lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
+        listed: list[tuple[str, Any, Any]] = [
+            ("corpus.sources", first.corpus.sources, other.corpus.sources),
+            ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
+            ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
+        ]
+        for key, *both in listed:
+            old, new = ({source.name: source for source in sources} for sources in both)
+            if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
+                lines.append(f"{key}: {', '.join(changed)}")
+        if lines:
+            found[run.name] = lines
+    return found
 
 
-def _option(run: ComparedRun, head: str, untouched: Report) -> Option:
-    report, method, cost = run.report, run.method.definition, run.cost
-    base, held = (None, None) if cost is None else method.counted(cost.total_parameters, cost.trainable_parameters)
+def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
+    report, method = run.report, run.method.definition
     label, served, passes, num_models = run.name, "alone", "1", 1
     if head != "adapted" and method.widens:
-        served = f"routed, {head}"
+        served, passes = f"routed, {head}", run.passes
         if head != report.served:
             label = f"{run.name}, {'posterior' if method.routes else 'routed'}"
-        if run.layers_run_twice:
-            passes = f"1 + {run.layers_run_twice}/{run.num_layers}"
     elif head != "adapted":
         label, served, passes, num_models = f"{run.name} + base", "beside the base, mixed", "2", 2
-        held = None if held is None or base is None else held + base
-    return Option(
-        run=run,
-        untouched=untouched,
-        head=head,
-        label=label,
-        served=served,
-        num_models=num_models,
-        passes=passes,
-        parameters=held,
-        parameters_of_base=base,
-        lost=mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("retention")]),
-        gained=-mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role("acquisition")]),
-        base_share=None if head == "adapted" else report.base_share_by_language(head),
+    lost, change = (
+        mean_interval([beside_base(untouched, corpus, head) for corpus in report.with_role(role)]) for role in ROLES
     )
+    share = None if head == "adapted" else report.base_share_by_language(head)
+    return Option(run, untouched, head, label, served, num_models, passes, lost, -change, share)
 
 
 def beside_base(untouched: Report, corpus: CorpusResult, head: str) -> Interval:
-    """Return a head's bits per byte against the base's of a report that may have other tokens.
-
-    Of the same tokens it is the difference that was measured; of others one of means, without an interval.
-    """
+    """Return what a head pays for a byte beside the base's own figure; of other tokens than the base's, no interval."""
     base, result = untouched.corpus(corpus.name), corpus.heads[head]
     if base.num_tokens == corpus.num_tokens:
         return result.bits_per_byte_difference
@@ -298,11 +256,8 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
     lows, highs = ([getattr(interval, end) for interval in intervals] for end in ("low", "high"))
     if None in lows or None in highs:
         return Interval(mean, None, None)
-
-    def arm(ends: list[float]) -> float:
-        return math.hypot(*(end - value for end, value in zip(ends, values, strict=True))) / len(values)
-
-    return Interval(mean, mean - arm(lows), mean + arm(highs))
+    below, above = (math.dist(ends, values) / len(values) for ends in (lows, highs))
+    return Interval(mean, mean - below, mean + above)
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
@@ -315,19 +270,17 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 def front(options: Sequence[Option], most_models: int) -> list[Option]:
     """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
-    places = {
-        (option.lost.value, option.gained.value, index): option
-        for index, option in enumerate(options)
-        if option.num_models <= most_models and option.lost.value is not None and option.gained.value is not None
-    }
-    _, *kept = non_dominated([(0.0, 0.0), *((lost, gained) for lost, gained, _ in places)])
-    return [places[place] for place in sorted(place for place, keep in zip(places, kept, strict=True) if keep)]
+    shown = [option for option in options if option.num_models <= most_models and option.is_finite]
+    places: Any = [(option.lost.value, option.gained.value) for option in shown]
+    _, *kept = non_dominated([(0.0, 0.0), *places])
+    best = [(place, index) for index, (place, keep) in enumerate(zip(places, kept, strict=True)) if keep]
+    return [shown[index] for _, index in sorted(best)]
 
 
 def side_names(report: Report) -> tuple[str, str]:
     """Return what the two sides are called: `forgetting of English`, `gain in Korean`."""
-
-    def languages(role: str) -> str:
-        return " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
-
-    return f"forgetting of {languages('retention') or 'the old'}", f"gain in {languages('acquisition') or 'the new'}"
+    kept, taught = (
+        " and ".join(dict.fromkeys(language_name(corpus.language) for corpus in report.with_role(role)))
+        for role in ROLES
+    )
+    return f"forgetting of {kept or 'the old'}", f"gain in {taught or 'the new'}"
