@@ -158,11 +158,11 @@ def _head(base: float, change: float | None, head: str, language: str, made: Mad
     share = {"en": 0.99, "ko": 0.01}[language] if head in ("posterior", "cosine") else None
     if change is None:
         nothing = Interval(None, None, None)
-        return HeadResult(None, None, None, nothing, nothing, None, share)
+        return HeadResult(None, None, None, nothing, None, share)
     width = 0.0 if head == "base" else made.width if abs(change) > 0.001 else 0.0002
     difference = Interval(change, change - width, change + width)
     in_script = Interval(0.5, 0.4, 0.6) if made.continued else None
-    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, difference, 0.69, share, in_script)
+    return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share, in_script)
 
 
 def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:

@@ -13,14 +13,12 @@ import pytest
 
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.compare import compare
-from scale_cli.commands.evaluate import PICTURE, EvaluationSummary, write_report
 from scale_cli.commands.plan import plan
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import EXTRA_OF, MissingExtraError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
-from tests.evaluation.test_render import report
 from tests.export.conftest import configured
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -88,17 +86,3 @@ def test_a_plan_without_peft_says_so_of_lora_and_plans_the_rest(
     assert list(planned.refused) == ["lora", "osf"]
     assert "scale-cli[lora]" in planned.refused["lora"]
     assert [method.variant for method in planned.methods] == ["route", "full"]
-
-
-def test_a_report_without_matplotlib_is_whole_but_for_its_picture_and_says_what_draws_it(
-    config: RunConfig, without: Callable[[str], None], tmp_path: Path
-) -> None:
-    write_report(report(), config, tmp_path / "with")
-    without("matplotlib")
-    write_report(report(), config, tmp_path / "without")
-    files = {name: {file.name for file in (tmp_path / name).iterdir()} for name in ("with", "without")}
-    assert files["with"] - files["without"] == {PICTURE}
-    assert PICTURE not in (tmp_path / "without" / "report.md").read_text(encoding="utf-8")
-    *_, place, left_out = EvaluationSummary(tmp_path / "without", report()).lines()
-    assert place.endswith("report.html") and "pip install 'scale-cli[report]'" in left_out
-    assert EvaluationSummary(tmp_path / "with", report()).lines()[-1].endswith("report.html")

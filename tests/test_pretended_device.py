@@ -26,7 +26,7 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import open_sources
-from scale_cli.evaluation.benchmark_heads import ObservedHeads
+from scale_cli.evaluation.benchmark_tasks import ObservedHeads
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.generation.generator import Continuation, Generator, Sampling
 from scale_cli.methods.widened import RouterConfig

@@ -20,14 +20,15 @@ from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import CorpusError, require
 from scale_cli.evaluation.results import HEADS, BenchmarkHead, BenchmarkResult, LanguageAverage
 from scale_cli.evaluation.statistics import (
+    Statistic,
     Values,
     finite,
     holm,
     macro_f1,
+    means,
     paired_p,
     percentile_interval,
-    resampled_macro_f1,
-    resampled_means,
+    resampled,
 )
 from scale_cli.report.tables import Interval
 
@@ -119,12 +120,14 @@ class _Metric:
     resampled_RH: Values
     num_items: int
 
+    @classmethod
+    def of(cls, rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator) -> _Metric:
+        once_N = np.ones(len(rows_NC), dtype=np.int64)
+        return cls(statistic(once_N, rows_NC), resampled(rows_NC, statistic, num_resamples, rng), len(rows_NC))
+
     def intervals(self) -> dict[str, Interval]:
-        columns = zip(self.value_H, self.resampled_RH.T, strict=True)
-        return {
-            head: percentile_interval(value, resampled_R, self.num_items)
-            for head, (value, resampled_R) in zip(HEADS, columns, strict=True)
-        }
+        columns = zip(HEADS, self.value_H, self.resampled_RH.T, strict=True)
+        return {head: percentile_interval(value, drawn_R, self.num_items) for head, value, drawn_R in columns}
 
     def differences(self) -> dict[str, Interval]:
         from_base = self.value_H - self.value_H[0], self.resampled_RH - self.resampled_RH[:, :1]
@@ -156,16 +159,11 @@ def summarise_benchmarks(
 
 
 def _resample(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Metric]:
-    items, metrics = benchmark.items, {}
-    for name in _metrics_of(items):
-        scores_NH = _scores(items, name)
-        metrics[name] = _Metric(scores_NH.mean(axis=0), resampled_means(scores_NH, num_resamples, rng), len(items))
+    items = benchmark.items
+    metrics = {name: _Metric.of(_scores(items, name), means, num_resamples, rng) for name in _metrics_of(items)}
     if benchmark.reports_macro_f1:
-        gold_N = np.array([item.gold for item in items])
-        predicted_NH = np.array([[item.heads[head].prediction for head in HEADS] for item in items])
-        once_N = np.ones(len(items), dtype=np.int64)
-        value_H = np.array([macro_f1(once_N, gold_N, predicted_N) for predicted_N in predicted_NH.T])
-        metrics["macro_f1"] = _Metric(value_H, resampled_macro_f1(gold_N, predicted_NH, num_resamples, rng), len(items))
+        classes_NC = np.array([[item.gold, *(item.heads[head].prediction for head in HEADS)] for item in items])
+        metrics["macro_f1"] = _Metric.of(classes_NC, macro_f1, num_resamples, rng)
     return metrics
 
 

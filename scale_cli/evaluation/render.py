@@ -1,10 +1,8 @@
-"""A forgetting report to read: the lines `scale evaluate` prints, report.md, and its picture."""
+"""A forgetting report to read: the lines that `scale evaluate` prints, report.md and report.html."""
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 from scale_cli.config.schema import MethodConfig
@@ -20,7 +18,6 @@ from scale_cli.evaluation.results import (
 )
 from scale_cli.methods import METHODS
 from scale_cli.report import tables
-from scale_cli.report.figures import AXIS, COLOURS, add_legend, draw_point, shorten
 from scale_cli.report.tables import (
     DASH,
     NO_DIFFERENCE,
@@ -44,8 +41,6 @@ _METRICS = {"acc": "accuracy", "acc_norm": "by length", "macro_f1": "macro-F1"}
 _TITLES = {"base": "base", "adapted": "trained", "posterior": "routed, posterior", "cosine": "routed, cosine"}
 _BENCHMARK = ("benchmark", "items", "metric", *_TITLES.values(), "served - base [95 %]", "items gained, lost", "")
 _BETTER = {"retention": "kept and improved", "acquisition": "learned"}
-# Of each head in the picture: whose colour it has, and its mark.
-_MARKS = {"base": ("base", "o"), "adapted": ("full", "s"), "posterior": ("route", "D"), "cosine": ("adapt", "^")}
 
 
 def terminal_lines(report: Report) -> list[str]:
@@ -104,15 +99,14 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
     return rows
 
 
-def markdown(report: Report, method: MethodConfig, picture: str | None) -> str:
-    """Return report.md; its picture is a file beside it, where there is one."""
-    return tables.markdown("evaluation.md.j2", **_values(report, method), picture=picture)
+def markdown(report: Report, method: MethodConfig) -> str:
+    """Return report.md."""
+    return tables.markdown("evaluation.md.j2", **_values(report, method))
 
 
-def html(report: Report, method: MethodConfig, picture: str | None) -> str:
-    """Return report.html, which needs nothing beside it; its picture is an SVG, where there is one."""
-    image = None if picture is None else b64encode(picture.encode()).decode()
-    return tables.page("evaluation.html.j2", **_values(report, method), image=image)
+def html(report: Report, method: MethodConfig) -> str:
+    """Return report.html, which needs nothing beside it."""
+    return tables.page("evaluation.html.j2", **_values(report, method))
 
 
 def _values(report: Report, method: MethodConfig) -> dict[str, Any]:
@@ -175,25 +169,3 @@ def _corpus_table(corpus: CorpusResult, served: str, has_own_tokens: bool) -> Ta
         rows.append([Cell(title, "served", bold=True) if head == served else title, *of_head])
     titles: Row = ["head", *(Cell(figure.title, figure.unit) for figure in figures)]
     return Table(titles, rows, "l" + "r" * len(figures)).without_empty_columns()
-
-
-def draw_trade_off(figure: Any, report: Report) -> None:
-    """Draw what was lost against what was gained: a panel for each pair of corpora (there is one) of the two roles."""
-    pairs = list(product(report.with_role("retention"), report.with_role("acquisition")))
-    columns = min(3, len(pairs))
-    rows = -(-len(pairs) // columns)
-    figure.set_size_inches(5.4 * columns, 1.0 + 4.2 * rows)
-    name = METHODS[report.variant].label
-    figure.suptitle(f"{name[0].upper()}{name[1:]}\nagainst the base, with 95 % intervals")
-    for index, (kept, taught) in enumerate(pairs, 1):
-        axes = figure.add_subplot(rows, columns, index)
-        axes.axhline(0.0, color=AXIS, linewidth=0.8, zorder=0)
-        axes.axvline(0.0, color=AXIS, linewidth=0.8, zorder=0)
-        for head, (method, marker) in _MARKS.items():
-            lost, change = (corpus.heads[head].bits_per_byte_difference for corpus in (kept, taught))
-            if lost.value is not None and change.value is not None:
-                draw_point(axes, _TITLES[head], lost, -change, COLOURS[method], marker, filled=head != "base")
-        axes.set_xlabel(f"{language_name(kept.language)} ({shorten(kept.name)})\nrise of bits/byte (right: forgotten)")
-        axes.set_ylabel(f"{language_name(taught.language)} ({shorten(taught.name)})\nfall of bits/byte (up: learned)")
-        axes.margins(0.15)
-    add_legend(figure)

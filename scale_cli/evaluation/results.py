@@ -52,7 +52,6 @@ class HeadResult:
     nats_per_token: float | None  # cross-entropy
     perplexity: float | None  # its exponential
     bits_per_byte: float | None  # the same loss per UTF-8 byte of text, comparable between tokenizers
-    nats_per_token_difference: Interval  # from the base head
     bits_per_byte_difference: Interval  # from the base head
     # the most that any one document lost against the base head, over the whole document
     worst_document_nats: float | None
@@ -81,14 +80,6 @@ FIGURES = (
     Figure("nats/token", "", lambda head: number(head.nats_per_token, 4), per_token=True, compared=False),
     Figure("bits/byte", "", lambda head: number(head.bits_per_byte)),
     BESIDE_BASE,
-    Figure(
-        "nats/token − base",
-        "95 % interval",
-        lambda head: difference_cell(head.nats_per_token_difference),
-        of_base=False,
-        per_token=True,
-        compared=False,
-    ),
     Figure("perplexity", "of a token", lambda head: perplexity(head.perplexity), per_token=True),
     Figure(
         "worst document",
@@ -240,7 +231,6 @@ def summarise(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,
             bits_per_byte=finite(losses.bits_per_byte(name)),
-            nats_per_token_difference=difference(base, nats, losses.num_tokens),
             bits_per_byte_difference=difference(base, nats, bits),
             worst_document_nats=finite(np.max(nats - base)),
             base_share=losses.base_share(name) if name in losses.served else None,

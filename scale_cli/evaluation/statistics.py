@@ -5,13 +5,13 @@ An item's outcome is one row: a column for each head. Outcomes repeat (right or 
 draws with replacement from n items are, counted by distinct row, one draw of a multinomial: the very same bootstrap, at
 a cost that does not grow with the number of items.
 
-Shapes: N documents or items, H heads, U distinct rows, R resamples.
+Shapes: N documents or items, H heads, C columns, U distinct rows, R resamples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from scale_cli.report.tables import Interval
 
 Values = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+# Of how often each distinct row occurs (..., U), and those rows (U, C): a figure of each head (..., H).
+Statistic = Callable[[Indices, Values], Values]
 
 # Numbers held at once, over all resamples of one batch.
 _VALUES_AT_ONCE = 2**23
@@ -61,42 +63,34 @@ def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num
     return Interval(value, float(low), float(high))
 
 
-def resampled_means(outcomes_NH: Values, num_resamples: int, rng: np.random.Generator) -> Values:
-    """Return (R, H): the heads' means over items drawn with replacement, the same items for every head."""
-    rows_UH, counts_U = np.unique(outcomes_NH, axis=0, return_counts=True)
-    drawn = [counts_RU @ rows_UH for counts_RU in _drawn_counts(counts_U, num_resamples, rng)]
-    return np.concatenate(drawn) / len(outcomes_NH)
+def resampled(rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator) -> Values:
+    """Return (R, H): the heads' figure over items drawn with replacement, the same items for every head."""
+    rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
+    num_items, at_once = len(rows_NC), max(1, _VALUES_AT_ONCE // len(counts_U))
+    sizes = [min(at_once, num_resamples - first) for first in range(0, num_resamples, at_once)]
+    return np.concatenate(
+        [statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC) for size in sizes]
+    )
 
 
-def resampled_macro_f1(gold_N: Indices, predicted_NH: Indices, num_resamples: int, rng: np.random.Generator) -> Values:
-    """Return (R, H): the heads' macro-F1 over items drawn with replacement, the same items for every head."""
-    rows_U, counts_U = np.unique(np.column_stack([gold_N, predicted_NH]), axis=0, return_counts=True)
-    drawn = [
-        np.stack([macro_f1(counts_RU, rows_U[:, 0], column) for column in rows_U[:, 1:].T], axis=-1)
-        for counts_RU in _drawn_counts(counts_U, num_resamples, rng)
-    ]
-    return np.concatenate(drawn)
+def means(counts: Indices, scores_UH: Values) -> Values:
+    """Return (..., H), the heads' mean scores, where `counts` (..., U) says how often each row occurs."""
+    return counts @ scores_UH / counts.sum(axis=-1, keepdims=True)
 
 
-def macro_f1(counts: Indices, gold_U: Indices, predicted_U: Indices) -> Values:
-    """Return the mean over classes of F1 = 2 tp / (2 tp + fp + fn); a class that neither side names does not count.
+def macro_f1(counts: Indices, classes_UC: Values) -> Values:
+    """Return (..., H), the heads' means over classes of F1 = 2 tp / (2 tp + fp + fn).
 
-    Of `counts` (..., U), how often each pair of a gold and a predicted class occurs.
+    A row is the right class and every head's. A class that neither side names does not count.
     """
-    total, num_classes = np.zeros(counts.shape[:-1]), np.zeros(counts.shape[:-1])
-    for label in np.unique([gold_U, predicted_U]):
-        is_gold, is_predicted = gold_U == label, predicted_U == label
-        true_positives = counts[..., is_gold & is_predicted].sum(axis=-1)
-        named = counts[..., is_gold].sum(axis=-1) + counts[..., is_predicted].sum(axis=-1)
-        total += 2.0 * true_positives / np.maximum(named, 1)
-        num_classes += named > 0
+    gold_U1, said_UH = classes_UC[:, :1], classes_UC[:, 1:]
+    total, num_classes = np.zeros(()), np.zeros(())
+    for label in np.unique(classes_UC):
+        is_gold, is_said = gold_U1 == label, said_UH == label
+        named = counts @ is_gold + counts @ is_said
+        total = total + 2.0 * (counts @ (is_gold & is_said)) / np.maximum(named, 1)
+        num_classes = num_classes + (named > 0)
     return total / num_classes
-
-
-def _drawn_counts(counts_U: Indices, num_resamples: int, rng: np.random.Generator) -> Iterator[Indices]:
-    num_items, at_once = int(counts_U.sum()), max(1, _VALUES_AT_ONCE // len(counts_U))
-    for first in range(0, num_resamples, at_once):
-        yield rng.multinomial(num_items, counts_U / num_items, size=min(at_once, num_resamples - first))
 
 
 def percentile_interval(value: float, resampled_R: Values, num_items: int) -> Interval:

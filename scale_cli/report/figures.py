@@ -1,11 +1,10 @@
-"""Figures by matplotlib: one style, a colour and a mark for each method, SVG for pages and PNG beside reports."""
+"""Figures by matplotlib, as SVG: one style, a colour and a mark for each method."""
 
 from __future__ import annotations
 
 import io
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from scale_cli.methods import METHODS
@@ -35,21 +34,17 @@ _STYLE = {
 }
 
 
-def save(draw: Callable[[Any], None], to: Path | io.StringIO, **how: Any) -> None:
-    """Write what a function draws on a figure, in the format that `to` is named by or `format` says."""
+def svg(draw: Callable[[Any], None]) -> str:
+    """Return what a function draws on a figure."""
     from matplotlib import rc_context  # takes a second, and only figures need it
     from matplotlib.figure import Figure
 
+    written = io.StringIO()
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type] # its keys are literals
         warnings.filterwarnings("ignore", "Glyph")
-        figure = Figure(layout="constrained", dpi=160)
+        figure = Figure(layout="constrained")
         draw(figure)
-        figure.savefig(to, **how)
-
-
-def svg(draw: Callable[[Any], None]) -> str:
-    written = io.StringIO()
-    save(draw, written, format="svg", metadata={"Date": None})
+        figure.savefig(written, format="svg", metadata={"Date": None})
     return written.getvalue()
 
 

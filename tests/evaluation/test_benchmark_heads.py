@@ -18,8 +18,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
-from scale_cli.evaluation.benchmark_heads import ObservedHeads
-from scale_cli.evaluation.benchmark_tasks import Benchmark, measure_items
+from scale_cli.evaluation.benchmark_tasks import Benchmark, ObservedHeads, measure_items
 from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, summarise_benchmarks
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report
@@ -250,7 +249,7 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, 
     assert results[0].judged_by == "exact_match, first-words"
     report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
-    assert "| endings | 5 | exact_match, first-words |" in markdown(report, ROUTE, None).replace("\\", "")
+    assert "| endings | 5 | exact_match, first-words |" in markdown(report, ROUTE).replace("\\", "")
     assert any("exact_match, whole" in line for line in terminal_lines(report))
 
 

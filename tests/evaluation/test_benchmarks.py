@@ -163,7 +163,7 @@ def test_no_difference_shown_is_said_where_that_is_the_truth_in_tables_that_line
         seed=0,
     )
     report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
-    lines, page = terminal_lines(report), markdown(report, MethodConfig(variant="route"), None)
+    lines, page = terminal_lines(report), markdown(report, MethodConfig(variant="route"))
     said = {line.split()[0]: line for line in lines if "accuracy" in line}
     assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
     assert said["a_benchmark_of_a_long_name"].endswith("no difference shown")

@@ -4,24 +4,18 @@ import dataclasses
 import json
 import math
 import re
-import struct
-import warnings
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.evaluation.render import draw_trade_off, html, markdown, terminal_lines
+from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.report.figures import save
 from scale_cli.report.tables import Interval, with_interval
 
 ROUTE = MethodConfig(variant="route")
@@ -79,9 +73,9 @@ def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_s
     measured = dataclasses.replace(report(), corpora=[of_corpus])
     row = next(line for line in terminal_lines(measured) if "in its script" in line)
     assert " ".join(row.split()) == "in its script 45.0 % 10.0 % 100.0 % letters after 2 prompts"
-    page = markdown(measured, ROUTE, None)
+    page = markdown(measured, ROUTE)
     assert "in its script, letters after prompts, 95 %" in page and "45.0 % [0.0, 90.0]" in page
-    assert "with the beginnings of 2 documents" in page and "prompt's script" not in markdown(report(), ROUTE, None)
+    assert "with the beginnings of 2 documents" in page and "prompt's script" not in markdown(report(), ROUTE)
     assert Report.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
@@ -123,8 +117,7 @@ def test_the_terminal_table_says_what_the_report_says() -> None:
 def test_json_and_markdown_have_every_corpus_and_both_rules_whatever_was_measured(of_losses: dict[str, Any]) -> None:
     made = report(**of_losses)
     assert Report.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False))) == made
-    text = markdown(made, ROUTE, "picture.png")
-    assert "![" in text and "(picture.png)" in text
+    text = markdown(made, ROUTE)
     for result in made.corpora:
         section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
         assert "**routed, posterior**, served" in section
@@ -135,17 +128,16 @@ def test_json_and_markdown_have_every_corpus_and_both_rules_whatever_was_measure
         assert f"{result.num_tokens:,} tokens" in section
     assert "not finite" in text or not of_losses.get("broken")
     assert not re.search(r"\b(nan|inf|None)\b", text)
-    assert "![" not in markdown(made, ROUTE, None)
 
 
 @KINDS
 def test_the_page_says_what_the_markdown_says_and_asks_for_nothing_from_outside(of_losses: dict[str, Any]) -> None:
     corpora = [dataclasses.replace(each, num_prompts=7) for each in report(**of_losses).corpora]
     made = dataclasses.replace(report(), corpora=corpora)
-    page = html(made, OWN_TOKENS, "<svg/>")
+    page = html(made, OWN_TOKENS)
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
     shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
-    for line in markdown(made, OWN_TOKENS, None).splitlines():
+    for line in markdown(made, OWN_TOKENS).splitlines():
         if line.startswith("|") and "---" not in line:
             cells = line.replace("−", "-").replace("*", "").replace(", served", " served").strip("|").split("|")
             assert all(word.strip(",\\") in shown for cell in cells for word in cell.split())
@@ -182,8 +174,8 @@ def test_the_verdict_is_right_for_gains_losses_and_no_difference(
         ),
     }
     made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
-    assert markdown(made, ROUTE, None).splitlines()[2].startswith("**English (x) went from 2.000 to ")
-    assert f": {verdict}.**" in markdown(made, ROUTE, None)
+    assert markdown(made, ROUTE).splitlines()[2].startswith("**English (x) went from 2.000 to ")
+    assert f": {verdict}.**" in markdown(made, ROUTE)
 
 
 def test_figures_are_the_documents_own() -> None:
@@ -197,9 +189,8 @@ def test_figures_are_the_documents_own() -> None:
         assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
         assert head.bits_per_byte == pytest.approx(nats.sum() / scored.num_bytes.sum() / math.log(2))
         assert head.worst_document_nats == pytest.approx((nats - nats_of["base"]).max())
-        assert head.nats_per_token_difference.value == pytest.approx(
-            (nats - nats_of["base"]).sum() / scored.num_tokens.sum()
-        )
+        difference = (nats - nats_of["base"]).sum() / scored.num_bytes.sum() / math.log(2)
+        assert head.bits_per_byte_difference.value == pytest.approx(difference)
     assert [result.heads[name].base_share for name in HEADS] == [None, None, 0.25, 1.0]
 
 
@@ -209,7 +200,7 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     assert (broken.nats_per_token, broken.perplexity, broken.bits_per_byte, broken.worst_document_nats) == (None,) * 4
     assert broken.bits_per_byte_difference == Interval(None, None, None)
     assert heads["posterior"].nats_per_token is not None
-    assert heads["posterior"].nats_per_token_difference.low is not None
+    assert heads["posterior"].bits_per_byte_difference.low is not None
     source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
     far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
     assert far.nats_per_token == pytest.approx(1e4, rel=0.01)
@@ -218,20 +209,20 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
 
 def test_a_baseline_is_not_called_scale() -> None:
     for variant in ("full", "lora", "freeze", "llama-pro"):
-        assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE, None)
-    assert "Trained by SCALE-Route:" in markdown(report(), ROUTE, None)
+        assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE)
+    assert "Trained by SCALE-Route:" in markdown(report(), ROUTE)
 
 
 def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -> None:
-    told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)), None)
+    told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
     assert "0.105 at most" in told and "does not cover" in told
     switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
-    assert "at most (" not in markdown(report(), switching, None)
+    assert "at most (" not in markdown(report(), switching)
 
 
 def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
-    assert "nats/token" in markdown(report(), ROUTE, None) and "perplexity" in markdown(report(), ROUTE, None)
-    told = markdown(report(), OWN_TOKENS, None)
+    assert "nats/token" in markdown(report(), ROUTE) and "perplexity" in markdown(report(), ROUTE)
+    told = markdown(report(), OWN_TOKENS)
     assert "nats/token" not in told and "perplexity" not in told and "bits/byte" in told
     corpora = report().corpora
     for lines in (told.splitlines(), terminal_lines(report())):
@@ -239,28 +230,8 @@ def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
     assert f"{corpora[0].num_bytes / corpora[0].num_tokens:.2f} a token" in told
 
 
-@KINDS
-def test_the_picture_is_a_png_that_is_drawn_without_a_warning(tmp_path: Path, of_losses: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(lambda figure: draw_trade_off(figure, report(**of_losses)), tmp_path / "picture.png")
-    content = (tmp_path / "picture.png").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR" and content[-8:-4] == b"IEND"
-    assert all(600 <= size <= 4000 for size in struct.unpack(">II", content[16:24]))
-
-
-def test_the_picture_has_a_title_and_no_cap_lies_over_a_mark() -> None:
-    figure = Figure()
-    draw_trade_off(figure, dataclasses.replace(report("adapted"), variant="freeze"))
-    assert figure.get_suptitle().startswith("Partial fine-tuning\n")
-    bars = [container for container in figure.axes[0].containers if isinstance(container, ErrorbarContainer)]
-    assert bars and all(not container.lines[1] for container in bars), "caps"
-    marks = {line.get_label(): line.get_zorder() for line in figure.axes[0].lines}
-    assert all(marks["trained"] > arm.get_zorder() for container in bars for arm in container.lines[2])
-
-
 def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
     made = report()
     only_korean = Report(**{**vars(made), "corpora": made.with_role("acquisition")})
     assert [line for line in terminal_lines(only_korean) if "retention" in line] == []
-    assert "petitions" in markdown(only_korean, ROUTE, None)
+    assert "petitions" in markdown(only_korean, ROUTE)

@@ -16,11 +16,11 @@ from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 from scale_cli.evaluation.statistics import (
     holm,
     macro_f1,
+    means,
     paired_difference,
     paired_p,
     percentile_interval,
-    resampled_macro_f1,
-    resampled_means,
+    resampled,
 )
 from scale_cli.report.tables import Interval
 
@@ -145,7 +145,7 @@ def scipy_interval(data: tuple[Any, ...], statistic: Any) -> tuple[float, float]
 
 def test_the_interval_of_an_accuracy_difference_is_scipys() -> None:
     outcomes = correlated(0, 150, 0.4, 0.55)
-    drawn = resampled_means(outcomes, 20_000, np.random.default_rng(1))
+    drawn = resampled(outcomes, means, 20_000, np.random.default_rng(1))
     value = float(outcomes[:, 1].mean() - outcomes[:, 0].mean())
     interval = percentile_interval(value, drawn[:, 1] - drawn[:, 0], len(outcomes))
     expected = scipy_interval((outcomes[:, 1], outcomes[:, 0]), lambda a, b: a.mean() - b.mean())
@@ -159,7 +159,7 @@ def test_the_interval_of_a_macro_f1_difference_is_scipys() -> None:
     predicted = np.column_stack(
         [np.where(rng.random(120) < share, gold, rng.integers(0, 4, 120)) for share in (0.2, 0.5)]
     )
-    drawn = resampled_macro_f1(gold, predicted, 20_000, np.random.default_rng(1))
+    drawn = resampled(np.column_stack([gold, predicted]), macro_f1, 20_000, np.random.default_rng(1))
     interval = percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], 120)
 
     def by_sklearn(gold: Any, after: Any, before: Any) -> float:
@@ -175,11 +175,10 @@ def test_the_interval_of_a_macro_f1_difference_is_scipys() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
-    gold, predicted = np.array(pairs).T
-    expected = f1_score(gold, predicted, average="macro", zero_division=0.0)
-    assert macro_f1(np.ones(len(pairs), dtype=np.int64), gold, predicted) == pytest.approx(expected)
+    expected = f1_score(*np.array(pairs).T, average="macro", zero_division=0.0)
+    assert macro_f1(np.ones(len(pairs), dtype=np.int64), np.array(pairs)) == pytest.approx(expected)
     rows, counts = np.unique(pairs, axis=0, return_counts=True)
-    assert macro_f1(counts, *rows.T) == pytest.approx(expected)
+    assert macro_f1(counts, rows) == pytest.approx(expected)
 
 
 def test_intervals_of_accuracy_and_macro_f1_differences_cover_the_truth_about_as_often_as_they_say() -> None:
@@ -187,16 +186,16 @@ def test_intervals_of_accuracy_and_macro_f1_differences_cover_the_truth_about_as
     num_worlds, num_items = 200, 120
     gold_of_all = np.random.default_rng(0).integers(0, 2, 400_000)
     outcomes_of_all = correlated(1, 400_000, 0.5, 0.6)
-    predicted_of_all = np.where(outcomes_of_all == 1.0, gold_of_all[:, None], 1 - gold_of_all[:, None]).astype(np.int64)
-    once = np.ones(400_000, dtype=np.int64)
-    f1_of_all = [float(macro_f1(once, gold_of_all, column)) for column in predicted_of_all.T]
-    truth = {"acc": 0.3 * 0.1, "macro_f1": f1_of_all[1] - f1_of_all[0]}
+    predicted_of_all = np.where(outcomes_of_all == 1.0, gold_of_all[:, None], 1 - gold_of_all[:, None])
+    classes_of_all = np.column_stack([gold_of_all, predicted_of_all])
+    before, after = macro_f1(np.ones(400_000, dtype=np.int64), classes_of_all)
+    truth = {"acc": 0.3 * 0.1, "macro_f1": after - before}
     rng = np.random.default_rng(2)
     for _ in range(num_worlds):
         chosen = rng.integers(0, 400_000, num_items)
-        means = resampled_means(outcomes_of_all[chosen], 400, rng)
-        f1 = resampled_macro_f1(gold_of_all[chosen], predicted_of_all[chosen], 400, rng)
-        for name, drawn in (("acc", means), ("macro_f1", f1)):
+        accuracy = resampled(outcomes_of_all[chosen], means, 400, rng)
+        f1 = resampled(classes_of_all[chosen], macro_f1, 400, rng)
+        for name, drawn in (("acc", accuracy), ("macro_f1", f1)):
             interval = percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], num_items)
             assert interval.low is not None and interval.high is not None
             covered[name] += interval.low <= truth[name] <= interval.high
@@ -206,7 +205,7 @@ def test_intervals_of_accuracy_and_macro_f1_differences_cover_the_truth_about_as
 
 def test_heads_that_answer_alike_differ_by_nothing_and_one_item_has_no_interval() -> None:
     outcomes = np.repeat(correlated(3, 50, 0.5, 0.5)[:, :1], 2, axis=1)
-    drawn = resampled_means(outcomes, 500, np.random.default_rng(0))
+    drawn = resampled(outcomes, means, 500, np.random.default_rng(0))
     assert percentile_interval(0.0, drawn[:, 1] - drawn[:, 0], 50) == Interval(0.0, 0.0, 0.0)
     assert percentile_interval(1.0, np.ones(10), 1) == Interval(1.0, None, None)
     assert percentile_interval(math.nan, np.ones(10), 9) == Interval(None, None, None)
@@ -228,8 +227,8 @@ def test_scores_in_between_are_tested_by_flipping_signs() -> None:
     after = before + rng.normal(0.05, 0.1, 10)
     difference = after - before
     signs = np.array(np.meshgrid(*[[-1, 1]] * 10)).reshape(10, -1)
-    means = difference @ signs / 10
-    expected = float((np.abs(means) >= abs(difference.mean()) - 1e-12).mean())
+    flipped = difference @ signs / 10
+    expected = float((np.abs(flipped) >= abs(difference.mean()) - 1e-12).mean())
     assert paired_p(before, after, rng) == pytest.approx(expected, abs=0.01)
     assert paired_p(before, np.full(10, math.nan), rng) is None
 
