@@ -19,6 +19,7 @@ from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import routed_class, router_keys
 from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.report import KIND, JoinReport, joined_card, score_corpora
+from scale_cli.model.family_scale import family_of
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
@@ -82,7 +83,7 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
     root, stages = config.base(), config.stages()
     channels = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
     heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
-    if root.model_type == "llama" and channels % heads:
+    if family_of(root).heads_divide_channels and channels % heads:
         raise ConfigError(
             f"--format llama: {channels} channels in all do not divide by {heads} heads, as a Llama's must; "
             "take --format transformers"

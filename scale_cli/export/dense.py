@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from transformers.initialization import no_init_weights
 
 from scale_cli.methods.starts import random_ids
 from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
-from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear, ExpansionNorm
+from scale_cli.model.family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import expansion_norms, measured_stream_ratios
@@ -44,6 +46,7 @@ class StreamScales:
     expansion: float
 
 
+_ONCE = StreamScales(1.0, 1.0)
 # u counts as (b/a)^2 |u|^2/|x|^2 in the joint mean square. These are below the rounding of the dtype for a u of up to
 # _COVERED times the size of x; training can make it larger still, and then it is stored smaller by as much.
 # In float16 a smaller b would push the rows that write u below its smallest normal number, 6e-5: in f16 and q8_0 that
@@ -77,7 +80,10 @@ def dense_model(model: WidenedModel, dtype: str, prompts: Sequence[Tensor] = ())
         )
     parameters = dict(dense.named_parameters())
     with torch.no_grad():
-        for name, tensor in _dense_tensors(model, scales):  # each in float32, and lowered before the next is made
+        factor = float(family_of(model.root.config).embedding_factor(dense.get_input_embeddings()))
+        for name, tensor in _dense_tensors(
+            model, scales, factor
+        ):  # each in float32, and lowered before the next is made
             parameters.pop(name).copy_(tensor)
     assert not parameters, f"every tensor of a plain model is made: {list(parameters)}"
     dense.generation_config = model.root.generation_config
@@ -133,42 +139,71 @@ def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
 
 
 def _eps_growth(model: WidenedModel, scales: StreamScales) -> float:
-    """Return eps' / eps, which is the growth of the base stream's mean square too."""
+    """Return eps' / eps, which is the growth of the mean square of whatever a norm reads."""
     num_base: int = model.root.config.hidden_size
     num_added = sum(stage.expansion_hidden_size for stage in model.config.stages())
     return scales.base**2 * num_base / (num_base + num_added)
 
 
-def _dense_tensors(model: WidenedModel, scales: StreamScales) -> Iterator[tuple[str, Tensor]]:
+def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: float) -> Iterator[tuple[str, Tensor]]:
     base, stages = model.root, [branch.expansion for branch in model.branches]
-    parents = [branch.parent for branch in model.branches]
-    decoder, eps_growth = base.model, _eps_growth(model, scales)
-    yield "model.embed_tokens.weight", _scaled_embedding(model, scales)
-    yield "model.norm.weight", _joined_gains(decoder.norm, [stage.norm for stage in stages], scales)
+    decoder, family = base.model, family_of(base.config)
+    yield "model.embed_tokens.weight", _scaled_embedding(model, scales, embedding_factor)
+    yield "model.norm.weight", _joined_gains(family, decoder.norm, [stage.norm for stage in stages], scales)
     yield "lm_head.weight", _joined_head(model)
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
-        prefix = f"model.layers.{index}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            norms = [getattr(layer, name) for layer in layers]
-            yield f"{prefix}{name}.weight", _joined_gains(getattr(base_layer, name), norms, scales)
-        for owner, name, frozen, added in widened_linears(base_layer, layers):
-            rows = StreamScales(1.0, 1.0)
-            if name in ("o_proj", "down_proj"):  # they write into the stream
-                rows = scales
-            elif name in ("q_proj", "k_proj") and hasattr(base_layer.self_attn, "q_norm"):
-                rows = StreamScales(eps_growth**0.5, eps_growth**0.5)
-            for kind, tensor in _joined_linear(frozen, added, parents, rows).items():
-                yield f"{prefix}{owner}.{name}.{kind}", tensor
-        for name in ("q_norm", "k_norm"):  # over one head's channels: the same for added heads
-            if hasattr(base_layer.self_attn, name):
-                yield f"{prefix}self_attn.{name}.weight", getattr(base_layer.self_attn, name).weight.float()
+        tensors = chain(
+            _layer_norms(family, base_layer, layers, scales), _layer_maps(model, base_layer, layers, scales)
+        )
+        for name, tensor in family.packed(tensors):
+            yield f"model.layers.{index}.{name}", tensor
 
 
-def _scaled_embedding(model: WidenedModel, scales: StreamScales) -> Tensor:
+def _layer_norms(
+    family: Family, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
+) -> Iterator[tuple[str, Tensor]]:
+    def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
+        return _joined_gains(family, getattr(owner, name), [getattr(layer, name) for layer in layers], scales, wanted)
+
+    for name in family.norms_of_read:
+        yield f"{name}.weight", joined(base_layer, name)
+    for name in family.norms_of_written:
+        yield f"{name}.weight", joined(base_layer, name, scales)
+    attention = base_layer.self_attn
+    for name in filter(None, family.width_norms):
+        yield f"self_attn.{name}.weight", joined(attention, name)
+    for name in family.head_norms or ():  # over one head's channels: the same for added heads
+        yield f"self_attn.{name}.weight", getattr(attention, name).weight.float()
+
+
+def _layer_maps(
+    model: WidenedModel, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
+) -> Iterator[tuple[str, Tensor]]:
+    family, parents = family_of(model.root.config), [branch.parent for branch in model.branches]
+    eps_growth = _eps_growth(model, scales)
+    as_stored = StreamScales(1.0 / scales.base, 1.0 / scales.expansion)  # of columns that read what no norm has scaled
+    columns = dict.fromkeys(OWNERS, _ONCE)
+    columns |= dict.fromkeys(READ_BY_ATTENTION, _ONCE if family.before_attention else as_stored)
+    columns |= dict.fromkeys(READ_BY_MLP, _ONCE if family.before_mlp else as_stored)
+    rows = dict.fromkeys(OWNERS, _ONCE) | {"o_proj": scales, "down_proj": scales}  # those two write into the stream
+    if family.head_norms is not None:
+        rows |= dict.fromkeys(("q_proj", "k_proj"), StreamScales(eps_growth**0.5, eps_growth**0.5))
+    for name, norm in zip(("q_proj", "k_proj"), family.width_norms, strict=True):
+        if norm is not None:
+            num_base, num_all = _widths(getattr(base_layer.self_attn, norm), [getattr(layer, norm) for layer in layers])
+            size = (eps_growth * num_all / num_base) ** 0.5
+            rows[name] = StreamScales(size, size * scales.expansion / scales.base)
+    for name, frozen, added in widened_linears(family, base_layer, layers):
+        for kind, tensor in _joined_linear(frozen, added, parents, columns[name], rows[name]).items():
+            yield f"{OWNERS[name]}.{name}.{kind}", tensor
+
+
+def _scaled_embedding(model: WidenedModel, scales: StreamScales, factor: float) -> Tensor:
+    """Return the rows that a plain model multiplies with its own factor."""
     embedding = dense_embedding(model.root, [branch.expansion for branch in model.branches])
     num_base = model.root.config.hidden_size
-    embedding[:, :num_base] *= scales.base
-    embedding[:, num_base:] *= scales.expansion
+    embedding[:, :num_base] *= scales.base / factor
+    embedding[:, num_base:] *= scales.expansion / factor
     return embedding
 
 
@@ -190,18 +225,32 @@ def _joined_head(model: WidenedModel) -> Tensor:
     return whole
 
 
-def _joined_gains(frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales) -> Tensor:
-    num_base, num_added = len(frozen.weight), sum(len(norm.weight) for norm in added)
-    shrink = (num_base / (num_base + num_added)) ** 0.5
-    of_added = [(scales.base / scales.expansion) * norm.weight.float() for norm in added]
-    return shrink * torch.cat([frozen.weight.float(), *of_added])
+def _widths(frozen: Any, added: Sequence[ExpansionNorm]) -> tuple[int, int]:
+    num_base = len(frozen.weight)
+    return num_base, num_base + sum(len(norm.weight) for norm in added)
+
+
+def _joined_gains(
+    family: Family, frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales, wanted: StreamScales = _ONCE
+) -> Tensor:
+    """Return the weight of a norm over all streams, which are stored with `scales`, and `wanted` with others."""
+    num_base, num_all = _widths(frozen, added)
+    gains = family.norm_form.gains(frozen.weight.float())
+    of_added = [wanted.expansion * (scales.base / scales.expansion) * norm.weight.float() for norm in added]
+    return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([wanted.base * gains, *of_added]))
 
 
 def _joined_linear(
-    frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: Sequence[int], rows: StreamScales
+    frozen: nn.Linear,
+    added: Sequence[ExpansionLinear],
+    parents: Sequence[int],
+    columns: StreamScales,
+    rows: StreamScales,
 ) -> dict[str, Tensor]:
-    """Return weight (and bias) of the joined map, its rows scaled."""
+    """Return weight (and bias) of the joined map, its columns and rows scaled."""
     joined = {"weight": dense_weight(frozen, added, parents)}
+    joined["weight"][:, : frozen.in_features] *= columns.base
+    joined["weight"][:, frozen.in_features :] *= columns.expansion
     if frozen.bias is not None:
         biases = [linear.bias_2 for linear in added if linear.bias_2 is not None]
         joined["bias"] = torch.cat([frozen.bias.float(), *(bias.float() for bias in biases)])

@@ -186,10 +186,13 @@ def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE as transformers 4 spells it, and as 5 does."""
-    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    """Return RoPE as transformers 4 spells it, and as 5 does; some families have one for each kind of layer."""
+    of_all = parameters.get("full_attention", parameters)
+    local = parameters.get("sliding_attention")
+    scaling = {name: value for name, value in of_all.items() if name != "rope_theta"}
     return {
-        "rope_theta": parameters["rope_theta"],
-        "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
+        "rope_theta": of_all["rope_theta"],
+        "rope_scaling": None if of_all["rope_type"] == "default" else scaling,
+        **({} if local is None else {"rope_local_base_freq": local["rope_theta"]}),
         "rope_parameters": parameters,
     }

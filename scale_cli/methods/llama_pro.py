@@ -1,6 +1,6 @@
 """LLaMA-Pro: copied layers, each right above the one that it is of, alone train (arXiv 2401.02415).
 
-Of a copy o_proj and down_proj are 0 at the start, so that it adds nothing.
+Of a copy o_proj and down_proj are 0 at the start, or the gains of the norms after them, so that it adds nothing.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedMo
     """Return a model of a base's layers in an order, in which the copies add nothing and alone train."""
     from transformers import AutoModelForCausalLM
 
+    from scale_cli.model.family_scale import family_of
+
     sizes: dict[str, Any] = {"num_hidden_layers": len(order)}
     if kinds := getattr(base.config, "layer_types", None):
         sizes["layer_types"] = [kinds[source] for source, _ in order]
@@ -79,15 +81,16 @@ def deepen(base: PreTrainedModel, order: list[tuple[int, bool]]) -> PreTrainedMo
     deeper: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
     weights = base.state_dict()
     tensors = {name: tensor for name, tensor in weights.items() if not name.startswith("model.layers.")}
-    for place, (source, added) in enumerate(order):
+    for place, (source, _) in enumerate(order):
         prefix = f"model.layers.{source}."
         for name, tensor in weights.items():
             if name.startswith(prefix):
-                silent = added and ("o_proj." in name or "down_proj." in name)
-                tensors[f"model.layers.{place}.{name.removeprefix(prefix)}"] = tensor * 0 if silent else tensor
+                tensors[f"model.layers.{place}.{name.removeprefix(prefix)}"] = tensor
     deeper.load_state_dict(tensors, strict=True)
     deeper.generation_config = base.generation_config
     deeper.requires_grad_(False)
     for layer, (_, added) in zip(deeper.model.layers, order, strict=True):
+        if added:
+            family_of(base.config).silence(layer)
         layer.requires_grad_(added)
     return deeper

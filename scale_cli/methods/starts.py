@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from scale_cli.errors import BaseModelError
 from scale_cli.methods.codes import DrawCodes
 from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
-from scale_cli.model.expansion_scale import ExpansionLinear, ExpansionNorm
+from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
+from scale_cli.model.family_scale import READ_BY_ATTENTION, READ_BY_MLP, family_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 
 # Tokens that the base reads for the sizes of its stream to be measured.
@@ -42,10 +44,12 @@ def initialise_expansion(
     | W12   | u -> x (if it exists) | 0                           | 0         |
     | E'    | token -> u            | U_k S_k of E, k = columns   | N(0, s^2) |
     | H'    | u -> logits           | 0                           | 0         |
-    | g'    | gains of the norms    | 1                           | 1         |
+    | g'    | gains, of what is read| 1                           | 1         |
+    | g'    | of what is made       | rms(g)                      | rms(g)    |
     | b2    | bias, where W has one | 0                           | 0         |
 
     W and E are those of all streams that are read: on a widened base, x and the streams of its expansions, joined.
+    Some families norm what a layer writes, or its queries and keys: g are the base's gains there.
     s is the base's initializer_range. Where W has fewer directions than are asked for, the rest is N(0, s^2).
     Numbers are drawn on the CPU, in float32: the same whatever the device and dtype.
 
@@ -53,7 +57,7 @@ def initialise_expansion(
     bring it to the size of a normalised stream everywhere: u is divided by rms(x), which grows from norm to norm.
 
     | E'    | token -> u            | N(0, e^2), or `draw_codes`; e = embedding_scale x rms(x) before the last norm |
-    | g'    | gain of norm k        | min(1, rms(x) before norm k / e)                                    |
+    | g'    | gain of norm k        | min(1, rms(x) before norm k / e); where x is read without, W22 by as much     |
 
     `start` is of W21, and of E' where no scale is given. The model's configuration is told e.
 
@@ -62,22 +66,34 @@ def initialise_expansion(
     generator = torch.Generator().manual_seed(seed)
     std = float(model.root.config.initializer_range)
     *below, expansion = (branch.expansion for branch in model.branches)
-    codes = expansion.embed_tokens.weight
+    codes, family = expansion.embed_tokens.weight, family_of(model.root.config)
     if embedding_scale is None:
         embedding = dense_embedding(model.root, [*below, expansion])[:, : -codes.shape[1]]
         codes.copy_(_start_from(embedding.T, codes.T.shape, start, std, generator).T)
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
-        for _, _, frozen, (*widening, widened) in widened_linears(base_layer, layers):
+        for _, frozen, (*widening, widened) in widened_linears(family, base_layer, layers):
             read = frozen.weight  # no copy of it, unless it is widened already
             if widening:
                 read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
             _initialise_linear(widened, read, start, std, generator)
+    _start_gains(model.root, expansion)
+    if embedding_scale is not None:
+        _start_codes(model, seed, embedding_scale, draw_codes, generator)
+
+
+def _start_gains(base: Any, expansion: Expansion) -> None:
+    """Fill the gains: 1 over what is read, and the base's size over what is made, which no norm follows."""
+    family = family_of(base.config)
     for module in expansion.modules():
         if isinstance(module, ExpansionNorm):
             nn.init.ones_(module.weight)
-    if embedding_scale is not None:
-        _start_codes(model, seed, embedding_scale, draw_codes, generator)
+    for base_layer, layer in zip(base.model.layers, expansion.layers, strict=True):
+        made = [(base_layer, name) for name in family.norms_of_written]
+        made += [(base_layer.self_attn, name) for name in family.width_norms if name is not None]
+        for owner, name in made:
+            gains = family.norm_form.gains(getattr(owner, name).weight.float())
+            getattr(layer, name).weight.fill_(gains.square().mean().sqrt())
 
 
 def _start_codes(
@@ -100,29 +116,36 @@ def _start_codes(
         codes.copy_(_normal(codes.shape, embedding_rms, generator))
     else:
         codes.copy_(draw_codes(codes.shape[1], generator) * embedding_rms)
-    for name, module in model.expansion.named_modules():
+    for name, base_rms in stream_rms.items():
+        size, module = min(1.0, _rounded(base_rms) / embedding_rms), model.expansion.get_submodule(name)
+        assert isinstance(module, ExpansionNorm | ExpansionLinear), "what reads the stream"
         if isinstance(module, ExpansionNorm):
-            module.weight.fill_(min(1.0, _rounded(stream_rms[name]) / embedding_rms))
+            module.weight.fill_(size)
+        else:
+            module.weight_22.mul_(size)
     model.config.expansion_embedding_rms = embedding_rms
 
 
 @torch.no_grad()
 def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
-    """Return rms(x) before every norm of a plain base's stream, by the norm's name in the decoder.
+    """Return rms(x) wherever a plain base reads its stream, by the norm that does, or else by every map.
 
     The median over random tokens: no text is needed, and what a few positions hold to excess does not count.
     """
     measured: dict[str, float] = {}
-    decoder = base.get_decoder()
+    decoder, family = base.get_decoder(), family_of(base.config)
+    readers = {"norm": decoder.norm}
+    for index, layer in enumerate(decoder.layers):
+        for norm, maps in ((family.before_attention, READ_BY_ATTENTION), (family.before_mlp, READ_BY_MLP)):
+            found = (
+                {name: family.linear(layer, name) for name in maps} if norm is None else {norm: getattr(layer, norm)}
+            )
+            readers |= {f"layers.{index}.{name}": module for name, module in found.items()}
 
     def measure(name: str, _norm: nn.Module, streams: tuple[Tensor, ...]) -> None:
         measured[name] = streams[0].float().pow(2).mean(-1).sqrt().median().item()
 
-    hooks = [
-        module.register_forward_pre_hook(partial(measure, name))
-        for name, module in decoder.named_modules()
-        if name.endswith(("layernorm", "norm")) and not name.endswith(("q_norm", "k_norm"))
-    ]
+    hooks = [module.register_forward_pre_hook(partial(measure, name)) for name, module in readers.items()]
     decoder(random_ids(base, seed), use_cache=False)
     for hook in hooks:
         hook.remove()

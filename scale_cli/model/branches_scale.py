@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .cache_scale import ScaleCache
-from .expansion_scale import Expansion, LayerContext, LayerReads, window_of
+from .expansion_scale import Expansion, LayerContext, LayerReads
+from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
 from .vocabulary_scale import brought_by, embed
 
@@ -120,14 +121,15 @@ def run_branches(
             frozen pass of the layers that are left.
         checkpointing: whether activations of what trains are computed again in backward.
     """
-    decoder = base.model
+    decoder, family = base.model, family_of(base.config)
     x_BTD = embed(decoder.embed_tokens, brought_by(branch.expansion for branch in branches), input_ids)
-    masks = _attention_masks(decoder, x_BTD, attention_mask, cache, position_ids)
+    masks = _attention_masks(family, decoder, x_BTD, attention_mask, cache, position_ids)
     if position_ids is None:
         past = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + past).unsqueeze(0)
-    rotary = decoder.rotary_emb(x_BTD, position_ids=position_ids)
-    context = LayerContext(position_ids, rotary, masks, cache, len(decoder.layers), checkpointing)
+    kinds = dict.fromkeys(family.rotary_kind(layer.self_attn) for layer in decoder.layers)
+    rotary = {kind: family.rotary(decoder, x_BTD, position_ids, kind) for kind in kinds}
+    context = LayerContext(family, position_ids, rotary, masks, cache, len(decoder.layers), checkpointing)
     streams = {0: x_BTD}
     u_KBTE = [branch.expansion.embed_tokens(input_ids) for branch in branches]
     for index, base_layer in enumerate(decoder.layers):
@@ -137,7 +139,7 @@ def run_branches(
             alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
         # The cache's length is read from slot 0: where head 0 is not run, the adapted stream takes it.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
-    normed = {head: frozen_norm(decoder.norm, x) for head, x in streams.items()}
+    normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
     ends = FinalStates(branches, {head: x for head, (x, _) in normed.items()}, u_KBTE)
     for head, branch in enumerate(branches, start=1):
         _, inverse_rms_BT1 = normed[ends.owner(head)]
@@ -182,25 +184,31 @@ def _run_layer(
 
 
 def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+    attention = base_layer.self_attn
     with torch.no_grad():
         return base_layer(
             p_BTD,
-            attention_mask=context.attention_masks[base_layer.self_attn.layer_idx],
+            attention_mask=context.attention_masks[attention.layer_idx],
             position_ids=position_ids,
             past_key_values=context.cache,
             use_cache=context.cache is not None,
-            position_embeddings=context.position_embeddings,
+            position_embeddings=context.rotary[context.family.rotary_kind(attention)],
         )
 
 
 def _attention_masks(
-    decoder: Any, x_BTD: Tensor, attention_mask: Tensor | None, cache: ScaleCache | None, position_ids: Tensor | None
+    family: Family,
+    decoder: Any,
+    x_BTD: Tensor,
+    attention_mask: Tensor | None,
+    cache: ScaleCache | None,
+    position_ids: Tensor | None,
 ) -> list[Any]:
     """Return every layer's mask, made once for the layers that look back over all and once for those with a window.
 
     In positions that are given transformers looks for the ends of documents, which waits for the device.
     """
-    windowed = [window_of(layer.self_attn) is not None for layer in decoder.layers]
+    windowed = [family.window_of(layer.self_attn) is not None for layer in decoder.layers]
     masks = {
         kind: (create_sliding_window_causal_mask if kind else create_causal_mask)(
             config=decoder.config,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import Expansion, ExpansionLayer, ExpansionLinear
+from scale_cli.model.family_scale import OWNERS, Family, family_of
 from scale_cli.model.vocabulary_scale import brought_by
 
 
@@ -42,8 +43,8 @@ def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: S
 
 @torch.no_grad()
 def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
-    """Return (V, channels of all streams) in float32: the token embedding of a base and of what widens it."""
-    frozen = base.model.embed_tokens.weight
+    """Return (V, channels of all streams) in float32: x_0 and every u_0 of all tokens."""
+    frozen = family_of(base.config).token_rows(base)
     of_x = [frozen, *(new.embed_tokens.weight for new in brought_by(expansions))]
     added = [expansion.embed_tokens.weight for expansion in expansions]
     widths = [frozen.shape[1], *(weight.shape[1] for weight in added)]
@@ -57,10 +58,8 @@ def dense_embedding(base: Any, expansions: Sequence[Expansion]) -> Tensor:
 
 
 def widened_linears(
-    base_layer: Any, layers: Sequence[ExpansionLayer]
-) -> Iterator[tuple[str, str, nn.Linear, list[ExpansionLinear]]]:
-    """Yield owner, name, W and what widens it, bottom up, of every linear map of one layer and those that widen it."""
-    for name, child in layers[0].named_children():
-        if isinstance(child, ExpansionLinear):
-            owner = "self_attn" if hasattr(base_layer.self_attn, name) else "mlp"
-            yield owner, name, getattr(getattr(base_layer, owner), name), [getattr(layer, name) for layer in layers]
+    family: Family, base_layer: Any, layers: Sequence[ExpansionLayer]
+) -> Iterator[tuple[str, nn.Linear, list[ExpansionLinear]]]:
+    """Yield name, W and what widens it, bottom up, of every linear map of one layer and those that widen it."""
+    for name in OWNERS:
+        yield name, family.linear(base_layer, name), [getattr(layer, name) for layer in layers]

@@ -28,7 +28,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
-from .fused_scale import add_product, frozen_norm, gated, lower_weights, product_dtype, rotate, rotation_angles
+from .family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
+from .fused_scale import NormForm, add_product, frozen_norm, lower_weights, product_dtype, rotation_angles
 from .vocabulary_scale import NewTokens
 
 Weights = dict[Tensor, Tensor]  # what products read of an expansion's parameters (`lower_weights`)
@@ -65,12 +66,11 @@ class ExpansionLinear(nn.Module):
         read = F.linear(x.flatten(0, -2).to(weight_21.dtype), weight_21, bias_2)
         return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(0, x.shape[:-1])
 
-    def collaborate(self, base_linear: nn.Linear, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return y = W x + W12 u, or W x alone where W12 does not exist."""
+    def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
+        """Return W x + W12 u of y = W x, a fresh product, or y where W12 does not exist."""
         if self.weight_12 is None:
-            return base_linear(x)
-        y = base_linear(x.flatten(0, -2))
-        return add_product(y, u.flatten(0, -2), weights[self.weight_12]).unflatten(0, x.shape[:-1])
+            return y
+        return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(0, y.shape[:-1])
 
 
 class ExpansionNorm(nn.Module):
@@ -92,16 +92,17 @@ class ExpansionNorm(nn.Module):
 class LayerContext:
     """What every layer of one forward pass shares."""
 
+    family: Family
     position_ids: Tensor
-    position_embeddings: tuple[Tensor, Tensor]
+    rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
     attention_masks: list[Any]  # a layer's: Tensor, BlockMask or None, whatever transformers' attention functions take
     cache: ScaleCache | None
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
-    angles: tuple[Tensor, Tensor] = field(init=False)  # of `rotate`
+    angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)  # of `rotate`
 
     def __post_init__(self) -> None:
-        self.angles = rotation_angles(*self.position_embeddings)
+        self.angles = {kind: rotation_angles(*embeddings) for kind, embeddings in self.rotary.items()}
 
     def slot(self, stream: int, layer_index: int) -> int:
         """Return the cache's place for one stream's heads in one layer; stream 0 is the base."""
@@ -114,16 +115,6 @@ class LayerContext:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def window_of(attention: Any) -> int | None:
-    """Return how many positions one of the base's layers looks back over, itself included; None for all of them.
-
-    A layer of Qwen's knows its own; Mistral's read it off their configuration; Llama's never look at it.
-    """
-    if hasattr(attention, "sliding_window"):
-        return cast("int | None", attention.sliding_window)
-    return attention.config.sliding_window if attention.config.model_type == "mistral" else None
-
-
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, slot: int) -> Tensor:
     """Return causal attention over heads of the base's head_dim: (B, T, N A) from projections of that shape.
 
@@ -132,11 +123,17 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     a kernel needs beside the mask goes with it: flash attention reads the window, and where documents begin off the
     positions.
     """
+    family = context.family
     shape = (*q.shape[:-1], -1, attention.head_dim)
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
-    if hasattr(attention, "q_norm"):
-        q_BTNA, k_BTNA = attention.q_norm(q_BTNA), attention.k_norm(k_BTNA)
-    q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, context.position_embeddings, context.angles)
+    if family.head_norms is not None:
+        q_norm, k_norm = family.head_norms
+        q_BTNA, k_BTNA = getattr(attention, q_norm)(q_BTNA), getattr(attention, k_norm)(k_BTNA)
+    if family.is_rotated(attention):
+        kind = family.rotary_kind(attention)
+        q_BNTA, k_BNTA = family.rotate(q_BTNA, k_BTNA, context.rotary[kind], context.angles[kind])
+    else:
+        q_BNTA, k_BNTA = q_BTNA.transpose(1, 2), k_BTNA.transpose(1, 2)
     v_BNTA = v_BTNA.transpose(1, 2)
     if context.cache is not None:
         k_BNTA, v_BNTA = context.cache.update(k_BNTA, v_BNTA, slot)
@@ -150,10 +147,13 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
         context.attention_masks[attention.layer_idx],
         dropout=0.0,
         scaling=attention.scaling,
-        sliding_window=window_of(attention),
+        sliding_window=family.window_of(attention),
         position_ids=context.position_ids,
     )
     return attended.reshape(*shape[:-2], -1).contiguous()
+
+
+InverseRms = dict[str, Tensor]  # by the name of one of the base's norms: (B, T, 1) of what it read
 
 
 @dataclass
@@ -161,34 +161,47 @@ class LayerReads:
     """What the blocks that are added to a layer read of the streams that are there already."""
 
     attention_BTD: Tensor  # what q, k, v read
-    attention_inverse_rms_BT1: Tensor  # of the base stream before the first norm
     heads: Tensor  # (B, T, N A), what o reads
     mlp_BTD: Tensor  # what gate and up read
-    mlp_inverse_rms_BT1: Tensor  # of the base stream before the second norm
     channels: Tensor  # (B, T, MLP channels), what down reads
+    inverse_rms: InverseRms  # of the base alone
 
     def joined(self, above: LayerReads) -> LayerReads:
         """Return what is read by an expansion that stands upon these streams and the one above them."""
         return LayerReads(
             torch.cat([self.attention_BTD, above.attention_BTD], dim=-1),
-            self.attention_inverse_rms_BT1,
             torch.cat([self.heads, above.heads], dim=-1),
             torch.cat([self.mlp_BTD, above.mlp_BTD], dim=-1),
-            self.mlp_inverse_rms_BT1,
             torch.cat([self.channels, above.channels], dim=-1),
+            self.inverse_rms,
         )
+
+
+def _norm(owner: Any, name: str | None, x: Tensor, form: NormForm, inverse_rms: InverseRms) -> Tensor:
+    """Return x^ by one of the base's norms, or x where there is none; its 1 / rms(x) is noted."""
+    if name is None:
+        return x
+    normed, inverse_rms[name] = frozen_norm(getattr(owner, name), form, x)
+    return normed
 
 
 def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) -> tuple[Tensor, LayerReads]:
     """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
-    attention, mlp = base_layer.self_attn, base_layer.mlp
-    x, attention_inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
-    heads = attend(attention, attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), context, slot)
-    x_BTD = x_BTD + attention.o_proj(heads)
-    y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
-    channels = gated(mlp.act_fn, mlp.gate_proj(y), mlp.up_proj(y))
-    read = LayerReads(x, attention_inverse_rms, heads, y, mlp_inverse_rms, channels)
-    return x_BTD + mlp.down_proj(channels), read
+    attention, mlp, family = base_layer.self_attn, base_layer.mlp, context.family
+    inverse_rms: InverseRms = {}
+
+    def norm(owner: Any, name: str | None, x: Tensor) -> Tensor:
+        return _norm(owner, name, x, family.norm_form, inverse_rms)
+
+    x = norm(base_layer, family.before_attention, x_BTD)
+    q, k, v = family.queries_keys_values(attention, x)
+    q, k = (norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True))
+    heads = attend(attention, q, k, v, context, slot)
+    x_BTD = x_BTD + norm(base_layer, family.after_attention, attention.o_proj(heads))
+    y = norm(base_layer, family.before_mlp, x_BTD)
+    channels = family.channels(mlp, *family.gate_up(mlp, y))
+    x_BTD = x_BTD + norm(base_layer, family.after_mlp, mlp.down_proj(channels))
+    return x_BTD, LayerReads(x, heads, y, channels, inverse_rms)
 
 
 @dataclass
@@ -200,34 +213,54 @@ class LayerStep:
 
 
 class ExpansionLayer(nn.Module):
-    """What one decoder layer gains: heads, MLP channels, and the blocks between the two streams."""
+    """What one decoder layer gains: heads, MLP channels, gains, and the blocks between the two streams.
 
-    def __init__(self, base_layer: Any, below: Sequence[ExpansionLayer], config: ScaleConfig, layer_index: int) -> None:
+    Its maps have the names of `OWNERS`, its norms those of the base's norms.
+    """
+
+    q_proj: ExpansionLinear
+    k_proj: ExpansionLinear
+    v_proj: ExpansionLinear
+    o_proj: ExpansionLinear
+    gate_proj: ExpansionLinear
+    up_proj: ExpansionLinear
+    down_proj: ExpansionLinear
+
+    def __init__(
+        self, family: Family, base_layer: Any, below: Sequence[ExpansionLayer], config: ScaleConfig, layer_index: int
+    ) -> None:
         super().__init__()
-        attention, mlp = base_layer.self_attn, base_layer.mlp
+        head_dim = base_layer.self_attn.head_dim
         hidden_size, intermediate_size = config.expansion_hidden_size, config.expansion_intermediate_size
-        query_size = config.expansion_num_attention_heads * attention.head_dim
-        key_value_size = config.expansion_num_key_value_heads * attention.head_dim
+        query_size = config.expansion_num_attention_heads * head_dim
+        key_value_size = config.expansion_num_key_value_heads * head_dim
         in_attention = layer_index in config.attention_collaboration_layers
         in_mlp = layer_index in config.mlp_collaboration_layers
 
-        def widened(name: str, in_features: int, out_features: int) -> ExpansionLinear:
-            in_this = in_attention if hasattr(attention, name) else in_mlp
-            frozen = getattr(attention if hasattr(attention, name) else mlp, name)
-            linears = [getattr(layer, name) for layer in below]
-            return ExpansionLinear(frozen, linears, in_features, out_features, collaborates=in_this)
+        def add_linear(name: str, in_features: int, out_features: int) -> None:
+            frozen, linears = family.linear(base_layer, name), [getattr(layer, name) for layer in below]
+            collaborates = in_attention if OWNERS[name] == "self_attn" else in_mlp
+            widened = ExpansionLinear(frozen, linears, in_features, out_features, collaborates=collaborates)
+            setattr(self, name, widened)
+
+        def add_norms(*sizes: tuple[str | None, int]) -> None:
+            for name, size in sizes:
+                if name is not None:
+                    setattr(self, name, ExpansionNorm(size))
 
         self.layer_index = layer_index
         self.collaborates = in_attention or in_mlp
-        self.input_layernorm = ExpansionNorm(hidden_size)
-        self.q_proj = widened("q_proj", hidden_size, query_size)
-        self.k_proj = widened("k_proj", hidden_size, key_value_size)
-        self.v_proj = widened("v_proj", hidden_size, key_value_size)
-        self.o_proj = widened("o_proj", query_size, hidden_size)
-        self.post_attention_layernorm = ExpansionNorm(hidden_size)
-        self.gate_proj = widened("gate_proj", hidden_size, intermediate_size)
-        self.up_proj = widened("up_proj", hidden_size, intermediate_size)
-        self.down_proj = widened("down_proj", intermediate_size, hidden_size)
+        q_norm, k_norm = family.width_norms
+        add_norms((family.before_attention, hidden_size), (q_norm, query_size), (k_norm, key_value_size))
+        add_linear("q_proj", hidden_size, query_size)
+        add_linear("k_proj", hidden_size, key_value_size)
+        add_linear("v_proj", hidden_size, key_value_size)
+        add_linear("o_proj", query_size, hidden_size)
+        add_norms((family.after_attention, hidden_size), (family.before_mlp, hidden_size))
+        add_linear("gate_proj", hidden_size, intermediate_size)
+        add_linear("up_proj", hidden_size, intermediate_size)
+        add_linear("down_proj", intermediate_size, hidden_size)
+        add_norms((family.after_mlp, hidden_size))
 
     def forward(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
@@ -252,52 +285,80 @@ class ExpansionLayer(nn.Module):
     def _added(
         self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
     ) -> tuple[Tensor, LayerStep]:
-        weights = self._weights()
-        u = self.input_layernorm(read.attention_inverse_rms_BT1, u_BTE)
-        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, weights, context, own_slot)
-        u_BTE = u_BTE + self.o_proj(read.heads, heads, weights)
-        y = self.post_attention_layernorm(read.mlp_inverse_rms_BT1, u_BTE)
-        channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights)
-        own = LayerReads(u, read.attention_inverse_rms_BT1, heads, y, read.mlp_inverse_rms_BT1, channels)
-        return u_BTE + self.down_proj(read.channels, channels, weights), LayerStep(read, own)
+        weights, family, inverse_rms = self._weights(), context.family, read.inverse_rms
+        u = self._norm(family.before_attention, inverse_rms, u_BTE)
+        heads = self._heads(base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot)
+        u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights))
+        y = self._norm(family.before_mlp, inverse_rms, u_BTE)
+        channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights, family)
+        u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights))
+        return u_BTE, LayerStep(read, LayerReads(u, heads, y, channels, inverse_rms))
 
     def _both(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
     ) -> tuple[Tensor, Tensor, LayerStep]:
-        attention, mlp, weights = base_layer.self_attn, base_layer.mlp, self._weights()
-        x, inverse_rms = frozen_norm(base_layer.input_layernorm, x_BTD)
-        u = self.input_layernorm(inverse_rms, u_BTE)
-        q = self.q_proj.collaborate(attention.q_proj, x, u, weights)
-        k = self.k_proj.collaborate(attention.k_proj, x, u, weights)
-        v = self.v_proj.collaborate(attention.v_proj, x, u, weights)
+        attention, mlp, weights, family = base_layer.self_attn, base_layer.mlp, self._weights(), context.family
+        inverse_rms: InverseRms = {}
+
+        def norm(owner: Any, name: str | None, x: Tensor) -> Tensor:
+            return _norm(owner, name, x, family.norm_form, inverse_rms)
+
+        def add(names: Sequence[str], products: Sequence[Tensor], u: Tensor) -> list[Tensor]:
+            return [getattr(self, name).collaborate(y, u, weights) for name, y in zip(names, products, strict=True)]
+
+        x = norm(base_layer, family.before_attention, x_BTD)
+        u = self._norm(family.before_attention, inverse_rms, u_BTE)
+        q, k, v = add(READ_BY_ATTENTION, family.queries_keys_values(attention, x), u)
+        q, k = (norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True))
         base_heads = attend(attention, q, k, v, context, base_slot)
-        added_heads = self._heads(attention, x, u, weights, context, own_slot)
-        x_BTD = x_BTD + self.o_proj.collaborate(attention.o_proj, base_heads, added_heads, weights)
-        u_BTE = u_BTE + self.o_proj(base_heads, added_heads, weights)
-        y, mlp_inverse_rms = frozen_norm(base_layer.post_attention_layernorm, x_BTD)
-        z = self.post_attention_layernorm(mlp_inverse_rms, u_BTE)
-        gate = self.gate_proj.collaborate(mlp.gate_proj, y, z, weights)
-        base_channels = gated(mlp.act_fn, gate, self.up_proj.collaborate(mlp.up_proj, y, z, weights))
-        added_channels = self._channels(mlp, y, z, weights)
+        added_heads = self._heads(attention, x, u, inverse_rms, weights, context, own_slot)
+        written = self.o_proj.collaborate(attention.o_proj(base_heads), added_heads, weights)
+        x_BTD = x_BTD + norm(base_layer, family.after_attention, written)
+        added = self.o_proj(base_heads, added_heads, weights)
+        u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, added)
+        y = norm(base_layer, family.before_mlp, x_BTD)
+        z = self._norm(family.before_mlp, inverse_rms, u_BTE)
+        base_channels = family.channels(mlp, *add(READ_BY_MLP, family.gate_up(mlp, y), z))
+        added_channels = self._channels(mlp, y, z, weights, family)
+        written = self.down_proj.collaborate(mlp.down_proj(base_channels), added_channels, weights)
+        x_BTD = x_BTD + norm(base_layer, family.after_mlp, written)
+        added = self.down_proj(base_channels, added_channels, weights)
+        u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, added)
         step = LayerStep(
-            LayerReads(x, inverse_rms, base_heads, y, mlp_inverse_rms, base_channels),
-            LayerReads(u, inverse_rms, added_heads, z, mlp_inverse_rms, added_channels),
+            LayerReads(x, base_heads, y, base_channels, inverse_rms),
+            LayerReads(u, added_heads, z, added_channels, inverse_rms),
         )
-        x_BTD = x_BTD + self.down_proj.collaborate(mlp.down_proj, base_channels, added_channels, weights)
-        return x_BTD, u_BTE + self.down_proj(base_channels, added_channels, weights), step
+        return x_BTD, u_BTE, step
 
     def _weights(self) -> Weights:
         linears = (child for child in self.children() if isinstance(child, ExpansionLinear))
         return lower_weights(weight for linear in linears for weight in linear.parameters())
 
+    def _norm(self, name: str | None, inverse_rms: InverseRms, u: Tensor) -> Tensor:
+        """Return u^ by the own gains of one of the base's norms, or u where there is none."""
+        if name is None:
+            return u.to(product_dtype(u))
+        normed: Tensor = getattr(self, name)(inverse_rms[name], u)
+        return normed
+
     def _heads(
-        self, attention: Any, x: Tensor, u: Tensor, weights: Weights, context: LayerContext, slot: int
+        self,
+        attention: Any,
+        x: Tensor,
+        u: Tensor,
+        inverse_rms: InverseRms,
+        weights: Weights,
+        context: LayerContext,
+        slot: int,
     ) -> Tensor:
         q, k, v = (linear(x, u, weights) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (
+            self._norm(name, inverse_rms, own) for name, own in zip(context.family.width_norms, (q, k), strict=True)
+        )
         return attend(attention, q, k, v, context, slot)
 
-    def _channels(self, mlp: Any, x: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        return gated(mlp.act_fn, self.gate_proj(x, u, weights), self.up_proj(x, u, weights))
+    def _channels(self, mlp: Any, x: Tensor, u: Tensor, weights: Weights, family: Family) -> Tensor:
+        return family.channels(mlp, self.gate_proj(x, u, weights), self.up_proj(x, u, weights))
 
 
 class Expansion(nn.Module):
@@ -307,12 +368,12 @@ class Expansion(nn.Module):
 
     def __init__(self, base: Any, below: Sequence[Expansion], config: ScaleConfig) -> None:
         super().__init__()
-        decoder = base.model
+        decoder, family = base.model, family_of(base.config)
         self.first_collaborating_layer = config.first_collaborating_layer
         self.new_tokens = NewTokens(base, config.pieces(), config.own_pieces) if config.new_tokens else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.layers = nn.ModuleList(
-            ExpansionLayer(base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
+            ExpansionLayer(family, base_layer, [cast(ExpansionLayer, e.layers[index]) for e in below], config, index)
             for index, base_layer in enumerate(decoder.layers)
         )
         self.norm = ExpansionNorm(config.expansion_hidden_size)

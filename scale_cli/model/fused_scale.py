@@ -9,6 +9,7 @@ Shapes: B batch, T positions, D base channels, E expansion channels, C MLP chann
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +67,23 @@ def add_product(y: Tensor, u: Tensor, weight: Tensor) -> Tensor:
     return y + F.linear(u.to(weight.dtype), weight).to(y.dtype)
 
 
+@dataclass(frozen=True)
+class NormForm:
+    """How a family's RMSNorm is written down."""
+
+    epsilon: str = "variance_epsilon"  # the module's attribute
+    offset: float = 0.0  # how much more than its weight a gain is
+
+    def gains(self, weight: Tensor) -> Tensor:
+        return weight.float() + self.offset if self.offset else weight
+
+    def weight(self, gains: Tensor) -> Tensor:
+        return gains - self.offset
+
+
+LLAMA_NORM = NormForm()
+
+
 class _FrozenNorm(torch.autograd.Function):
     """x^ = g x / rms(x) by the base's own norm, and i = 1 / rms(x).
 
@@ -73,26 +91,26 @@ class _FrozenNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
         norms_BT1 = torch.linalg.vector_norm(x_BTD, dim=-1, keepdim=True, dtype=wide).float()
-        inverse_BT1 = norms_BT1.square_().div_(x_BTD.shape[-1]).add_(base_norm.variance_epsilon).rsqrt_()
-        ctx.save_for_backward(x_BTD, inverse_BT1, base_norm.weight)
+        inverse_BT1 = norms_BT1.square_().div_(x_BTD.shape[-1]).add_(getattr(base_norm, form.epsilon)).rsqrt_()
+        ctx.save_for_backward(x_BTD, inverse_BT1, form.gains(base_norm.weight))
         return base_norm(x_BTD), inverse_BT1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor, grad_inverse: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad_x: Tensor, grad_inverse: Tensor) -> tuple[None, None, Tensor]:
         x, inverse, gain = ctx.saved_tensors
         a = grad_x.float() * gain
         inner = (a * x).sum(dim=-1, keepdim=True).add_(grad_inverse)
         of_x = a.mul_(inverse).addcmul_(x.float(), inner.mul_(inverse.pow(3)).div_(x.shape[-1]), value=-1)
-        return None, of_x.to(x.dtype)
+        return None, None, of_x.to(x.dtype)
 
 
-def frozen_norm(base_norm: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def frozen_norm(base_norm: Any, form: NormForm, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """Return x^ by the base's RMSNorm, whose gains get no gradient, and 1 / rms(x) as (B, T, 1) in float32."""
-    return _FrozenNorm.apply(base_norm, x_BTD)
+    return _FrozenNorm.apply(base_norm, form, x_BTD)
 
 
 class _Rotation(torch.autograd.Function):

@@ -51,7 +51,7 @@ class ScaleForCausalLM(WidenedModel):
         self.generation_config = self.base.generation_config
         self.post_init()
         if base is not None and self.expansion.new_tokens is not None:
-            self.expansion.new_tokens.compose(self.root.model.embed_tokens)
+            self.expansion.new_tokens.compose(self.root)
 
     @property
     def root(self) -> Any:

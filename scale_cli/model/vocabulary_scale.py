@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .family_scale import family_of
 from .routing import PieceShares
 
 
@@ -36,10 +37,11 @@ class NewTokens(nn.Module):
         self.lm_head = nn.Linear(num_channels, len(pieces), bias=False)
 
     @torch.no_grad()
-    def compose(self, embedding: nn.Embedding) -> None:
-        """Fill the rows of x: the mean of the pieces' rows, as long as such a row is in the median."""
-        if not embedding.weight.is_meta:
-            self.embed_tokens.weight.copy_(composed(embedding.weight, self.pieces))
+    def compose(self, base: Any) -> None:
+        """Fill the rows of x_0: the mean of the pieces' rows, as long as such a row is in the median."""
+        rows_VD = family_of(base.config).token_rows(base)
+        if not rows_VD.is_meta:
+            self.embed_tokens.weight.copy_(composed(rows_VD, self.pieces))
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return H_new x (B, T, N)."""

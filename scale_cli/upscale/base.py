@@ -19,6 +19,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line
+from scale_cli.model.family_scale import FAMILIES, family_of
 from scale_cli.processes import ALONE, Share, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.layout import RunFolder
@@ -41,7 +42,6 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
@@ -116,7 +116,7 @@ def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
 
 def load_base_config(model: ModelConfig) -> Any:
     """Load the configuration of the plain model at the bottom, or say why it cannot be widened."""
-    supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+    supported = f"supported: {', '.join(FAMILIES)}"
     model = root_model(model)
     if looks_local(model.base) and not (Path(model.base) / "config.json").is_file():
         place = "" if Path(model.base).is_absolute() else f" in {Path.cwd()}"
@@ -130,8 +130,13 @@ def load_base_config(model: ModelConfig) -> Any:
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
     # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
     config.attention_dropout = 0.0
-    if config.model_type not in SUPPORTED_FAMILIES:
+    if config.model_type not in FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
+    for key in family_of(config).refused:
+        if value := getattr(config, key, None):
+            raise BaseModelError(
+                f"model.base: {model.base}: {key} in config.json is {value!r}; no such model is widened"
+            )
     if "/" in str(config._attn_implementation):  # transformers would download and run it
         raise BaseModelError(f"model.base: {model.base} wants a kernel of the hub ({config._attn_implementation})")
     _check_sizes(config, model.base)

@@ -29,6 +29,7 @@ from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.methods.starts import random_ids
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.configuration_scale import ScaleConfig
+from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
@@ -74,7 +75,7 @@ class NewPieces:
     def rows(self, base: Any) -> NewTokens:
         """Return the new tokens' rows on a plain base, those of x filled."""
         new = NewTokens(base, [[int(index) for index in token.split()] for token in self.new_tokens], self.own_pieces)
-        new.compose(base.model.embed_tokens)
+        new.compose(base)
         return new
 
 
@@ -147,12 +148,14 @@ def _start_new_head(rows_ND: Tensor, base: Any, new: NewPieces, input_ids: Tenso
 def grow_plainly(base: PreTrainedModel, new: NewPieces) -> PreTrainedModel:
     """Give a plain base's embedding and head, untied, rows for new tokens; those of the head are not filled yet."""
     model: Any = base
-    rows = new.rows(base).to(base.device)
+    rows, embed_tokens = new.rows(base).to(base.device), model.model.embed_tokens
+    of_x = rows.embed_tokens.weight / family_of(base.config).embedding_factor(embed_tokens)
     embedding, head = (
-        torch.cat([old.weight, added.weight.to(old.weight)])
-        for old, added in ((model.model.embed_tokens, rows.embed_tokens), (model.lm_head, rows.lm_head))
+        torch.cat([old.weight, added.to(old.weight)])
+        for old, added in ((embed_tokens, of_x), (model.lm_head, rows.lm_head.weight))
     )
-    model.model.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
+    embed_tokens.weight, embed_tokens.num_embeddings = nn.Parameter(embedding), len(embedding)
+    embed_tokens.padding_idx = None
     model.lm_head = nn.Linear(head.shape[1], len(head), bias=False)
     model.lm_head.weight = nn.Parameter(head)
     grown = {"vocab_size": len(head), "tie_word_embeddings": False}

@@ -151,10 +151,10 @@ def measured_stream_ratios(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
-    """Return (layers + 1,): what was measured before either norm of each layer of what trains, and before the last."""
+    """Return (layers + 1,): the largest that was measured before a norm of each layer that trains, and the last's."""
     of_layers = [
-        torch.maximum(*(by_norm[f"expansion.layers.{index}.{name}_layernorm"] for name in ("input", "post_attention")))
-        for index in range(len(model.expansion.layers))
+        torch.stack([by_norm[f"expansion.layers.{index}.{name}"] for name in expansion_norms(layer)]).amax()
+        for index, layer in enumerate(model.expansion.layers)
     ]
     return torch.stack([*of_layers, by_norm["expansion.norm"]])
 

@@ -20,7 +20,7 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
 from scale_cli.upscale.base import changed_tensors, record_base
-from tests.model.test_families import FAMILIES, tiny
+from tests.model.test_families import BASES, tiny
 from tests.widening import as_if_trained, joined, tiny_llama, train_steps, widen
 
 IDS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -76,7 +76,7 @@ def test_with_either_or_both_loaded_base_logits_are_the_bases_and_every_head_is_
     assert (alone["first"] - alone["second"]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BASES)
 def test_every_family_serves_two_siblings_and_a_child_from_one_forward(tmp_path: Path, family: str) -> None:
     base = tiny(family, tmp_path)
     expected = answered(base)

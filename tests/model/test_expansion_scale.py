@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.model.test_families import FAMILIES, IDS, answered, tiny
+from tests.model.test_families import BASES, IDS, answered, tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
@@ -56,7 +56,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BASES)
 def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_added_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, attention: str
 ) -> None:

@@ -13,14 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.parity import check_parity, measure_parity
-from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
+from scale_cli.model.family_scale import FAMILIES
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.preservation import trained_logits
 from tests.widening import TINY, as_if_trained, train_steps, widen
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
     "mistral, gelu, linear rope": (
@@ -37,13 +38,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
     "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
 }
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", BASES)
 IDS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def tiny(family: str, folder: Path, dtype: Any = "float32") -> PreTrainedModel:
     """A random base of a family, gains and biases not at their defaults, through a folder as users have it."""
-    model_type, differences = FAMILIES[family]
+    model_type, differences = BASES[family]
     config = AutoConfig.for_model(model_type, **{**TINY, "pad_token_id": None, **differences})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +63,7 @@ def answered(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 def test_every_supported_family_is_tested() -> None:
-    assert {model_type for model_type, _ in FAMILIES.values()} == set(SUPPORTED_FAMILIES)
+    assert {model_type for model_type, _ in BASES.values()} == set(FAMILIES)
 
 
 @families
@@ -98,7 +99,7 @@ def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logi
     model = as_if_trained(widen(tiny(family, tmp_path / "base"), variant, layers, ratio=0.5))
     dense_model(model, "float32", [IDS]).save_pretrained(tmp_path / "dense")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", trust_remote_code=False).eval()
-    assert loaded.config.model_type == FAMILIES[family][0]
+    assert loaded.config.model_type == BASES[family][0]
     assert loaded.config.hidden_size > model.base.config.hidden_size
     with torch.no_grad():
         expected = model.adaptation_logits(model.final_states(IDS, preserved=False))

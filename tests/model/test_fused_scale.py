@@ -11,7 +11,15 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from scale_cli.model import routing
-from scale_cli.model.fused_scale import add_product, frozen_norm, gated, lower_weights, rotate, rotation_angles
+from scale_cli.model.fused_scale import (
+    NormForm,
+    add_product,
+    frozen_norm,
+    gated,
+    lower_weights,
+    rotate,
+    rotation_angles,
+)
 from tests.widening import tiny_llama, widen
 
 
@@ -37,7 +45,7 @@ def base_norm(size: int) -> Any:
 def test_the_norm_is_the_formula_and_so_is_its_gradient() -> None:
     norm, x = base_norm(12), random(2, 5, 12, seed=1).requires_grad_()
     expected = norm(x), torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    outputs = frozen_norm(norm, x)
+    outputs = frozen_norm(norm, NormForm(), x)
     assert torch.equal(outputs[0], expected[0]), "the base stream keeps its bits"
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(gradients(outputs, [x]), gradients(expected, [x]))
@@ -46,7 +54,7 @@ def test_the_norm_is_the_formula_and_so_is_its_gradient() -> None:
 def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32() -> None:
     norm, x = base_norm(12).bfloat16(), random(2, 5, 12).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        normed, inverse = frozen_norm(norm, x)
+        normed, inverse = frozen_norm(norm, NormForm(), x)
     assert torch.equal(normed, norm(x))
     assert inverse.dtype == torch.float32
     assert gradients((normed, inverse), [x])[0].dtype == torch.bfloat16

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.model.test_families import FAMILIES, IDS, tiny
+from tests.model.test_families import BASES, IDS, tiny
 from tests.plain_torch import Added, logits_of, path_of
 from tests.widening import as_if_trained, joined, widen
 
 LENGTHS = ((25, 15), (9, 20, 11))
 DOCUMENTS = torch.tensor([[at for at, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
 POSITIONS = torch.tensor([[place for length in row for place in range(length)] for row in LENGTHS])
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", BASES)
 
 
 def tensors_of(module: Any) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from scale_cli.model.routed_scale import Routed, RouterLayer
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.method import NewPieces, start_model
-from tests.model.test_families import FAMILIES, tiny
+from tests.model.test_families import BASES, tiny
 from tests.widening import as_if_trained, ensemble, joined, tiny_llama, widen
 
 IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_it_answers_as_the_two_streams_do_with_padding_and_without(pair: Pair) -
     "family", ["mistral, window 8", "qwen2, upper layers windowed", "qwen3", "llama, tied, biases"]
 )
 def test_of_every_family_it_does_and_generates_the_same(tmp_path: Any, family: str) -> None:
-    assert family in FAMILIES
+    assert family in BASES
     model: Any = as_if_trained(widen(tiny(family, tmp_path), "route"))
     one_row = routed(model)
     close(answered(one_row), answered(model))

@@ -24,8 +24,9 @@ from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import served_logits
 from scale_cli.export.plain_folder import write_plain
 from scale_cli.export.router_keys import router_keys
+from scale_cli.model.family_scale import FAMILIES
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.base import SUPPORTED_FAMILIES, load_base
+from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import Run
@@ -129,7 +130,7 @@ def let_answer(python: Path, folders: list[Path]) -> None:
 
 
 def test_every_supported_family_is_exported() -> None:
-    assert {family for family, *_ in BASES.values()} == set(SUPPORTED_FAMILIES)
+    assert {family for family, *_ in BASES.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

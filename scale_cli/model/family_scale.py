@@ -1,0 +1,134 @@
+"""The families of bases, and how a layer of each is walked. Nothing else asks which family a base is of.
+
+A layer of any family is two steps, each with an RMSNorm before it, after it, or both:
+
+    x = x + after_attention(o(heads(q, k, v)))      q, k, v of before_attention(x)
+    x = x + after_mlp(down(act(gate) up))           gate, up of before_mlp(x)
+
+Every norm has gains of its own for what is added, which is divided by the base's RMS: so the base keeps its bits, and
+the widened model is a plain one (`export/dense.py`). Only norms over one head's channels serve added heads as they are.
+
+Shapes: B batch, T positions, D base channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .fused_scale import LLAMA_NORM, NormForm, gated, rotate
+
+# The linear maps of a layer that are widened, in their order, and the module that each stands in.
+READ_BY_ATTENTION, READ_BY_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+OWNERS = {
+    **dict.fromkeys((*READ_BY_ATTENTION, "o_proj"), "self_attn"),
+    **dict.fromkeys((*READ_BY_MLP, "down_proj"), "mlp"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's decoder computes; the defaults are Llama's. A norm is its module's name, None where there is none.
+
+    A family whose maps lie otherwise (one matrix for q, k and v) overrides the methods.
+    """
+
+    class_name: str  # of transformers' and vLLM's classes, before ForCausalLM
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    width_norms: tuple[str | None, str | None] = (None, None)  # of all queries together, of all keys together
+    head_norms: tuple[str, str] | None = None  # of each head's queries, of each head's keys
+    norm_form: NormForm = LLAMA_NORM
+    # How many positions an attention looks back over, itself included; None for all.
+    window_of: Callable[[Any], int | None] = lambda _: None
+    # The kind of layer by which the decoder's rotary embedding is asked; None where it is one for all.
+    rotary_kind: Callable[[Any], str | None] = lambda _: None
+    is_rotated: Callable[[Any], bool] = lambda _: True  # whether an attention turns its queries and keys at all
+    rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
+    heads_divide_channels: bool = False  # whether its configuration insists on hidden_size % num_attention_heads == 0
+    refused: tuple[str, ...] = ()  # keys of its config.json that are walked only where they are null or false
+
+    def linear(self, base_layer: Any, name: str) -> nn.Linear:
+        """Return one of the maps of `OWNERS`."""
+        linear: nn.Linear = getattr(getattr(base_layer, OWNERS[name]), name)
+        return linear
+
+    def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the base's own products, fresh ones: W12 is added in place."""
+        return attention.q_proj(x_BTD), attention.k_proj(x_BTD), attention.v_proj(x_BTD)
+
+    def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the base's own products, fresh ones: W12 is added in place."""
+        return mlp.gate_proj(x_BTD), mlp.up_proj(x_BTD)
+
+    def channels(self, mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return what down reads, of the base's channels or of added ones."""
+        return gated(mlp.act_fn, gate, up)
+
+    def rotary(self, decoder: Any, x_BTD: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines as the base computes them, for layers of one kind."""
+        asked = () if kind is None else (kind,)
+        embeddings: tuple[Tensor, Tensor] = decoder.rotary_emb(x_BTD, position_ids, *asked)
+        return embeddings
+
+    def embedding_factor(self, _embedding: Any) -> Tensor | float:
+        """Return what the decoder multiplies a row of its embedding with."""
+        return 1.0
+
+    def token_rows(self, base: Any) -> Tensor:
+        """Return (V, D): x_0 of every token."""
+        embedding = base.model.embed_tokens
+        factor = self.embedding_factor(embedding)
+        return embedding.weight if isinstance(factor, float) else embedding.weight * factor
+
+    def packed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return a layer's tensors as a plain model has them, from those of the maps of `OWNERS` and of the norms."""
+        return tensors
+
+    @torch.no_grad()
+    def silence(self, layer: Any) -> None:
+        """Let a layer add nothing: by what it writes with, or the norm after that, which brings any size to its own."""
+        writing = (self.after_attention, layer.self_attn.o_proj), (self.after_mlp, layer.mlp.down_proj)
+        for norm, linear in writing:
+            for parameter in linear.parameters() if norm is None else getattr(layer, norm).parameters():
+                nothing = torch.zeros_like(parameter)
+                parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
+
+    @property
+    def norms_of_read(self) -> list[str]:
+        """The norms over what a layer reads of the stream."""
+        return [name for name in (self.before_attention, self.before_mlp) if name is not None]
+
+    @property
+    def norms_of_written(self) -> list[str]:
+        """The norms over what a layer writes into the stream."""
+        return [name for name in (self.after_attention, self.after_mlp) if name is not None]
+
+
+def _own_window(attention: Any) -> int | None:
+    window: int | None = attention.sliding_window
+    return window
+
+
+def _window_of_all(attention: Any) -> int | None:
+    window: int | None = attention.config.sliding_window
+    return window
+
+
+FAMILIES: dict[str, Family] = {  # by `model_type`
+    "llama": Family("Llama", heads_divide_channels=True),
+    "mistral": Family("Mistral", window_of=_window_of_all),
+    "qwen2": Family("Qwen2", window_of=_own_window),
+    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=("q_norm", "k_norm")),
+}
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a plain base, by its configuration."""
+    return FAMILIES[config.model_type]
