@@ -8,7 +8,7 @@ Shapes: B batch, T positions, C channels of all streams, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,20 @@ ACTIVATIONS = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_pytorch_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
 }
+
+
+class Norms(NamedTuple):
+    """By what a layer's norms are called: before and after attention, before and after the MLP."""
+
+    reads: str | None = "input_layernorm"
+    written: str | None = None
+    reads_mlp: str | None = "post_attention_layernorm"
+    written_mlp: str | None = None
+
+
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+GEMMA = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = {"gemma3_text": GEMMA, "olmo2": AFTER, "olmo3": AFTER, "exaone4": AFTER}
 
 
 class Added(NamedTuple):
@@ -60,19 +74,26 @@ def logits_of(
     base = {name: tensor.double() for name, tensor in base.items()}
     runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
     new = [run for run in runs if "new_tokens.lm_head.weight" in run]
-    embedding, head = base["model.embed_tokens.weight"], base.get("lm_head.weight", base["model.embed_tokens.weight"])
+    is_gemma = config.model_type == "gemma3_text"
+    size_of_x = torch.tensor(config.hidden_size**0.5).double() if is_gemma else 1.0
+    embedding, head = (
+        base["model.embed_tokens.weight"] * size_of_x,
+        base.get("lm_head.weight", base["model.embed_tokens.weight"]),
+    )
     for run in new:
         embedding = torch.cat([embedding, run["new_tokens.embed_tokens.weight"]])
         head = torch.cat([head, run["new_tokens.lm_head.weight"]])
     embedding = torch.stack([*embedding, *more_rows])
     stream_BTC = torch.cat([table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1)
-    num_base = config.hidden_size
 
-    def normed(name: str) -> Tensor:
-        """Divide all streams by the rms of the base's, and multiply by the gains of each."""
-        size = (stream_BTC[..., :num_base].pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-        gains = [base[f"model.{name}.weight"], *(run[f"{name}.weight"] for run in runs)]
-        return stream_BTC / size * torch.cat(gains)
+    def normed(rows: Tensor, name: str | None, owner: str = "") -> Tensor:
+        """Divide what all streams have by the rms of the base's part, and multiply by the gains of each."""
+        if name is None or name.endswith(".None"):
+            return rows
+        place, _, last = name.rpartition(".")
+        gain = base[f"model.{place}.{owner}{last}.weight" if place else f"model.{last}.weight"] + is_gemma
+        size = (rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        return rows / size * torch.cat([gain, *(run[f"{name}.weight"] for run in runs)])
 
     def product(layer: int, owner: str, name: str, rows: Tensor) -> Tensor:
         weight = base[f"model.layers.{layer}.{owner}.{name}.weight"]
@@ -90,49 +111,58 @@ def logits_of(
         bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
         return F.linear(rows, weight, bias)
 
-    cos, sin, masks = _turns_and_masks(config, ids_BT, documents_BT)
-    channels = _channels_of_a_head(config)
-    for layer in range(config.num_hidden_layers):
-        rows = normed(f"layers.{layer}.input_layernorm")
-        q, k, v = (
-            product(layer, "self_attn", f"{name}_proj", rows).unflatten(-1, (-1, channels)).transpose(1, 2)
-            for name in "qkv"
-        )
-        if config.model_type == "qwen3":
+    norms, channels = NORMS.get(config.model_type, Norms()), _channels_of_a_head(config)
+    activation = ACTIVATIONS[config.hidden_activation if is_gemma else config.hidden_act]
+    for layer, (cos, sin, mask) in enumerate(_turns_and_masks(config, ids_BT, documents_BT)):
+        here = f"layers.{layer}."
+        rows = normed(stream_BTC, f"{here}{norms.reads}")
+        q, k, v = (product(layer, "self_attn", f"{name}_proj", rows) for name in "qkv")
+        if config.model_type in ("olmo2", "olmo3"):
+            q, k = (normed(states, f"{here}{name}_norm", "self_attn.") for states, name in ((q, "q"), (k, "k")))
+        q, k, v = (states.unflatten(-1, (-1, channels)).transpose(1, 2) for states in (q, k, v))
+        if config.model_type in ("qwen3", "gemma3_text", "exaone4"):
             q, k = (
                 states * (states.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
-                * base[f"model.layers.{layer}.self_attn.{name}_norm.weight"]
+                * (base[f"model.{here}self_attn.{name}_norm.weight"] + is_gemma)
                 for states, name in ((q, "q"), (k, "k"))
             )  # fmt: skip
         q, k = (states * cos + _quarter_turned(states) * sin for states in (q, k))
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(channels)).masked_fill(~masks[layer], -torch.inf)
+        size = math.sqrt(config.query_pre_attn_scalar if is_gemma else channels)
+        scores = (q @ k.transpose(-1, -2) / size).masked_fill(~mask, -torch.inf)
         heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        stream_BTC = stream_BTC + product(layer, "self_attn", "o_proj", heads)
-        rows = normed(f"layers.{layer}.post_attention_layernorm")
+        stream_BTC = stream_BTC + normed(product(layer, "self_attn", "o_proj", heads), f"{here}{norms.written}")
+        rows = normed(stream_BTC, f"{here}{norms.reads_mlp}")
         gate, up = (product(layer, "mlp", f"{name}_proj", rows) for name in ("gate", "up"))
-        stream_BTC = stream_BTC + product(layer, "mlp", "down_proj", ACTIVATIONS[config.hidden_act](gate) * up)
-    return F.linear(normed("norm"), torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1))
+        added = product(layer, "mlp", "down_proj", activation(gate) * up)
+        stream_BTC = stream_BTC + normed(added, f"{here}{norms.written_mlp}")
+    return F.linear(normed(stream_BTC, "norm"), torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1))
 
 
-def _turns_and_masks(config: Any, ids_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return cosines and sines of every position's angles, and of every layer which positions each one sees."""
+def _turns_and_masks(
+    config: Any, ids_BT: Tensor, documents_BT: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield of every layer cosines and sines of its positions' angles, and which positions each one sees."""
     documents_BT = torch.zeros_like(ids_BT) if documents_BT is None else documents_BT
     places = torch.arange(ids_BT.shape[1])
     back = places[:, None] - places
     seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]) & (back >= 0)
     since_BT = seen_BTT.sum(-1) - 1
-    rope, channels, factor = config.rope_parameters, _channels_of_a_head(config), 1.0
-    rates = rope["rope_theta"] ** -(torch.arange(0, channels, 2).double() / channels)
-    if rope["rope_type"] == "linear":
-        rates = rates / rope["factor"]
-    elif rope["rope_type"] != "default":
-        rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
-    angles = (since_BT[:, None, :, None] * rates).repeat(1, 1, 1, 2)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or len(places)
-    masks = [(seen_BTT & (back < (window if kind == "sliding_attention" else len(places))))[:, None] for kind in kinds]
-    return angles.cos() * factor, angles.sin() * factor, masks
+    channels, window = _channels_of_a_head(config), getattr(config, "sliding_window", None)
+    for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers:
+        factor, of_kind = 1.0, "full_attention" in config.rope_parameters
+        rope = config.rope_parameters[kind] if of_kind else config.rope_parameters
+        rates = rope["rope_theta"] ** -(torch.arange(0, channels, 2).double() / channels)
+        if rope["rope_type"] == "linear":
+            rates = rates / rope["factor"]
+        elif rope["rope_type"] != "default":
+            named = {"layer_type": kind} if of_kind else {}
+            rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, **named)
+        angles = (since_BT[:, None, :, None] * rates).repeat(1, 1, 1, 2)
+        if config.model_type == "exaone4" and window and kind == "full_attention":
+            angles = torch.zeros_like(angles)
+        seen = (window or len(places)) if kind == "sliding_attention" else len(places)
+        yield angles.cos() * factor, angles.sin() * factor, (seen_BTT & (back < seen))[:, None]
 
 
 def _channels_of_a_head(config: Any) -> int:

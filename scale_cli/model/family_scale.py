@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused_scale import LLAMA_NORM, NormForm, gated, rotate
+from .fused_scale import LLAMA_NORM, NormForm, gated, rotate, rotate_in_float32
 
 # The linear maps of a layer that are widened, in their order, and the module that each stands in.
 READ_BY_ATTENTION, READ_BY_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -111,6 +111,14 @@ class Family:
         return [name for name in (self.after_attention, self.after_mlp) if name is not None]
 
 
+class ScaledEmbedding(Family):
+    """A family that multiplies what it reads off its embedding by the root of the stream's width."""
+
+    def embedding_factor(self, embedding: Any) -> Tensor | float:
+        factor: Tensor = embedding.embed_scale.to(embedding.weight.dtype)
+        return factor
+
+
 def _own_window(attention: Any) -> int | None:
     window: int | None = attention.sliding_window
     return window
@@ -121,11 +129,48 @@ def _window_of_all(attention: Any) -> int | None:
     return window
 
 
+_QUERIES_KEYS = ("q_norm", "k_norm")
+_NORMED_AFTER: dict[str, Any] = {
+    "before_attention": None,
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": None,
+    "after_mlp": "post_feedforward_layernorm",
+}
+
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "llama": Family("Llama", heads_divide_channels=True),
     "mistral": Family("Mistral", window_of=_window_of_all),
     "qwen2": Family("Qwen2", window_of=_own_window),
-    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=("q_norm", "k_norm")),
+    "qwen3": Family("Qwen3", window_of=_own_window, head_norms=_QUERIES_KEYS),
+    "gemma3_text": ScaledEmbedding(
+        "Gemma3",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        head_norms=_QUERIES_KEYS,
+        norm_form=NormForm("eps", offset=1.0),
+        window_of=_own_window,
+        rotary_kind=lambda attention: attention.layer_type,
+        heads_divide_channels=True,
+        refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
+    "olmo2": Family("Olmo2", **_NORMED_AFTER, width_norms=_QUERIES_KEYS, rotate=rotate_in_float32),
+    "olmo3": Family(
+        "Olmo3",
+        **_NORMED_AFTER,
+        width_norms=_QUERIES_KEYS,
+        window_of=_own_window,
+        rotary_kind=lambda attention: attention.attention_type,
+        rotate=rotate_in_float32,
+    ),
+    "exaone4": Family(
+        "Exaone4",
+        **_NORMED_AFTER,
+        head_norms=_QUERIES_KEYS,
+        window_of=lambda attention: attention.sliding_window if attention.is_sliding else None,
+        # Between layers with a window those without one know no positions.
+        is_rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
+    ),
 }
 
 

@@ -150,6 +150,14 @@ def rotate(
     return _Rotation.apply(q_BTNA, k_BTNA, *angles)
 
 
+def rotate_in_float32(
+    q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what `rotate` does by angles in float32, in the dtype that came, as the base does."""
+    q_BNTA, k_BNTA = rotate(q_BTNA, k_BTNA, embeddings, angles)
+    return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
+
+
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
     """Return (B, T, 1, A) cosines, and the sines that the other half of a head's channels is multiplied with."""
     first, second = sin_BTA.chunk(2, dim=-1)

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -281,6 +291,22 @@ class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
 
 class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
     """A Qwen3 with its router."""
+
+
+class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+    """A Gemma 3 with its router."""
+
+
+class ScaleRoutedOlmo2ForCausalLM(Routed, Olmo2ForCausalLM):
+    """An OLMo 2 with its router."""
+
+
+class ScaleRoutedOlmo3ForCausalLM(Routed, Olmo3ForCausalLM):
+    """An OLMo 3 with its router."""
+
+
+class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+    """An EXAONE 4 with its router."""
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:

@@ -36,7 +36,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     },
 }
 WIDENED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"}
-SPELLINGS = {"rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}
+SPELLINGS = {"rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}
 # What a base's folder may hold; the last ones stay where they are.
 COPIED = (
     "tokenizer.model",

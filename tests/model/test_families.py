@@ -21,6 +21,8 @@ from tests.widening import TINY, as_if_trained, train_steps, widen
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"tie_word_embeddings": True, "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}}}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
@@ -36,6 +38,20 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "gemma3_text": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": KINDS, **GEMMA},
+    ),
+    "olmo2, biases": ("olmo2", {"attention_bias": True}),
+    "olmo3, yarn in full layers": (
+        "olmo3",
+        {"sliding_window": 8, "layer_types": KINDS, "rope_parameters": {"full_attention": YARN}},
+    ),
+    "exaone4, tied": ("exaone4", {"sliding_window": 8, "layer_types": KINDS, "tie_word_embeddings": True}),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 1},
+    ),
     "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
 }
 families = pytest.mark.parametrize("family", BASES)
@@ -107,16 +123,17 @@ def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logi
     assert (expected - answered(model.base)).abs().max() > 0.1, "the expansion is in it"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3, biases"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied"])
+@pytest.mark.parametrize("maps", [("q_proj", "k_proj"), ("o_proj", "down_proj")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_is_exact_where_the_norm_of_queries_and_keys_meets_its_epsilon(
-    tmp_path: Path, family: str, dtype: str
+def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon(
+    tmp_path: Path, family: str, maps: tuple[str, ...], dtype: str
 ) -> None:
     model = as_if_trained(widen(tiny(family, tmp_path), "adapt", ratio=0.5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                parameter.mul_(0.003)  # the mean square of a head is about eps
+            if any(of in name for of in maps):
+                parameter.mul_(0.003)  # the mean square of a head, or of what is written, is about eps
     exported = dense_model(model, dtype, [IDS])
     parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
     assert dtype == "bfloat16" or parity.max_logit_difference <= 2e-5

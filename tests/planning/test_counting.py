@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,23 @@ from scale_cli.planning.counting import count_flops, count_saved_tensors, kept_f
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import MethodModel, build_model, start_model
 from scale_cli.upscale.objective import for_training
+from tests.model.test_families import tiny
 from tests.widening import tiny_llama
 
 VARIANTS = tuple(METHODS)
 EACH = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
 TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
 OWN = MethodConfig.model_validate({"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}})
-methods = pytest.mark.parametrize("method", [*EACH, TOP, OWN], ids=[*VARIANTS, "route, top layer", "own sizes"])
+OTHERS = ["gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"]
+methods = pytest.mark.parametrize(
+    ("family", "method"),
+    [*(("llama", method) for method in (*EACH, TOP, OWN)), *((family, TOP) for family in OTHERS)],
+    ids=[*VARIANTS, "route, top layer", "own sizes", *OTHERS],
+)
+
+
+def base_of(family: str, folder: Path) -> PreTrainedModel:
+    return tiny_llama() if family == "llama" else tiny(family, folder)
 
 
 def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
@@ -37,12 +48,12 @@ def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
 @methods
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
-    method: MethodConfig, dtype: torch.dtype
+    tmp_path: Path, family: str, method: MethodConfig, dtype: torch.dtype
 ) -> None:
     def described(model: MethodModel) -> list[tuple[Any, ...]]:
         return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
-    base: PreTrainedModel = tiny_llama()
+    base = base_of(family, tmp_path)
     base.to(dtype=dtype)  # type: ignore[call-arg]
     planned = without_weights(base, method)
     assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
@@ -50,8 +61,10 @@ def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
 
 
 @methods
-def test_products_without_numbers_are_counted_as_those_of_the_real_model(method: MethodConfig) -> None:
-    base, length = tiny_llama(), 24
+def test_products_without_numbers_are_counted_as_those_of_the_real_model(
+    tmp_path: Path, family: str, method: MethodConfig
+) -> None:
+    base, length = base_of(family, tmp_path), 24
     counted = count_flops(without_weights(base, method), length)
     real = start_model(base, method, seed=0).train()
     for parameter in real.parameters():
@@ -85,8 +98,10 @@ def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant:
 
 @methods
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_what_is_said_to_be_saved_is_what_autograd_saves(method: MethodConfig, mixed_precision: str) -> None:
-    base, length = tiny_llama(), 120
+def test_what_is_said_to_be_saved_is_what_autograd_saves(
+    tmp_path: Path, family: str, method: MethodConfig, mixed_precision: str
+) -> None:
+    base, length = base_of(family, tmp_path), 120
     planned = count_saved_tensors(without_weights(base, method), mixed_precision)
     real = start_model(base, method, seed=0).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()}
