@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +14,6 @@ from scale_cli.console import (
     load,
     parse_numbers,
     quieten_libraries,
-    read_typed,
     run_folder,
 )
 from scale_cli.errors import ConfigError
@@ -103,7 +101,6 @@ def init(
     language: Annotated[str | None, Option(metavar="CODE", help="Of that text: ko, de, ...")] = None,
     retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
     retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
-    held_out: Annotated[str | None, Option(metavar="TEXT", help="More of it to measure on, else a part.")] = None,
     minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, by the plan.")] = 5.0,
     _shown: Shown = None,
 ) -> None:
@@ -119,7 +116,7 @@ def init(
     quieten_libraries()
     from scale_cli.commands.init import init
 
-    show(init(file, model, learned, spoken, kept, retention_language, held_out, minutes))
+    show(init(file, model, learned, spoken, kept, retention_language, minutes))
 
 
 @app.command()
@@ -324,70 +321,46 @@ def generate(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, a checkpoint, an export, or a join.")],
     prompt: Annotated[list[str] | None, Option(metavar="TEXT", help="May be given several times.")] = None,
     max_new_tokens: Annotated[
-        int | None,
-        Option(metavar="N", min=1, help="At most so many each.", show_default="128; with --samples a window's"),
+        int | None, Option(metavar="N", min=1, help="At most so many each.", show_default="128; of --samples a window")
     ] = None,
     temperature: Annotated[
-        float | None,
-        Option(metavar="T", min=0.0, help="0 takes the likeliest token.", show_default="0; with --samples 1"),
+        float | None, Option(metavar="T", min=0.0, help="0 takes the likeliest.", show_default="0; of --samples 1")
     ] = None,
     top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest.")] = 1.0,
     seed: Annotated[int, Option(metavar="N", min=0, help="Of the sampling.")] = 0,
     options: Annotated[
         list[str] | None, Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ...")
     ] = None,
-    chat: Annotated[
-        bool,
-        Option("--chat", help="Prompts are a user's, in the base's chat template; at a terminal, one after one."),
-    ] = False,
-    show_heads: Annotated[
-        bool,
-        Option("--show-heads", help="Show which head spoke: in colours, or by its name where nothing shows colours."),
-    ] = False,
+    chat: Annotated[bool, Option("--chat", help="By the chat template; at a terminal, turn after turn.")] = False,
+    show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
     as_json: Annotated[bool, Option("--json", help="A JSON object a prompt, with heads' shares.")] = False,
     samples: Annotated[
-        int | None,
-        Option(metavar="N", min=1, help="Let the untrained base write so many texts, for replay; PATH: a config."),
+        int | None, Option(metavar="N", min=1, help="Let the untrained base write texts, for replay; PATH: a config.")
     ] = None,
-    output: Annotated[Path | None, Option(metavar="FILE", help="With --samples: a new .jsonl.")] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="Of --samples: a new .jsonl.")] = None,
 ) -> None:
     """Continue prompts with a trained model, router and all.
 
     Without --prompt, every line of standard input is one; with --samples, texts of the base begin with nothing.
     """
-    if (samples is None) != (output is None):
-        raise ConfigError("--samples, --output: each needs the other")
-    if samples is not None and chat:
-        raise ConfigError("--samples, --chat: one or the other")
-    if samples is not None and output is not None:
-        config = load(path, None)
-        from scale_cli.commands.generate import write_samples
-        from scale_cli.generation.generator import Sampling, parse_options
-
-        length, usual = max_new_tokens or config.corpus.sequence_length, 1.0 if temperature is None else temperature
-        drawn = Sampling(length, usual, top_p, seed, parse_options(options or []))
-        show(on_main(lambda: write_samples(config.model, samples, output, drawn, prompt or [""])))
-        return
+    if (samples is None) != (output is None) or (samples and chat):
+        raise ConfigError("--samples, --output: each needs the other, and neither goes with --chat")
+    config = load(path, None) if samples else None
     folder = run_folder(path)
-    talks = chat and not prompt and not as_json and sys.stdin is not None and sys.stdin.isatty()
-    lines = read_typed() if talks else sys.stdin or ()  # closed
-    prompts = [] if talks else prompt or [line.rstrip("\r\n") for line in lines if line.strip()]
-    if not prompts and not talks:
-        raise ConfigError("--prompt: none given, and nothing on standard input")
     quieten_libraries()
-    from scale_cli.commands.generate import continue_and_print, converse
-    from scale_cli.generation.generator import Generator, Sampling, parse_options
+    from scale_cli.commands import generate as verb
+    from scale_cli.generation.generator import Sampling, parse_options
 
-    chosen = Sampling(max_new_tokens or 128, temperature or 0.0, top_p, seed, parse_options(options or []))
+    def sampling(usual_length: int, usual_temperature: float) -> Sampling:
+        chosen = usual_temperature if temperature is None else temperature
+        return Sampling(max_new_tokens or usual_length, chosen, top_p, seed, parse_options(options or []))
 
-    def speak() -> None:
-        generator = Generator(folder)
-        if talks:
-            converse(generator, lines, chosen, show_heads=show_heads)
-        else:
-            continue_and_print(generator, prompts, chosen, as_json=as_json, show_heads=show_heads, chat=chat)
-
-    on_main(speak)
+    if config is not None and samples and output:
+        drawn = sampling(config.corpus.sequence_length, 1.0)
+        show(on_main(lambda: verb.write_samples(config.model, samples, output, drawn, prompt or [""])))
+    else:
+        greedy = sampling(128, 0.0)
+        on_main(lambda: verb.generate(folder, prompt, greedy, chat=chat, as_json=as_json, show_heads=show_heads))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks

@@ -62,17 +62,6 @@ def ask(flag: str, meaning: str) -> str:
     return answer
 
 
-def read_typed() -> Iterator[str]:
-    """Yield what is typed at the terminal, line by line, until its end (Ctrl-D)."""
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            return
-        if line.strip():
-            yield line
-
-
 def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     """Return the config of a file or of a run's folder, after a look at where its results will land."""
     from scale_cli.config.load import load_config

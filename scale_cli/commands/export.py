@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,19 +16,18 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.evaluation.results import finished_report, report_sha256
-from scale_cli.export.card import Licence, base_licence, model_card
+from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.parity import check_parity, measure_parity, parity_in_words
 from scale_cli.export.publish import check_repository, publish
 from scale_cli.processes import device, placed
-from scale_cli.storage.atomic import MANIFEST, is_whole, new_folder, read_json, write_text
+from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder
 
-CARD = "README.md"
 _DOCUMENTS_PER_CORPUS = 4
 
 
@@ -103,13 +100,17 @@ def export_each(configs: Sequence[RunConfig]) -> Iterator[ExportSummary]:
 
 def _export(config: RunConfig, final: MethodFolder, model: MethodModel, prompts: list[Tensor]) -> ExportSummary:
     (name,) = config.export.formats
-    export_format, folder = FORMATS[name](config), export_folder(config)
+    export_format, folder, report = FORMATS[name](config), export_folder(config), finished_report(config)
     with new_folder(folder) as partial:
         export_format.write(partial, model, final, prompts)
         parity = _check(partial, model, prompts, config)
         licence = base_licence(config.model)
         licence.copy_files(partial)
-        write_card(partial, config, parity, licence)
+        architectures = read_json(partial / "config.json").get("architectures") or [""]
+        write_text(partial / "README.md", model_card(config, report, parity, licence, architectures[0]))
+        write_text(partial / "scale.yaml", dump_config(config))
+        made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
+        ExportRecord(**vars(parity) | made_of).save(partial)
     lacks_router = config.method.definition.routes and not export_format.answers_as_served
     return ExportSummary(folder, name, lacks_router, parity)
 
@@ -118,19 +119,6 @@ def export_folder(config: RunConfig) -> Path:
     """Return where the export of a config with one format lands."""
     (export_format,) = config.export.formats
     return RunFolder(config.output_dir).export(export_format, config.export.dtype)
-
-
-def write_card(folder: Path, config: RunConfig, parity: Parity, licence: Licence) -> None:
-    """Write the model card, the config, and what the card tells of: which training, and which report of it, if any."""
-    architectures = read_json(folder / "config.json").get("architectures") or [""]
-    report = finished_report(config)
-    write_text(folder / CARD, model_card(config, report, parity, licence, architectures[0]))
-    write_text(folder / "scale.yaml", dump_config(config))
-    made_of = {
-        "trained_sha256": trained_sha256(RunFolder(config.output_dir).final),
-        "report_sha256": report_sha256(config, report),
-    }
-    ExportRecord(**vars(parity) | made_of).save(folder)
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -177,36 +165,9 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
 
 
 def export_is_finished(config: RunConfig) -> bool:
-    """Return whether the export that a config (with one format) asks for is already there, for this training."""
-    folder = export_folder(config)
-    if not is_whole(folder):
+    """Return whether the export that a config (with one format) asks for is there, of this training and this report."""
+    folder, run = export_folder(config), RunFolder(config.output_dir)
+    if not is_whole(folder) or differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS):
         return False
-    changed = differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS)
-    return not changed and ExportRecord.load(folder).trained_sha256 == trained_sha256(
-        RunFolder(config.output_dir).final
-    )
-
-
-def card_is_current(config: RunConfig) -> bool:
-    """Return whether the card of a finished export tells of the report that is there now (or that there is none)."""
-    return ExportRecord.load(export_folder(config)).report_sha256 == report_sha256(config, finished_report(config))
-
-
-def renew_card(config: RunConfig) -> Path:
-    """Write the folder of a finished export again with a new card; its other files are linked, not copied."""
-    folder, written_anew = (
-        export_folder(config),
-        shutil.ignore_patterns(CARD, ExportRecord.FILE, MANIFEST, "scale.yaml"),
-    )
-    with new_folder(folder) as partial:
-        shutil.copytree(folder, partial, copy_function=_link, dirs_exist_ok=True, ignore=written_anew)
-        write_card(partial, config, ExportRecord.load(folder), base_licence(config.model))
-    return folder
-
-
-def _link(file: str, place: str) -> None:
-    """Give a file a second name; copy it where the file system has no such thing."""
-    try:
-        os.link(file, place)
-    except OSError:
-        shutil.copyfile(file, place)
+    made, now = ExportRecord.load(folder), (trained_sha256(run.final), report_sha256(config, finished_report(config)))
+    return (made.trained_sha256, made.report_sha256) == now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, groupby, islice
 from pathlib import Path
@@ -24,19 +24,29 @@ from scale_cli.terminal import printable, progress_bar
 _AT_ONCE = 32
 _RULE = "-" * 8  # between the texts of several prompts
 _SEEDS_APART = 1_000_003
-# Of the base head, of the trained one or the first member, and of further members, in turn.
-_COLOURS, _PLAIN = ("\x1b[34m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[36m", "\x1b[31m"), "\x1b[0m"
 
 
-def continue_and_print(
-    generator: Generator, prompts: list[str], sampling: Sampling, *, as_json: bool, show_heads: bool, chat: bool = False
+def generate(
+    path: Path, prompts: list[str] | None, sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
+) -> None:
+    """Continue prompts, or the lines of standard input; in a chat at a terminal, what is typed there."""
+    if chat and not prompts and not as_json and sys.stdin is not None and sys.stdin.isatty():
+        _converse(Generator(path), sampling, show_heads=show_heads)
+        return
+    lines = sys.stdin or ()  # closed
+    prompts = prompts or [line.rstrip("\r\n") for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError("--prompt: none given, and nothing on standard input")
+    _continue(Generator(path), prompts, sampling, chat=chat, as_json=as_json, show_heads=show_heads)
+
+
+def _continue(
+    generator: Generator, prompts: list[str], sampling: Sampling, *, chat: bool, as_json: bool, show_heads: bool
 ) -> None:
     """Continue prompts and print them: one alone as it comes; how much each head spoke on standard error.
 
     In a chat each prompt is the first turn of a conversation.
     """
-    if show_heads and not as_json:
-        typer.echo(legend(generator.head_names()), err=True)
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
     streams = len(prompts) == 1 and not as_json and not show_heads and "num_beams" not in sampling.options
     streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
@@ -46,89 +56,70 @@ def continue_and_print(
             typer.echo(json.dumps(asdict(continuation), ensure_ascii=False))
         return
     if not streams:
-        texts = [
-            f"{printable(c.prompt)}{spoken_text(c) if show_heads else printable(c.completion)}" for c in continuations
-        ]
+        texts = [printable(c.prompt + (_with_heads(c) if show_heads else c.completion)) for c in continuations]
         typer.echo(f"\n{_RULE}\n".join(texts))
     shares = [token.shares for c in continuations for token in c.tokens if token.shares is not None]
     if shares:
         mean = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
         each = ", ".join(f"{name} {percent(share)}" for name, share in mean.items())
         typer.echo(f"spoken by {each} of {len(shares):,} tokens", err=True)
+    elif show_heads:
+        typer.echo("one head speaks alone: there are no heads to show", err=True)
 
 
-def converse(generator: Generator, lines: Iterable[str], sampling: Sampling, *, show_heads: bool) -> None:
+def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> None:
     """Answer line after line of one conversation: as the answers come, or with their heads."""
     messages: Messages = []
-    if show_heads:
-        typer.echo(legend(generator.head_names()), err=True)
-    for line in lines:
+    for line in _typed():
         messages.append(_turn("user", line))
         streamer = None if show_heads or "num_beams" in sampling.options else TextStreamer("", generator)
         (answer,) = generator.continue_all([messages], sampling, streamer)
         if streamer is None:
-            typer.echo(spoken_text(answer) if show_heads else printable(answer.completion))
+            typer.echo(printable(_with_heads(answer) if show_heads else answer.completion))
         messages.append(_turn("assistant", answer.completion))
+
+
+def _typed() -> Iterator[str]:
+    """Yield what is typed at the terminal, line by line, until its end (Ctrl-D)."""
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _has_colours() -> bool:
-    """Return whether who reads the text sees colours: there is a terminal, and no NO_COLOR (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+def _with_heads(continuation: Continuation) -> str:
+    """Return a continuation with a head's name wherever that head takes over: its share is the largest from there."""
 
-
-def _show_head(text: str, names: Sequence[str], head: int) -> str:
-    """Return a text with its head: in the head's colour, or after its name where nothing shows colours."""
-    if not _has_colours():
-        return f"[{printable(names[head])}]{printable(text)}"
-    colour = _COLOURS[head] if head < len(_COLOURS) else _COLOURS[1 + (head - 1) % (len(_COLOURS) - 1)]
-    return f"{colour}{printable(text)}{_PLAIN}"
-
-
-def legend(names: Sequence[str]) -> str:
-    """Return how to read a text whose heads are shown."""
-    if not names:
-        return "one head speaks alone: there are no heads to show"
-    if _has_colours():
-        return f"heads: {', '.join(_show_head(name, names, head) for head, name in enumerate(names))}"
-    return f"heads: {', '.join(f'[{printable(name)}]' for name in names)}, each where it takes over"
-
-
-def spoken_text(continuation: Continuation) -> str:
-    """Return a continuation in which every token shows the head that had the largest share in it."""
-    if not continuation.tokens or continuation.tokens[0].shares is None:
-        return printable(continuation.completion)
-    names = list(continuation.tokens[0].shares)
-
-    def head_of(token: SpokenToken) -> int:
-        shares = list((token.shares or {}).values())
-        return shares.index(max(shares))
+    def head_of(token: SpokenToken) -> str:
+        shares = token.shares or {"": 1.0}
+        return max(shares, key=shares.__getitem__)
 
     spoken = groupby((token for token in continuation.tokens if token.text), head_of)
-    return "".join(_show_head("".join(token.text for token in tokens), names, head) for head, tokens in spoken)
+    return "".join((head and f"[{head}]") + "".join(token.text for token in tokens) for head, tokens in spoken)
 
 
 @dataclass(frozen=True)
-class SamplesSummary:
+class Samples:
     """What was written, for the terminal."""
 
     file: Path
     num_texts: int  # without those that ended at once
 
     def lines(self) -> list[str]:
-        """Return aligned lines, and how to train on the file."""
         return [
             f"written        {self.file}: {self.num_texts:,} texts",
             f"a source       {{name: replay, path: {self.file}, language: ..., weight: 0.1, role: replay}}",
         ]
 
 
-def write_samples(
-    base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]
-) -> SamplesSummary:
+def write_samples(base: ModelConfig, num_samples: int, file: Path, sampling: Sampling, prompts: list[str]) -> Samples:
     """Let a base, widened already or not, write texts, and write them as a corpus: one object with its `text` a line.
 
     Texts begin with the prompts in turn; an empty one leaves it to the base. Every batch has a seed of its own, and the
@@ -149,4 +140,4 @@ def write_samples(
             texts += [text for written in drawn if (text := written.prompt + written.completion).strip()]
             bar.update(len(batch))
     write_text(file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    return SamplesSummary(file, len(texts))
+    return Samples(file, len(texts))

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.config.sources import CorpusSource, ReadingConfig
 from scale_cli.config.training import TrainConfig
+from scale_cli.config.vocabulary import SCRIPTS, VocabularyConfig
 from scale_cli.data.corpora import every_source
-from scale_cli.errors import ConfigError, CorpusError, UsageError
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document
+from scale_cli.data.ledger import check_bad_fraction
+from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
 from scale_cli.planning.counting import Parameters, count_flops, count_saved_tensors, training_memory
 from scale_cli.planning.speed import Device, measure_device
-from scale_cli.planning.texts import NewTokens, Parted, limit, look_into, offer_tokens, part
+from scale_cli.report import tables
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run
 from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.vocabulary.extension import extended
+from scale_cli.vocabulary.tokenizer import Extension, most_added
 
 SCHEMA_FILE = "scale.schema.json"
-_FIRST = {"max_documents": 32}  # of a text that is only measured on
+_FIRST = 32  # documents, of a text that is only measured on
 _REPLAY_SHARE = 0.1  # of the windows, which a weight of 0.111 beside 1 gives
 # Measured on bases of 5 M parameters (docs/training.md); of larger ones the paper's, which is the default.
 _SMALL_HIDDEN_SIZE, _MEASURED_LR, _PAPERS_LR = 512, "5.0e-3", "1.0e-3"
@@ -38,6 +50,49 @@ _MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
 _MOST_READINGS = 4
 # The rest is for the allocator, the data, the evaluation, and whoever else uses the machine.
 _SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8
+_FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
+_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
+# Of a text: documents are counted up to there, and tokens on a sample of those; a file of a single one may be large.
+_BYTES_READ, _BYTES_SAMPLED, _LARGEST_DOCUMENT = 1 << 22, 1 << 18, 1 << 28
+_HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = 32, 1 << 16, 10  # of 10 documents one at most
+_OF_A_DATASET = 1 << 40  # bytes: more than a first run reads
+_FEWEST_LINES, _UNEVEN = 100, 1.5
+_PIECE, _LARGEST_PIECE = 2_000, 500_000  # characters
+# A script whose letters cost more tokens than this is spelt in bytes; fewer new tokens than that save little.
+_TOKENS_PER_CHARACTER, _FEWEST_NEW = 2.0, 256
+_SURE = 0.8  # of the tokens that a text gives, those that it gives too when a part of it is held out
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of a user's, and what its beginning shows."""
+
+    source: dict[str, Any]  # as a config calls it
+    documents: list[str]  # the first
+    is_whole: bool  # whether those are all
+    num_bytes: int  # of all of it, as far as that can be told
+    sample: str
+    tokens_per_byte: float
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A text in two: what is trained on, and what is held out."""
+
+    trained_on: dict[str, Any]  # as a config calls them
+    held_out: dict[str, Any]
+    words: str  # where its documents went
+    files: dict[Path, list[str]] = field(default_factory=dict)  # documents to be written, where those files are new
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that a text's script would save, or why none are added."""
+
+    words: str
+    script: str = ""
+    number: int = 0
+    tokens_per_byte: float = 0.0  # with them
 
 
 @dataclass(frozen=True)
@@ -61,20 +116,21 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class StarterSummary:
+class Starter:
     """What was written, for the terminal."""
 
     file: Path
-    texts: dict[str, str]  # where their documents went
+    corpus: str  # where its documents went
+    retention: str
     tokens: str
     sizes: Sizes
 
     def lines(self) -> list[str]:
-        """Return what was found, where it is, what it asks for, and what to do with it."""
         sizes = self.sizes
         step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
         return [
-            *(f"{name:<15}{words}" for name, words in self.texts.items()),
+            f"corpus         {self.corpus}",
+            f"retention      {self.retention}",
             f"tokens         {self.tokens}",
             f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}",
             f"{'':<15}a run of minutes shows that everything works; to write well takes hours",
@@ -90,9 +146,8 @@ def init(
     language: str,
     retention_text: str,
     retention_language: str,
-    held_out_text: str | None,  # None: a part of the corpus
     minutes: float,
-) -> StarterSummary:
+) -> Starter:
     """Write a config that `scale run` takes as it is; texts are files, or OWNER/NAME[:SUBSET[:SPLIT]]."""
     if file.exists():
         raise UsageError(f"{file}: is there already; give another name")
@@ -106,14 +161,11 @@ def init(
     if num_tokens < _MIN_STEP_TOKENS:
         raise CorpusError(f"--corpus {corpus_text}: about {num_tokens:,} tokens, and a step takes {_MIN_STEP_TOKENS:,}")
     sizes = fit_sizes(base_config, new.number, minutes, num_tokens)
-    if held_out_text is None:
-        parted = part(corpus, "held-out", file, sizes.num_tokens)
-    else:
-        other = look_into("held-out", held_out_text, language, tokenizer).source | _FIRST
-        parted = Parted(corpus.source | limit(corpus, sizes.num_tokens), other, "all of it to train on")
+    parted = part(corpus, "held-out", file, sizes.num_tokens)
     replayed = round(_REPLAY_SHARE * sizes.num_tokens)
-    if _MOST_READINGS * retention.num_tokens < replayed:  # too little to train on
-        kept = Parted({}, retention.source | {"name": "retention"} | _FIRST, "all of it to measure on")
+    if _MOST_READINGS * retention.num_bytes * retention.tokens_per_byte < replayed:  # too little to train on
+        measured_on = retention.source | {"name": "retention", "max_documents": _FIRST}
+        kept = Parted({}, measured_on, "all of it to measure on")
     else:
         kept = part(retention, "retention", file, replayed)
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
@@ -121,7 +173,7 @@ def init(
     lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
     text = starter_text(file, model, parted, kept, retention_language, new, sizes, lr)
     _write(file, text, parted.files | kept.files)
-    return StarterSummary(file, {"corpus": parted.words, "retention": kept.words}, new.words, sizes)
+    return Starter(file, parted.words, kept.words, new.words, sizes)
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
@@ -130,8 +182,8 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
     Steps are as many as there is time for, and as read the text, of `num_tokens`, four times.
     """
     devices = {precision: measure_device(base_config, "float32", precision) for precision in ("no", "bf16")}
-    mixed_precision = max(devices, key=lambda precision: devices[precision].flops_per_s)
-    device, available = devices[mixed_precision], _memory_bytes(devices[mixed_precision].type)
+    mixed_precision, device = max(devices.items(), key=lambda item: item[1].flops_per_s)
+    available = _memory_bytes(device.type)
     with torch.device("meta"):
         new = NewPieces.unknown(num_new) if num_new else None
         distilling = MethodConfig.model_validate({"distillation": {"weight": 4.0}})
@@ -160,8 +212,8 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
     longest = min(base_config.max_position_embeddings, step_tokens // _MIN_BATCH_SIZE)
     lengths = [length for length in _LENGTHS if length <= longest and memory(length, 1) <= available]
     if not lengths:
-        needed = _gib(memory(_LENGTHS[-1], 1))
-        raise ConfigError(f"--base: needs {needed} to be trained, and {device.type} has {_gib(available)} for it")
+        needed, there = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (memory(_LENGTHS[-1], 1), available))
+        raise ConfigError(f"--base: needs {needed} to be trained, and {device.type} has {there} for it")
     length = lengths[0]
     batch_size = at_once = 2 ** int(step_tokens / length).bit_length() // 2
     while at_once > 1 and memory(length, at_once) > available:
@@ -179,10 +231,6 @@ def _memory_bytes(device_type: str) -> int:
     return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
 def starter_text(
     file: Path,
     model: dict[str, str],
@@ -194,27 +242,19 @@ def starter_text(
     lr: str,
 ) -> str:
     """Return the config, comments and all."""
-    template = Environment(
-        loader=PackageLoader("scale_cli", "report/templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    ).get_template("starter.yaml.j2")
-    return template.render(
+    output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
+    return tables.text(
+        "starter.yaml.j2",
         file=file,
-        output_dir=json.dumps(f"runs/{file.stem}", ensure_ascii=False),
-        model=dump_line(model),
-        corpus=dump_line(corpus.trained_on),
-        held_out=dump_line(corpus.held_out | {"role": "acquisition"}),
-        retention=dump_line(kept.held_out | {"role": "retention"}),
-        replay=dump_line(kept.trained_on | {"weight": 0.111, "role": "replay"}) if kept.trained_on else None,
+        output_dir=output_dir,
+        line=dump_line,
+        model=model,
+        corpus=corpus,
+        kept=kept,
         retention_language=retention_language,
         new=new,
         sizes=sizes,
         lr=lr,
-        memory=_gib(sizes.memory_bytes),
-        available=_gib(sizes.available_bytes),
     )
 
 
@@ -234,3 +274,133 @@ def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
     write_text(file, text)
     if not (schema := file.with_name(SCHEMA_FILE)).exists():
         write_text(schema, json_schema_text())
+
+
+def look_into(name: str, given: str, language: str, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Read the beginning of what a user names: files, or a dataset of the hub.
+
+    A .txt without blank lines is read line by line where its lines are not those of a page: comments, sentences.
+    """
+    text = _read(source_of(name, given, language), tokenizer)
+    if len(text.documents) < _MOST_HELD_OUT and _is_txt(text.source):
+        by_line = _read({**text.source, "documents": "line"}, tokenizer)
+        lengths = [len(line) for line in by_line.documents]
+        if len(lengths) >= _FEWEST_LINES and quantiles(lengths, n=20)[-1] > _UNEVEN * median(lengths):
+            return by_line
+    return text
+
+
+def source_of(name: str, given: str, language: str) -> dict[str, Any]:
+    """Return what the config calls a text: files where there are any, or a name like one; else a dataset on the hub."""
+    dataset = _DATASET.fullmatch(given)
+    if dataset is None or _FILES.fullmatch(given) or glob.glob(os.path.expanduser(given)):  # noqa: PTH111
+        return {"name": name, "path": given, "language": language}
+    place = zip(("dataset", "subset", "split"), dataset.groups(), strict=True)
+    return {"name": name, **{key: value for key, value in place if value}, "language": language}
+
+
+def _is_txt(source: dict[str, Any]) -> bool:
+    return re.search(r"\.txt(\.\w+)?$", source.get("path", "")) is not None
+
+
+def _read(source: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    known = checked(CorpusSource, source, source["name"])
+    reader = CorpusReader(known, _LARGEST_DOCUMENT)
+    documents, size, is_whole, read_bytes = [], 0, True, 0
+    for document in (record for record in reader if isinstance(record, Document)):
+        documents.append(document.text)
+        size += document.num_bytes
+        if size >= _BYTES_READ:
+            is_whole, read_bytes = False, reader.position_bytes  # while its file is open
+            break
+    if not is_whole:
+        size = size * reader.total_bytes // read_bytes if read_bytes else _OF_A_DATASET
+    sample = "\n".join(documents[:: max(1, len(documents) // 64)])[:_BYTES_SAMPLED]
+    num_tokens = reader.ledger.num_tokens = len(tokenizer(sample, add_special_tokens=False).input_ids)
+    check_bad_fraction(known, reader.ledger, ReadingConfig().max_bad_fraction)
+    return Text(source, documents, is_whole, size, sample, num_tokens / len(sample.encode()))
+
+
+def part(text: Text, held_name: str, file: Path, num_tokens: int) -> Parted:
+    """Hold out a tenth of a text's documents, and some tens at most; of fewer than ten the end of each.
+
+    What a run of `num_tokens` does not read of a large text is left out of both.
+    """
+    number, size, held = len(text.documents), 0, 0
+    if number < _MOST_HELD_OUT and text.is_whole:
+        return _cut(text, held_name, file)
+    for document in text.documents[: max(1, number // _MOST_HELD_OUT)]:
+        held, size = held + 1, size + len(document.encode())
+        if held >= _HELD_OUT_DOCUMENTS and size >= _HELD_OUT_BYTES:
+            break
+    first = {"split": "train"} if "dataset" in text.source else {}
+    counted, rest, each = f"{number:,}", "the rest to train on", ""
+    source = {**text.source, "skip_documents": held}
+    if not text.is_whole:  # what a run reads, twice over, and no less than was looked into
+        num_bytes = sum(len(document.encode()) for document in text.documents)
+        enough = max(number, ceil(2 * num_tokens / text.tokens_per_byte / num_bytes * number))
+        source["max_documents"] = enough
+        counted, rest = f"more than {number:,}", f"{enough:,} to train on, which is enough for these steps"
+    if _is_txt(text.source):
+        each = " (a line each)" if "documents" in text.source else " (text between blank lines)"
+    return Parted(
+        source,
+        {**first, **text.source, "name": held_name, "max_documents": held},
+        f"{counted} documents{each}: the first {held:,} held out, {rest}",
+    )
+
+
+def _cut(text: Text, held_name: str, file: Path) -> Parted:
+    """Hold out the last tenth of every document, in files of their own."""
+    name, number = text.source["name"], len(text.documents)
+    to_train, held_out = [], []
+    for document in text.documents:
+        pieces = _split(document, min(_PIECE, max(1, len(document) // _MOST_HELD_OUT)))
+        at = len(pieces) - max(1, len(pieces) // _MOST_HELD_OUT)
+        to_train += _split("".join(pieces[:at]), _LARGEST_PIECE)
+        held_out += pieces[at:]
+    to_train, held_out = ([piece.strip() for piece in pieces if piece.strip()] for pieces in (to_train, held_out))
+    if not held_out or not to_train:
+        raise CorpusError(f"{name}: {number} documents of {text.num_bytes:,} bytes: too little to hold some out")
+    files = {file.with_name(f"{file.stem}.{part}.jsonl"): of for part, of in ((name, to_train), (held_name, held_out))}
+    trained_on, held_source = ({"path": str(path), "language": text.source["language"]} for path in files)
+    words = "1 document: its last tenth" if number == 1 else f"{number} documents: the last tenth of each"
+    return Parted(
+        {"name": name, **trained_on},
+        {"name": held_name, **held_source},
+        f"{words} held out; written as {' and '.join(path.name for path in files)}",
+        files,
+    )
+
+
+def _split(text: str, length: int) -> list[str]:
+    """Cut a text after white space, about every so many characters; without white space, anywhere."""
+    return re.findall(rf".{{1,{length}}}(?:(?<=\s)|\Z)|.{{1,{length}}}", text, re.DOTALL)
+
+
+def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) -> NewTokens:
+    """Find new tokens for a text whose characters cost more than two each."""
+    num_bytes = len(text.sample.encode())
+    cost = text.tokens_per_byte * num_bytes / len(text.sample)
+    words = f"{cost:.2f} a character, {1 / text.tokens_per_byte:.2f} bytes each"
+    # The script of most letters beyond ASCII.
+    letters = Counter[str]()
+    for sign, number in Counter(text.sample).items():
+        letters.update({name: number for name, of in SCRIPTS.items() if any(a <= ord(sign) <= b for a, b in of)})
+    if cost <= _TOKENS_PER_CHARACTER or not letters:
+        return NewTokens(words)
+    script = letters.most_common(1)[0][0]
+    wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
+    more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
+    learned = Extension(tokenizer, first_id, more, [known], ReadingConfig(), Path())
+    try:
+        found, _ = learned.learned(_BYTES_READ, wanted.min_count)
+    except (BaseModelError, ConfigError) as error:
+        return NewTokens(f"{words}; no new ones: {error}")
+    number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(found))))
+    if number < _FEWEST_NEW:
+        return NewTokens(f"{words}; no new ones: of {script} the text gives {len(found):,}")
+    grown = extended(tokenizer.backend_tokenizer, found[:number], first_id)
+    per_byte = len(grown.encode(text.sample, add_special_tokens=False).ids) / num_bytes
+    words += f"; with {number:,} new ones of {script} {1 / per_byte:.2f} bytes"
+    return NewTokens(words, script, number, per_byte)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import BenchmarkSource, TextSource
 from scale_cli.data.corpora import every_source, idle_settings
 from scale_cli.data.files import check_source
 from scale_cli.data.tokens import check_sample
@@ -19,14 +20,36 @@ from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
 from scale_cli.planning.counting import Memory, Parameters, TokenFlops, count_flops, memory_of_run
 from scale_cli.planning.speed import Device, measure_device
-from scale_cli.planning.vocabulary import Growth, growth_of
-from scale_cli.report.tables import Table, quantity
+from scale_cli.report.tables import Table, duration, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes
+from scale_cli.vocabulary.tokenizer import num_added, read_texts
 
 _WITHOUT = "no new tokens"  # the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
+_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # of every source, for new tokens
+
+
+@dataclass(frozen=True)
+class SourceGrowth:
+    """The beginning of a training source, in old tokens and in new ones."""
+
+    name: str
+    num_bytes: int
+    num_tokens_before: int
+    num_tokens_after: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What new tokens do to a run."""
+
+    num_new: int
+    vocab_size: int  # with them
+    is_learned: bool  # else they are what the beginnings of the sources give
+    sources: list[SourceGrowth]
+    tokens_without: float  # that the text of a token of the run is without them
 
 
 @dataclass(frozen=True)
@@ -73,29 +96,27 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     if stage_folder(config.model) is not None:
         raise ConfigError(f"model.base: {config.model.base} is widened already; only plain bases are planned")
     run = Run(config)
-    base_config = run.base_config
+    base_config, method = run.base_config, config.method
     check_context(config, base_config)
     check_processes(config.train, num_processes)
+    device = Device("cuda", flops or 0.0, "as stated")
     if flops is None:
         device = measure_device(base_config, config.model.dtype, config.train.mixed_precision)
-    else:
-        device = Device("cuda", flops, "as stated")
-    growth = None if config.method.vocabulary is None else growth_of(run)
+    growth = None if method.vocabulary is None else growth_of(run)
 
     def plan_of(method: MethodConfig) -> MethodPlan:
         return _plan_method(config, base_config, method, device, num_processes, growth)
 
-    planned, refused = [plan_of(config.method)], dict[str, str]()
+    planned, refused = [plan_of(method)], dict[str, str]()
     if growth is not None:
-        planned.append(replace(plan_of(config.method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
-    for method in methods_beside(config.method):
+        planned.append(replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
+    for other in methods_beside(method):
         try:
-            planned.append(plan_of(method))
+            planned.append(plan_of(other))
         except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
-            refused[method.variant] = str(error)
+            refused[other.variant] = str(error)
     warnings = [*_absent(run), *idle_settings(config)]
-    num_tokens = planned[0].num_tokens
-    return Plan(config, base_config, num_tokens, num_processes, device, planned, refused, warnings, growth)
+    return Plan(config, base_config, planned[0].num_tokens, num_processes, device, planned, refused, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -153,21 +174,38 @@ def _plan_method(
     )
 
 
+def growth_of(run: Run) -> Growth:
+    """Return how many tokens the texts are before and after the new tokens, by their beginnings."""
+    config, extension = run.config, run.extension
+    assert extension is not None
+    known: Any = run.known_tokenizer()
+    grown: Any = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
+    sources, tokens_without = [], 0.0
+    for source, share in zip(config.corpus.sources, config.corpus.shares(config.train.max_steps), strict=True):
+        texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
+        before, after = (
+            sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts, add_special_tokens=False))
+            for tokenizer in (run.base_tokenizer.backend_tokenizer, grown)
+        )
+        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after))
+        tokens_without += share * before / max(after, 1)
+    first_id = extension.first_id
+    num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
+    return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
+
+
 def _absent(run: Run) -> list[str]:
     """Return a line for every source and benchmark of which a run would refuse the files or the first text."""
     errors: list[CorpusError] = []
-    for benchmark in run.config.evaluation.benchmarks:
+    sources: list[BenchmarkSource | TextSource] = [*run.config.evaluation.benchmarks, *every_source(run.config)]
+    for asked in sources:
         try:
-            check_task_file(benchmark)
-        except CorpusError as error:
-            errors.append(error)
-    for source in every_source(run.config):
-        if source.dataset is not None or any("://" in path for path in source.paths):
-            continue  # nobody else is asked
-        try:
-            check_source(source)
-            with suppress(BaseModelError):  # a plan needs no tokenizer
-                check_sample(source, run.base_tokenizer, run.config.corpus)
+            if isinstance(asked, BenchmarkSource):
+                check_task_file(asked)
+            elif asked.dataset is None and not any("://" in path for path in asked.paths):  # nobody else is asked
+                check_source(asked)
+                with suppress(BaseModelError):  # a plan needs no tokenizer
+                    check_sample(asked, run.base_tokenizer, run.config.corpus)
         except CorpusError as error:
             errors.append(error)
     return [f"{error}; the plan needs no text, but `scale run` does" for error in errors]
@@ -175,34 +213,28 @@ def _absent(run: Run) -> list[str]:
 
 def _heading(plan: Plan) -> list[str]:
     base, train, model = plan.base_config, plan.config.train, plan.config.model
-    lines = [
-        ("base", f"{model.base} ({model.dtype})"),
-        (
-            "sizes",
-            f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
-            f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
-        ),
-        (
-            "run",
-            f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
-            f"{plan.config.corpus.sequence_length:,} tokens = {plan.num_tokens:,} tokens",
-        ),
-    ]
+    lines = {
+        "base": f"{model.base} ({model.dtype})",
+        "sizes": f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
+        f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
+        "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
+        f"{plan.config.corpus.sequence_length:,} tokens = {plan.num_tokens:,} tokens",
+        "device": f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}",
+    }
+    if plan.num_processes > 1:
+        lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
+    told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
     if (growth := plan.new_tokens) is not None:
         origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
-        lines.append(("new tokens", f"{growth.num_new:,}, {growth.vocab_size:,} in all{origin}"))
+        told.append(f"{'new tokens':{_LABEL}}{growth.num_new:,}, {growth.vocab_size:,} in all{origin}")
         for of in growth.sources:
-            before, after = of.num_tokens_before, of.num_tokens_after
-            per_token = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in (before, after))
-            counted = f"{of.name}: {of.num_bytes:,} bytes are {before:,} -> {after:,} tokens"
-            lines.append(("", f"{counted}, {per_token} bytes each"))
-    lines.append(("device", f"{quantity(plan.device.flops_per_s, 'FLOP/s')} {plan.device.origin}"))
-    if plan.num_processes > 1:
-        lines.append(("processes", f"{plan.num_processes:,}, each on a device of its own"))
+            counts = of.num_tokens_before, of.num_tokens_after
+            tokens = " -> ".join(f"{count:,}" for count in counts)
+            each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
+            told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
     for warning in plan.warnings:
-        first, *rest = wrap(warning, _WIDTH - _LABEL)
-        lines += [("warning", first), *(("", line) for line in rest)]
-    return [f"{label:{_LABEL}}{text}" for label, text in lines]
+        told += wrap(warning, _WIDTH, initial_indent=f"{'warning':{_LABEL}}", subsequent_indent=" " * _LABEL)
+    return told
 
 
 def _tables(plan: Plan) -> list[str]:
@@ -211,7 +243,7 @@ def _tables(plan: Plan) -> list[str]:
         name = f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
         sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
         counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
-        work.append([name, *map(quantity, counts), _duration(method.time_s)])
+        work.append([name, *map(quantity, counts), duration(method.time_s)])
         kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head)
         memory.append([name, *(quantity(of, "B") for of in (*kinds, held.total, method.checkpoint_bytes))])
     work_titles = ["", "frozen", "trainable", "FLOPs/token", "run's FLOPs", "time"]
@@ -233,10 +265,3 @@ def _footnotes(plan: Plan) -> list[str]:
         "evaluation and checkpoints. memory: of one process; saved: for the backward pass of a micro-batch of",
         f"{train.sequences_at_once(plan.num_processes):,}, {precision}; head: logits at once, on {plan.device.type}.",
     ]
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:,.1f} s"

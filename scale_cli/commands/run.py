@@ -8,13 +8,11 @@ from contextlib import ExitStack
 
 from scale_cli.commands.evaluate import EvaluationSummary, evaluate
 from scale_cli.commands.export import (
-    card_is_current,
     check_format,
     export_each,
     export_folder,
     export_is_finished,
     one_by_one,
-    renew_card,
 )
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale, upscale_is_finished
@@ -49,7 +47,7 @@ def run_pipeline(
         if report is not None:
             _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)
         if exported:
-            on_main(lambda: _show([*_exported(config, log), _next(config)], log))
+            on_main(lambda: _show(_exported(config, log), log))
     return report
 
 
@@ -86,16 +84,15 @@ def _upscaled(run: Run, log: Callable[[str], None]) -> list[str]:
 
 def _exported(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     log("== export")
-    configs, lines = one_by_one(config), []
-    done = [one for one in configs if export_is_finished(one)]
-    for one in done:
-        if card_is_current(one):
+    missing, lines = [], []
+    for one in one_by_one(config):
+        if export_is_finished(one):
             lines.append(f"done already   {export_folder(one)}")
         else:
-            lines.append(f"new card       {renew_card(one)}: the report has changed, the model has not")
-    if missing := [one for one in configs if one not in done]:
+            missing.append(one)
+    if missing:
         lines += [line for summary in export_each(missing) for line in summary.lines()]
-    return lines
+    return [*lines, _next(config)]
 
 
 def _next(config: RunConfig) -> str:

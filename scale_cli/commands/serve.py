@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
 from scale_cli.evaluation.results import bound_nats
-from scale_cli.export.plain_folder import find_plain_export, is_framed, load_exported_tokenizer
+from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import KEY, routed_name
 from scale_cli.storage.atomic import read_json
 
@@ -43,7 +42,6 @@ def serve(
             raise MissingExtraError(
                 "--engine vllm: needs vllm: pip install 'scale-cli[vllm]', in an environment of its own"
             )
-        lines[1:1] = _unframed(folder)
     else:
         for module in ("fastapi", "uvicorn"):
             require(module, "--engine transformers")
@@ -108,16 +106,4 @@ def _how_to_ask(address: Namespace) -> list[str]:
     return [
         f"model          {address.name}",
         f"ask            curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
-    ]
-
-
-def _unframed(folder: Path) -> list[str]:
-    """Return a warning where the engine, which reads the folder's tokenizer, would begin a prompt otherwise."""
-    tokenizer = load_exported_tokenizer(folder)
-    if is_framed(tokenizer, tokenizer):
-        return []
-    boundary = tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "a"))[0]
-    return [
-        f"warning        prompts begin without {boundary}, which stood before every document in training: export the "
-        "run again, or begin each prompt with it"
     ]

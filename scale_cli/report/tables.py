@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -88,6 +88,13 @@ def quantity(value: float | None, unit: str = "") -> str:
     whole = not prefix and value == int(value)
     digits = 0 if whole or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.1f} s"
 
 
 def perplexity(value: float | None) -> str:
@@ -208,11 +215,15 @@ def _in_markdown(cell: Cell) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    return _environment(True).get_template(template).render(values)
+    return _environment("html").get_template(template).render(values)
 
 
 def markdown(template: str, **values: object) -> str:
-    return _environment(False).get_template(template).render(values)
+    return _environment("markdown").get_template(template).render(values)
+
+
+def text(template: str, **values: object) -> str:
+    return _environment("text").get_template(template).render(values)
 
 
 def plain(value: Any) -> Markup:
@@ -225,11 +236,11 @@ def code(text: str) -> Markup:
 
 
 @cache
-def _environment(html: bool) -> Environment:
+def _environment(form: Literal["html", "markdown", "text"]) -> Environment:
     return Environment(
         loader=PackageLoader("scale_cli", "report/templates"),
-        autoescape=html,
-        finalize=None if html else plain,
+        autoescape=form == "html",
+        finalize=plain if form == "markdown" else None,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from scale_cli.commands import init as fitting
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.init import SCHEMA_FILE, Sizes, fit_sizes, starter_text
+from scale_cli.commands.init import SCHEMA_FILE, NewTokens, Parted, Sizes, fit_sizes, source_of, starter_text
 from scale_cli.commands.plan import plan
 from scale_cli.config.load import checked, load_config, parse
 from scale_cli.config.schema import RunConfig
@@ -27,7 +27,6 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
 from scale_cli.planning.speed import Device
-from scale_cli.planning.texts import NewTokens, Parted, source_of
 from tests.command_line import Scale
 from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH
@@ -76,6 +75,8 @@ def test_what_is_written_can_be_planned_offers_new_tokens_and_replay_and_is_neve
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
+    monkeypatch.setattr(plan_module, "_BYTES_LEARNED", 1 << 19)
+    monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 20)
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))
     assert (done.exit_code, done.stderr) == (0, "")
@@ -215,19 +216,20 @@ def write_gzip(folder: Path, documents: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("write", "told"),
+    ("write", "told", "verb"),  # all of `run` but the reading is alike
     [
-        (write_files, "20 documents (text between blank lines): the first 2 held out, the rest to train on"),
-        (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and mine.held-out.jsonl"),
-        (write_lines, " documents (a line each): the first "),
-        (write_jsonl, "60 documents: the first 6 held out, the rest to train on"),
-        (write_parquet, "60 documents: the first 6 held out, the rest to train on"),
-        (write_gzip, "60 documents (text between blank lines): the first 6 held out, the rest to train on"),
+        (write_files, "20 documents (text between blank lines): the first 2 held out", "prepare"),
+        (write_novel, "1 document: its last tenth held out; written as mine.corpus.jsonl and", "run"),
+        (write_lines, " documents (a line each): the first ", "run"),
+        (write_jsonl, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        (write_parquet, "60 documents: the first 6 held out, the rest to train on", "prepare"),
+        (write_gzip, "60 documents (text between blank lines): the first 6 held out", "prepare"),
     ],
 )
 def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     write: Callable[[Path, list[str]], str],
     told: str,
+    verb: str,
     shared_data: Path,
     scale: Scale,
     tmp_path: Path,
@@ -253,8 +255,8 @@ def test_what_is_written_runs_unedited_and_no_document_is_on_both_sides(
     given_words, words = "".join("".join(documents).split()), "".join("".join([*sides[1], *sides[0]]).split())
     assert not set(sides[0]) & set(sides[1]) and all(sides)
     assert sorted(words) == sorted(given_words) or write in (write_files, write_lines)
-    assert scale("run", "mine.yaml").exit_code == 0
-    assert Path("runs/mine/export/llama").is_dir()
+    assert scale(verb, "mine.yaml").exit_code == 0
+    assert Path("runs/mine/export/llama").is_dir() == (verb == "run")
 
 
 def texts_of(source: TextSource) -> list[str]:
@@ -276,19 +278,10 @@ def test_a_text_is_files_or_a_dataset(given_text: str, source: dict[str, str]) -
     assert source_of("corpus", given_text, "ko") == {"name": "corpus", **source, "language": "ko"}
 
 
-def test_old_script_gets_no_new_tokens_and_held_out_text_may_be_given(
+def test_a_script_that_the_base_reads_gets_no_new_tokens(
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path
 ) -> None:
-    (tmp_path / "more.txt").write_text(ENGLISH, encoding="utf-8")
-    english: dict[str, Path | str] = {
-        "--base": flags["--base"],
-        "--corpus": flags["--retention"],
-        "--language": "en",
-        "--retention": flags["--corpus"],
-        "--retention-language": "ko",
-        "--held-out": tmp_path / "more.txt",
-    }
-    assert scale("init", tmp_path / "english.yaml", *flat(english)).exit_code == 0
-    config = load_config(tmp_path / "english.yaml")
-    assert config.method.vocabulary is None and config.corpus.sources[0].skip_documents == 0
-    assert config.evaluation.perplexity[0].path == str(tmp_path / "more.txt")
+    swapped = {"--corpus": flags["--retention"], "--language": "en", "--retention": flags["--corpus"]}
+    asked = {"--base": flags["--base"], **swapped, "--retention-language": "ko"}
+    assert scale("init", tmp_path / "english.yaml", *flat(asked)).exit_code == 0
+    assert load_config(tmp_path / "english.yaml").method.vocabulary is None

@@ -93,18 +93,6 @@ def test_else_transformers_and_a_run_stands_for_its_plain_export(
     assert "trained head alone" in lines[0] and not generator.head_names()
 
 
-def test_a_tokenizer_that_does_not_frame_prompts_is_told_of_before_vllm_starts(
-    folder: Path, tmp_path: Path, installed: set[str], said: Callable[..., Any]
-) -> None:
-    installed.add("vllm")
-    older = changed(folder, tmp_path / "older")
-    written = json.loads((older / "tokenizer.json").read_text(encoding="utf-8"))
-    (older / "tokenizer.json").write_text(json.dumps(written | {"post_processor": None}), encoding="utf-8")
-    told = [said(path)[0] for path in (folder, older)]
-    assert [len(lines) for lines in told] == [3, 4]
-    assert "prompts begin without <s>" in told[1][1]
-
-
 def changed(folder: Path, copy: Path, **keys: Any) -> Path:
     shutil.copytree(folder, copy)
     config = {**json.loads((copy / "config.json").read_text(encoding="utf-8")), **keys}

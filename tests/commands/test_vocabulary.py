@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
-from scale_cli.commands.plan import methods_beside, plan
+from scale_cli.commands.plan import growth_of, methods_beside, plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -24,7 +24,6 @@ from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
 from scale_cli.export.router_keys import routed_class
 from scale_cli.planning import speed
-from scale_cli.planning.vocabulary import growth_of
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.run import Run
 from tests.command_line import ModelLoads, model_loads
