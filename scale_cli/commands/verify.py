@@ -6,7 +6,7 @@ model is not at hand, is no failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,17 +72,13 @@ class Verification:
 
 
 def verify(path: Path) -> Verification:
-    """Check one folder of ours, or every one in the folder of a run."""
-    folders = [path] if (path / MANIFEST).is_file() else sorted(_folders_of_ours(path))
+    """Check one folder of ours, or every one in the folder of a run; half-written ones have names with a dot."""
+    places = (manifest.relative_to(path) for manifest in path.rglob(MANIFEST))
+    inside = (path / place.parent for place in places if not any(part.startswith(".") for part in place.parts))
+    folders = [path] if (path / MANIFEST).is_file() else sorted(inside)
     if not folders:
         raise RunFolderError(f"{path}: no folder of ours: nothing in it has a {MANIFEST}")
     return Verification([_check(folder) for folder in folders])
-
-
-def _folders_of_ours(root: Path) -> Iterator[Path]:
-    for manifest in root.rglob(MANIFEST):
-        if not any(part.startswith(".") for part in manifest.relative_to(root).parts):  # half-written ones
-            yield manifest.parent
 
 
 def _check(folder: Path) -> FolderCheck:

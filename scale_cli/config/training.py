@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from scale_cli.methods import METHODS
 from scale_cli.methods.recipes import AverageConfig, LookaheadConfig
 from scale_cli.values import (
     Accepted,
@@ -32,6 +33,15 @@ PHASED = ("wsd", "infinite")
 KEYS_OF_SCHEDULES = {"decay_steps": PHASED, "decay_shape": PHASED, "cooldown_steps": ("infinite",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
+
+
+def _left_out(key: str) -> str:
+    """Return what a key of `train` is where a config leaves it out, with methods that have a value of their own."""
+    by_value: dict[float, list[str]] = {}
+    for method in METHODS.values():
+        if key in method.left_out:
+            by_value.setdefault(method.left_out[key], []).append(method.name)
+    return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
 class LrMultipliers(Section):
@@ -73,7 +83,7 @@ class TrainConfig(Section):
     )
     lr: Accepted[LearningRate] = Field(
         default=1.0e-3,
-        description="where it is left out, the paper's: 1e-3 widened, 2e-4 llama-pro, adept, 1e-5 the rest",
+        description=f"of a matrix; left out, {_left_out('lr')}",
     )
     lr_multipliers: LrMultipliers = LrMultipliers()
     average: AverageConfig | None = Field(
@@ -105,7 +115,7 @@ class TrainConfig(Section):
         default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
     )
     weight_decay: Accepted[float] = Field(
-        default=0.1, ge=0.0, le=100.0, description="by either optimiser; left out, 0 with osf"
+        default=0.1, ge=0.0, le=100.0, description=f"by either optimiser; left out, {_left_out('weight_decay')}"
     )
     embedding_norm: Accepted[Literal["free", "bounded"]] = Field(
         default="free",

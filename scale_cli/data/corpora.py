@@ -158,25 +158,19 @@ def corpus_warnings(
     trained = {source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)}
     lines = idle_settings(config)
     for source in config.corpus.sources:
-        lines += reading_warnings(config, source, len(trained[source.name].ids))
+        num_tokens = len(trained[source.name].ids)
+        if (often := num_readings(config, source, num_tokens)) > _OFTEN:
+            lines.append(
+                f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} "
+                "times they teach little but themselves: give more text, a lower weight, fewer train.max_steps, or "
+                "many times the train.weight_decay"
+            )
         lines += _text_warnings(source, trained[source.name])
     for held, corpus in zip(config.evaluation.perplexity, held_out, strict=True):
         if corpus is not None:
             lines += [*_text_warnings(held, corpus), *([one_document(held.name)] if len(corpus) == 1 else [])]
             lines += _shared(held.name, corpus, trained)
     return lines
-
-
-def reading_warnings(config: RunConfig, source: CorpusSource, num_tokens: int) -> list[str]:
-    """Return a line where a training source is read very often, or none."""
-    often = num_readings(config, source, num_tokens)
-    if often <= _OFTEN:
-        return []
-    return [
-        f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} times they "
-        "teach little but themselves: give more text, a lower weight, fewer train.max_steps, or many times the "
-        "train.weight_decay"
-    ]
 
 
 def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
