@@ -235,8 +235,8 @@ def korean(folder: Path) -> dict[str, Any]:
 
 
 def asking_the_base(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a run whose text is chosen and ordered by the base, held to what it knows, and continued."""
-    chosen = {**korean(folder), "select": {"by": "base_loss", "keep": 0.5}, "order": "easy_first"}
+    """Return a run whose text is chosen by the base, held to what it knows, and continued."""
+    chosen = {**korean(folder), "select": {"by": "base_loss", "keep": 0.5}}
     known = {**config.corpus.sources[0].model_dump(), "role": "replay", "weight": 0}
     continued = {"prompts": 2, "prompt_tokens": 8, "new_tokens": 2}
     kept = config.evaluation.perplexity[1].model_dump()

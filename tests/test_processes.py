@@ -61,7 +61,6 @@ ROUTE = (
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
     "corpus.sources.0.select={by: base_loss, keep: 0.5}",
-    "corpus.sources.0.order=easy_first",
     "corpus.sources.1.role=replay",
     "corpus.sources.1.weight=0",
     "train.max_steps=4",

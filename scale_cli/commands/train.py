@@ -241,8 +241,8 @@ def _open_text(
         dropped = f"; dropped {losses}" if losses else ""
         read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
         log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
-        if isinstance(windows, ChosenWindows):
-            log(f"chosen         {source.name}: {windows.described} by {source.judge}")
+        if source.select is not None and isinstance(windows, ChosenWindows):
+            log(f"chosen         {source.name}: {windows.described}, by {source.select.by}")
     for warning in corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer)):
         log(f"warning: {warning}")
     return corpora, held_out, batches

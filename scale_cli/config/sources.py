@@ -100,18 +100,15 @@ class CorpusSource(TextSource):
         description="share of the training windows, relative to the others; 0 of replay that is only measured on",
     )
 
-    order: Literal["shuffled", "easy_first"] = Field(
-        default="shuffled",
-        description="of its windows in every epoch; easy_first: by what select judges by, or the base's loss",
-    )
     select: SelectConfig | None = Field(default=None, description="trained on is a part of it; null: all")
 
-    @property
-    def judge(self) -> Literal["base_loss", "ngram"] | None:
-        """What its windows get a score by; None where they need none."""
-        if self.select is not None:
-            return self.select.by
-        return "base_loss" if self.order == "easy_first" else None
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_order(cls, given: Any) -> Any:
+        """Read the configs of earlier runs, which say `order: shuffled`: so it is, and nothing else."""
+        if isinstance(given, dict) and given.get("order") == "shuffled":
+            return {key: value for key, value in given.items() if key != "order"}
+        return given
 
     @property
     def share_read(self) -> float:

@@ -35,7 +35,6 @@ class Windows(ABC):
 
     sequence_length: int
     num_targets: npt.NDArray[np.int64]  # (windows,) of each
-    in_order: bool = False  # whether every epoch takes them as they are; otherwise each shuffles them
     num_left_out: int = 0  # targets of their text that are in none of them
 
     def __len__(self) -> int:
@@ -165,9 +164,9 @@ class Batches:
     """All batches of a run.
 
     Sample n of the run (0 is the first sequence of step 0) comes from a source drawn by weight; the k-th sample drawn
-    from a source is the k-th window of that source's epochs, each epoch in an order of its own, or where they are
-    `in_order` in that of the windows. Nothing depends on the number of processes, so the global batch of a step is the
-    same on one device and on eight; and a run of more steps begins with the same batches.
+    from a source is the k-th window of that source's epochs, each epoch in an order of its own. Nothing depends on the
+    number of processes, so the global batch of a step is the same on one device and on eight; and a run of more steps
+    begins with the same batches.
 
     Args:
         sources: the windows of each source.
@@ -210,10 +209,7 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._shuffled)
 
     def _shuffled(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
-        windows = self.sources[source]
-        if windows.in_order:
-            return np.arange(len(windows))
-        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(len(windows))
+        return np.random.default_rng([self.seed, 1, source, epoch]).permutation(len(self.sources[source]))
 
     def _locate(self, sample: int) -> tuple[int, int]:
         source, turn = int(self._source_of[sample]), int(self._turn_of[sample])

@@ -88,7 +88,8 @@ def build_batches(
     windows: list[Windows] = []
     for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
         whole = windows_of(config.corpus, corpus)
-        windows.append(whole if of_source is None else chosen_windows(source, whole, of_source))
+        select = source.select
+        windows.append(whole if select is None or of_source is None else chosen_windows(select, whole, of_source))
     distilled = config.method.distillation.weight
     return Batches(
         windows,

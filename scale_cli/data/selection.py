@@ -1,4 +1,4 @@
-"""Which windows of a source are trained on, and in which order, by a score each (`corpus.sources[].select`, `order`).
+"""Which windows of a source are trained on, by a score each (`corpus.sources[].select`).
 
 The scores are the base's losses, or those of an n-gram model of the source's own text, in nats per target. That model
 has orders 1 to 3, each with the one below as its prior (MacKay and Peto 1995), and leaves out the occurrence that it
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from scale_cli.config.sources import CorpusSource
+from scale_cli.config.sources import SelectConfig
 from scale_cli.data.batches import IGNORED, Windows
 
 Scores = npt.NDArray[np.float64]
@@ -24,25 +24,23 @@ _PRIOR = 5.0  # occurrences that the order below counts for
 
 
 class ChosenWindows(Windows):
-    """Some of a source's windows, in an order that is kept in every epoch (`in_order`), or not."""
+    """Some of a source's windows."""
 
-    def __init__(self, windows: Windows, chosen: npt.NDArray[np.int64], *, in_order: bool) -> None:
+    def __init__(self, windows: Windows, chosen: npt.NDArray[np.int64]) -> None:
         self.windows = windows
         self.chosen = chosen
-        self.in_order = in_order
         self.sequence_length = windows.sequence_length
         self.num_targets = windows.num_targets[chosen]
         self.num_left_out = int(windows.num_targets.sum() - self.num_targets.sum())
 
     @property
     def described(self) -> str:
-        """How many there are, and in which order."""
-        order = "the lowest score first" if self.in_order else "shuffled"
-        return f"{len(self):,} of {len(self.windows):,} windows, {self.num_left_out:,} targets left out, {order},"
+        """How many there are."""
+        return f"{len(self):,} of {len(self.windows):,} windows, {self.num_left_out:,} targets left out"
 
     @property
     def sha256(self) -> str:
-        """Of which windows are chosen, and of their order."""
+        """Of which windows are chosen."""
         return hashlib.sha256(self.chosen.astype("<i8").tobytes()).hexdigest()
 
     def positions(self, index: int) -> npt.NDArray[np.int64] | None:
@@ -52,16 +50,12 @@ class ChosenWindows(Windows):
         return self.windows.window(int(self.chosen[index]))
 
 
-def chosen_windows(source: CorpusSource, windows: Windows, scores: Scores) -> ChosenWindows:
+def chosen_windows(select: SelectConfig, windows: Windows, scores: Scores) -> ChosenWindows:
     """Return what is trained on of a source, by the scores of its windows."""
-    chosen = np.argsort(scores, kind="stable")
-    if source.select is not None:
-        num_scored = int(np.isfinite(scores).sum())  # what has no target has no score, and is last
-        number = max(1, round(source.select.keep * num_scored))
-        first = {"low": 0, "middle": (num_scored - number) // 2, "high": num_scored - number}[source.select.side]
-        chosen = chosen[first : first + number]
-    easy_first = source.order == "easy_first"
-    return ChosenWindows(windows, chosen if easy_first else np.sort(chosen), in_order=easy_first)
+    num_scored = int(np.isfinite(scores).sum())  # what has no target has no score, and is last
+    number = max(1, round(select.keep * num_scored))
+    first = {"low": 0, "middle": (num_scored - number) // 2, "high": num_scored - number}[select.side]
+    return ChosenWindows(windows, np.sort(np.argsort(scores, kind="stable")[first : first + number]))
 
 
 def ngram_scores(windows: Windows, vocab_size: int) -> Scores:

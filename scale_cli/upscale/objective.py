@@ -162,10 +162,10 @@ def layer_ratios(model: Any, by_norm: dict[str, Tensor]) -> Tensor:
 def scores_of(
     config: RunConfig, corpora: Sequence[TokenisedCorpus], record: BaseRecord, vocab_size: int
 ) -> list[Scores | None]:
-    """Return of every training source its windows' scores; None where no judge is asked for: all are read, shuffled."""
+    """Return of every training source its windows' scores; None where all are read."""
     pairs = zip(config.corpus.sources, corpora, strict=True)
     return [
-        None if source.judge is None else _scores(config, corpus, source.judge, record, vocab_size)
+        None if source.select is None else _scores(config, corpus, source.select.by, record, vocab_size)
         for source, corpus in pairs
     ]
 

@@ -63,7 +63,6 @@ OTHERWISE = (
     "corpus.stages=[{until: 0.4, weights: {petitions: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1}}]",
     "train.log_every_steps=4",
     "corpus.sources.0.select={by: ngram, keep: 0.5, side: middle}",
-    "corpus.sources.1.order=easy_first",
 )
 TO_THE_BASE = (
     "method.variant=osf",

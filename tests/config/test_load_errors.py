@@ -175,7 +175,7 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         (["method.variant=adept"], "method.variant: adept measures on what the base knows"),
         (["method.vocabulary={sources: [x]}"], "method.vocabulary.sources: 'x' is none of corpus.sources (news)"),
         (
-            ["method.vocabulary={}", "corpus.sources.0.order=easy_first"],
+            ["method.vocabulary={}", "corpus.sources.0.select={by: base_loss}"],
             "news is judged by the base",
         ),
     ],
@@ -274,8 +274,9 @@ def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: 
 @pytest.mark.parametrize("key", _REMOVED)
 def test_a_removed_key_says_what_became_of_it(key: str) -> None:
     in_list = key.removeprefix("evaluation.benchmarks.")
-    given = f"{key}=1" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: 1}}]"
-    assert f"{in_list}: this key was removed; {_REMOVED[key]}" in error_of(EVALUATED, given)
+    of_source = key.replace("corpus.sources.", "corpus.sources.0.")
+    given = f"{of_source}=1" if in_list == key else f"evaluation.benchmarks=[{{name: x, {in_list}: 1}}]"
+    assert f"{in_list.rpartition('.')[2]}: this key was removed; {_REMOVED[key]}" in error_of(EVALUATED, given)
 
 
 def test_a_file_that_cannot_be_read_or_is_no_mapping_is_named_with_the_line_where_it_has_one(tmp_path: Path) -> None:

@@ -1,23 +1,19 @@
-"""Which windows are trained on, and in which order: by loops and counts of their own here."""
+"""Which windows are trained on: by loops and counts of their own here."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scale_cli.config.sources import CorpusSource
+from scale_cli.config.sources import SelectConfig
 from scale_cli.data.batches import IGNORED, Batches, PackedWindows
 from scale_cli.data.selection import chosen_windows, ngram_scores
-
-
-def source_of(**keys: Any) -> CorpusSource:
-    return CorpusSource.model_validate({"name": "news", "path": "news.txt", "language": "ko", **keys})
 
 
 def packed(num_tokens: int, length: int = 8, learned: Any = None) -> PackedWindows:
@@ -29,16 +25,12 @@ def packed(num_tokens: int, length: int = 8, learned: Any = None) -> PackedWindo
     st.lists(st.floats(0, 9), min_size=1, max_size=40),
     st.floats(0.01, 1.0),
     st.sampled_from(["low", "middle", "high"]),
-    st.booleans(),
 )
-def test_kept_is_the_share_on_its_side_and_its_order_is_by_score_or_the_texts(
-    scores: list[float], keep: float, side: str, easy_first: bool
+def test_kept_is_the_share_on_its_side_in_the_texts_order(
+    scores: list[float], keep: float, side: Literal["low", "middle", "high"]
 ) -> None:
     windows = packed(8 * len(scores) + 1)
-    source = source_of(
-        select={"by": "ngram", "keep": keep, "side": side}, order="easy_first" if easy_first else "shuffled"
-    )
-    chosen = chosen_windows(source, windows, np.array(scores))
+    chosen = chosen_windows(SelectConfig(by="ngram", keep=keep, side=side), windows, np.array(scores))
     kept, left = list(chosen.chosen), sorted(set(range(len(scores))) - set(chosen.chosen))
     assert len(kept) == max(1, round(keep * len(scores))) and len(set(kept)) == len(kept)
     of_kept, of_left = [scores[i] for i in kept], [scores[i] for i in left]
@@ -49,24 +41,20 @@ def test_kept_is_the_share_on_its_side_and_its_order_is_by_score_or_the_texts(
         assert not above
     if side == "middle" and len(set(scores)) == len(scores):
         assert abs(above - below) <= 1
-    assert kept == (sorted(kept, key=lambda i: (scores[i], i)) if easy_first else sorted(kept))
+    assert kept == sorted(kept)
     assert chosen.num_left_out == sum(windows.num_targets[i] for i in left)
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(0, 5), st.sampled_from(["shuffled", "easy_first"]))
-def test_batches_are_of_the_chosen_windows_alone_as_often_and_in_order_where_one_is_asked_for(
-    seed: int, order: str
-) -> None:
+@given(st.integers(0, 5))
+def test_batches_are_of_the_chosen_windows_alone_and_as_often(seed: int) -> None:
     windows = packed(8 * 12 + 1)
     scores = np.random.default_rng(1).random(12)
-    source = source_of(select={"by": "ngram", "keep": 0.5}, order=order)
-    chosen = chosen_windows(source, windows, scores)
+    chosen = chosen_windows(SelectConfig(by="ngram", keep=0.5), windows, scores)
     batches = Batches([chosen], [(9, [1.0])], seed=seed, global_batch_size=2, micro_batch_size=1)
     taken = [window for step in range(9) for _, window in batches.windows_of(step)]
     for epoch in (taken[:6], taken[6:12], taken[12:]):
         assert sorted(epoch) == list(range(6))
-        assert order == "shuffled" or epoch == list(range(6))
     rows = [tuple(one.input_ids[0].tolist()) for step in range(9) for one in batches.micro_batches(step)]
     assert rows == [tuple(windows.window(int(chosen.chosen[window]))[0]) for window in taken]
     (trained,) = batches.trained_tokens(8)

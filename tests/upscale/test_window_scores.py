@@ -10,7 +10,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.data.batches import PackedWindows
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
@@ -19,7 +19,6 @@ from tests.training.conftest import MakeConfig
 
 CHOSEN = (
     "corpus.sources.0.select={by: ngram, keep: 0.25, side: middle}",
-    "corpus.sources.1.order=easy_first",
     "train.max_steps=3",
     "corpus.cache_dir=null",
 )
@@ -44,10 +43,10 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
     upscale(config)
     train(config, None, said.append)
     run = RunFolder(config.output_dir)
-    assert any(line.startswith("chosen         tiny: ") and "the lowest score first" in line for line in said)
+    assert any(line.startswith("chosen         petitions: ") for line in said)
     ledger = read_json(run.final / "token_ledger.json")
-    chosen, ordered = ledger["petitions"], ledger["tiny"]
-    assert chosen["num_left_out"] > 0.7 * chosen["corpus"]["num_tokens"] and ordered["num_left_out"] == 0
+    chosen, whole = ledger["petitions"], ledger["tiny"]
+    assert chosen["num_left_out"] > 0.7 * chosen["corpus"]["num_tokens"] and whole["num_left_out"] == 0
     verify(run.final).require()
     run.final.rename(run.root / "put-aside")
     monkeypatch.setattr("scale_cli.upscale.objective.ngram_scores", lambda *_: pytest.fail("judged twice"))
@@ -62,9 +61,3 @@ def test_a_run_trains_on_what_was_chosen_says_what_it_left_out_and_is_held_to_it
     )
     with pytest.raises(RunFolderError, match="other windows of petitions were chosen"):
         train(config, "auto", lambda _: None)
-
-
-@pytest.mark.parametrize("key", ["corpus.sources.0.order=easy_first", "corpus.sources.0.select={by: base_loss}"])
-def test_the_base_does_not_judge_tokens_that_it_does_not_have(make_config: MakeConfig, key: str) -> None:
-    with pytest.raises(ConfigError, match="judged by the base, which lacks the new tokens"):
-        make_config("run", key, "method.vocabulary={new_tokens: 8}")
