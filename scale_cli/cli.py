@@ -18,7 +18,7 @@ from scale_cli.console import (
 )
 from scale_cli.errors import ConfigError
 from scale_cli.processes import on_main, refuse_several
-from scale_cli.terminal import log, print_json, show, show_figures_alone
+from scale_cli.terminal import choose_form, log, print_json, show
 
 app = Typer(
     name="scale",
@@ -42,11 +42,11 @@ MaxForgetting = Annotated[
     float | None,
     Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
 ]
-Shown = Annotated[
+Form = Annotated[
     bool | None,
     Option(
         "--json/--quiet",
-        callback=show_figures_alone,
+        callback=choose_form,
         show_default=False,
         help="Print figures alone, a JSON object a line; or warnings and errors alone.",
     ),
@@ -79,7 +79,7 @@ def plan(
         Option(metavar="FLOP/S", min=1.0, help="What a device sustains; measured if not given."),
     ] = None,
     num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Tell what a run and every other method will cost.
 
@@ -102,7 +102,7 @@ def init(
     retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
     retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
     minutes: Annotated[float, Option(metavar="N", min=0.1, max=1e6, help="To train for, by the plan.")] = 5.0,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Write a first config for a base and text of your own.
 
@@ -128,7 +128,7 @@ def schema() -> None:
 
 
 @app.command()
-def upscale(config: Config, overrides: Overrides = None, _shown: Shown = None) -> None:
+def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
     """Widen the base model; nothing it computes changes."""
     checked = load(config, overrides)
     from scale_cli.commands.upscale import upscale
@@ -137,7 +137,7 @@ def upscale(config: Config, overrides: Overrides = None, _shown: Shown = None) -
 
 
 @app.command()
-def prepare(config: Config, overrides: Overrides = None, _shown: Shown = None) -> None:
+def prepare(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
     """Tokenise every corpus ahead of training.
 
     Stopped or killed, the same command goes on where it was.
@@ -156,7 +156,7 @@ def train(
         str | None, Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
     ] = None,
     accept: Accepted = None,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Train what the method trains, and nothing else.
 
@@ -170,7 +170,7 @@ def train(
 
 @app.command()
 def evaluate(
-    config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, _shown: Shown = None
+    config: Config, overrides: Overrides = None, max_forgetting: MaxForgetting = None, _form: Form = None
 ) -> None:
     """Compare base and trained model: the forgetting report.
 
@@ -194,7 +194,7 @@ def export(
     overrides: Overrides = None,
     push_to_hub: Annotated[str | None, Option(metavar="OWNER/NAME", help="Also send it there, ...")] = None,
     dry_run: Annotated[bool, Option(help="... where --no-dry-run is given too.")] = True,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Write the trained model as a folder that other tools load."""
     checked = load(config, overrides)
@@ -212,7 +212,7 @@ def sweep(
     ] = None,
     max_runs: Annotated[int | None, Option(metavar="N", min=1, help="At most so many, drawn by chance.")] = None,
     paired: Annotated[bool, Option("--paired", help="Pair values by their places; else combine all.")] = False,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Train a config with several values of some keys.
 
@@ -238,7 +238,7 @@ def mixture(
     predict_steps: Annotated[
         int | None, Option(metavar="N", min=1, help="A longer budget to predict, then run.")
     ] = None,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Find how much new text a run takes before it forgets too much.
 
@@ -260,7 +260,7 @@ def average(
     ],
     output: Annotated[Path, Option(metavar="DIR", help="A new run's folder.")],
     weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; the same if none.")] = None,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Average what several checkpoints or runs have trained.
 
@@ -278,7 +278,7 @@ def average(
 def compare(
     runs: Runs,
     output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier comparison.")],
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Put any number of finished runs into one report."""
     folders = [run_folder(path) for path in runs]
@@ -306,7 +306,7 @@ def join(
         Literal["posterior", "mean"],
         Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
     ] = "posterior",
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Put finished runs on the same base into one routed model."""
     folders = [run_folder(path) for path in runs]
@@ -328,9 +328,6 @@ def generate(
     ] = None,
     top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="Sample among the likeliest.")] = 1.0,
     seed: Annotated[int, Option(metavar="N", min=0, help="Of the sampling.")] = 0,
-    options: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=NUMBER", help="Of transformers' GenerationConfig: top_k=40 ...")
-    ] = None,
     chat: Annotated[bool, Option("--chat", help="By the chat template; at a terminal, turn after turn.")] = False,
     show_heads: Annotated[bool, Option("--show-heads", help="Name each head where it takes over.")] = False,
     as_json: Annotated[bool, Option("--json", help="A JSON object a prompt, with heads' shares.")] = False,
@@ -349,11 +346,11 @@ def generate(
     folder = run_folder(path)
     quieten_libraries()
     from scale_cli.commands import generate as verb
-    from scale_cli.generation.generator import Sampling, parse_options
+    from scale_cli.generation.generator import Sampling
 
     def sampling(usual_length: int, usual_temperature: float) -> Sampling:
         chosen = usual_temperature if temperature is None else temperature
-        return Sampling(max_new_tokens or usual_length, chosen, top_p, seed, parse_options(options or []))
+        return Sampling(max_new_tokens or usual_length, chosen, top_p, seed)
 
     if config is not None and samples and output:
         drawn = sampling(config.corpus.sequence_length, 1.0)
@@ -385,7 +382,7 @@ def serve(
 @app.command()
 def verify(
     path: Annotated[Path, Argument(metavar="PATH", help="A run, one folder of it, or its config.")],
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Check a folder of ours, or all folders of a run.
 
@@ -409,7 +406,7 @@ def run_all(
     overrides: Overrides = None,
     max_forgetting: MaxForgetting = None,
     accept: Accepted = None,
-    _shown: Shown = None,
+    _form: Form = None,
 ) -> None:
     """Upscale, train, evaluate and export, unless done already."""
     checked = load(config, overrides)

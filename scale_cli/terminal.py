@@ -17,7 +17,7 @@ from tqdm import tqdm
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 _SECONDS_APART = 30.0  # of the lines that stand for a bar in a log; what takes less long has none
-_shown: Literal["lines", "figures", "nothing"] = "lines"  # on standard output; bars are shown beside lines alone
+_form: Literal["lines", "figures", "nothing"] = "lines"  # of standard output; bars are shown beside lines alone
 
 
 class Summary(Protocol):
@@ -27,14 +27,14 @@ class Summary(Protocol):
         """Return the lines to print."""
 
 
-def show_figures_alone(wanted: bool | None) -> None:
+def choose_form(as_json: bool | None) -> None:
     """Choose what the verb at work prints: figures alone, nothing (False), or lines for people (None)."""
-    global _shown
-    _shown = "lines" if wanted is None else "figures" if wanted else "nothing"
+    global _form
+    _form = "lines" if as_json is None else "figures" if as_json else "nothing"
 
 
 def shows_lines() -> bool:
-    return _shown == "lines"
+    return _form == "lines"
 
 
 def show(summary: Summary | None) -> None:
@@ -53,7 +53,7 @@ def log(line: str) -> None:
 
 def print_json(summary: object) -> None:
     """Print the figures of a summary, where they are asked for."""
-    if _shown == "figures":
+    if _form == "figures":
         _speak(json.dumps(_plain(summary), ensure_ascii=False))
 
 

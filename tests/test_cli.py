@@ -91,23 +91,6 @@ def test_a_command_line_that_makes_no_sense_exits_2(scale: Scale, arguments: lis
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("train.max_stpes=3", ["train.max_stpes", "did you mean max_steps?"]),
-        ("train.max_steps=three", ["train.max_steps"]),
-        ("train.lr", ["train.lr", "key.sub=value"]),
-    ],
-)
-def test_a_bad_override_is_one_message_that_names_it(
-    config: Path, scale: Scale, override: str, named: list[str]
-) -> None:
-    done = scale("train", config, override)
-    assert all(part in done.error() for part in named)
-    assert done.exit_code == 2
-    assert not (config.parent / "run").exists()
-
-
 @pytest.mark.parametrize("verb", [*VERBS, "eval"])
 def test_a_missing_config_is_one_message_that_names_it(scale: Scale, verb: str) -> None:
     assert scale(verb, "absent.yaml") == Outcome(2, "", "error: absent.yaml: no such config file\n")
@@ -213,13 +196,6 @@ def test_quiet_verbs_warn_all_the_same_and_json_is_alone_on_standard_output(upsc
         told = scale("prepare", upscaled, "train.max_steps=500", option)
         assert all(line.startswith("warning: ") for line in told.stderr.splitlines()) and told.stderr
         assert (json.loads(told.stdout)["corpora"] != {}) if option == "--json" else (told.stdout == "")
-
-
-def test_upscaling_over_a_run_is_refused(upscaled: Path, scale: Scale) -> None:
-    (upscaled.parent / "run" / "checkpoints").mkdir()
-    done = scale("upscale", upscaled)
-    assert str(upscaled.parent / "run") in done.error()
-    assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -192,8 +192,8 @@ def test_generation_and_which_head_spoke(device: torch.device, config: RunConfig
     trained = as_if_trained(nn.Module.to(generator.model, CPU))
     trained.config.variant, trained.config.router_rule = variant, rule
     trained.config.router_threshold, trained.config.router_switch_rate = 0.97, 0.02
-    sampled = Sampling(3, temperature=0.8, top_p=0.9, options={"repetition_penalty": 1.2})
-    ways = [Sampling(3), sampled, Sampling(3, options={"num_beams": 2})]
+    sampled = Sampling(3, temperature=0.8, top_p=0.9)
+    ways = [Sampling(3), sampled]
 
     def said(where: torch.device) -> list[Continuation]:
         generator.model = nn.Module.to(copy.deepcopy(trained), where)

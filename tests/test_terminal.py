@@ -59,6 +59,6 @@ class _Found:
 def test_figures_are_json_without_what_is_no_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(terminal, "_shown", "figures")
+    monkeypatch.setattr(terminal, "_form", "figures")
     print_json(_Found(Path("a"), float("nan"), {"base": [1]}, model=object()))
     assert json.loads(capsys.readouterr().out) == {"folder": "a", "loss": None, "heads": {"base": [1]}}

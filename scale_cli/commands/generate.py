@@ -48,7 +48,7 @@ def _continue(
     In a chat each prompt is the first turn of a conversation.
     """
     asked = [[_turn("user", prompt)] for prompt in prompts] if chat else prompts
-    streams = len(prompts) == 1 and not as_json and not show_heads and "num_beams" not in sampling.options
+    streams = len(prompts) == 1 and not as_json and not show_heads
     streamer = TextStreamer("" if chat else prompts[0], generator) if streams else None
     continuations = generator.continue_all(asked, sampling, streamer)
     if as_json:
@@ -72,7 +72,7 @@ def _converse(generator: Generator, sampling: Sampling, *, show_heads: bool) -> 
     messages: Messages = []
     for line in _typed():
         messages.append(_turn("user", line))
-        streamer = None if show_heads or "num_beams" in sampling.options else TextStreamer("", generator)
+        streamer = None if show_heads else TextStreamer("", generator)
         (answer,) = generator.continue_all([messages], sampling, streamer)
         if streamer is None:
             typer.echo(printable(_with_heads(answer) if show_heads else answer.completion))

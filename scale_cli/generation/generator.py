@@ -5,8 +5,8 @@ Shapes: K heads (base, trained; of a joined model base and every member), B prom
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,6 @@ from scale_cli.upscale.method import load_any_base, router_of
 from scale_cli.upscale.run import open_folder
 from scale_cli.upscale.tokenizer import load_tokenizer
 
-# What of transformers' GenerationConfig may be set beside the options that have names of their own.
-_WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens", "num_beams")
-_FRACTIONAL = (
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "length_penalty",
-    "max_time",
-)
-_LARGEST_OPTION = 1e6
 _NO_CHARACTER = "\ufffd"  # what bytes that are no character decode to
 
 
@@ -59,30 +47,11 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the likeliest token
     top_p: float = 1.0  # sample among the likeliest tokens that make up this share; 1 for all
     seed: int = 0  # of the sampling
-    options: Mapping[str, float] = field(default_factory=dict)  # further ones of transformers' GenerationConfig
 
     def __post_init__(self) -> None:
         """Refuse what would do nothing."""
         if self.top_p < 1.0 and self.temperature == 0.0:
             raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
-
-
-def parse_options(given: list[str]) -> dict[str, float]:
-    """Return `KEY=NUMBER` strings as numbers by name; transformers judges them further."""
-    options: dict[str, float] = {}
-    for option in given:
-        key, _, value = option.partition("=")
-        try:
-            number = int(value) if key in _WHOLE else float(value)
-        except ValueError:
-            number = 0
-        if key not in _WHOLE + _FRACTIONAL or not 0 < number <= _LARGEST_OPTION:
-            raise ConfigError(
-                f"--set {option}: write KEY=NUMBER, above 0; KEY is one of {', '.join(_FRACTIONAL)}, or for a whole "
-                f"number one of {', '.join(_WHOLE)}"
-            )
-        options[key] = number
-    return options
 
 
 class Decoder:
@@ -196,25 +165,16 @@ class Generator:
         padding = self.tokenizer.pad_token_id
         padding = next(iter(self.ends), 0) if padding is None else padding
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        chosen: dict[str, Any] = {**(drawn if sampling.temperature > 0 else {}), **sampling.options}
         ids_BT, mask_BT = padded_left(rows, padding)
         torch.manual_seed(sampling.seed)
-        try:
-            settings = GenerationConfig(
-                max_new_tokens=min(sampling.max_new_tokens, max(rooms)),
-                eos_token_id=self.ends or None,
-                pad_token_id=padding,
-                do_sample=sampling.temperature > 0,
-                **chosen,
-            )
-            settings.validate(strict=True)
-            generated = self.model.generate(
-                ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer
-            )
-        except (ValueError, ArithmeticError) as error:  # some values are only looked at when they are used
-            if not sampling.options:
-                raise
-            raise ConfigError(f"--set: {one_line(error)}") from None
+        settings = GenerationConfig(
+            max_new_tokens=min(sampling.max_new_tokens, max(rooms)),
+            eos_token_id=self.ends or None,
+            pad_token_id=padding,
+            do_sample=sampling.temperature > 0,
+            **(drawn if sampling.temperature > 0 else {}),
+        )
+        generated = self.model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings, streamer=streamer)
         return [new[:room] for new, room in zip(generated[:, ids_BT.shape[1] :], rooms, strict=True)]
 
     def _continuation(self, prompt: str | Messages, row: Tensor, new: Tensor) -> Continuation:

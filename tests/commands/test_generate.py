@@ -241,36 +241,15 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_one_line_and_an_answer_e
     (fits,) = generator.tokenizer.batch_decode([(word * most)[: most - 4]])
     room = most - len(generator.prompt_ids(fits))
     assert 0 < room < 8
-    short, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12, options={"min_new_tokens": 12}))
-    assert (len(short.tokens), len(long.tokens)) == (12, room)
+    _, long = generator.continue_all(["Lily", fits], Sampling(max_new_tokens=12))
+    assert len(long.tokens) <= room
     done = scale("generate", run.output_dir, "--prompt", fits * 2)
     assert done.exit_code == 2 and f"the model's context is {most:,}" in done.error()
-
-
-def test_options_of_generation_config_reach_transformers(run: RunConfig) -> None:
-    generator = Generator(run.output_dir / "export" / "llama")
-    options = {"num_beams": 3, "repetition_penalty": 3.0}
-    plain, continued = (
-        generator.continue_all(PROMPTS[:1], Sampling(max_new_tokens=40, options=given))[0] for given in ({}, options)
-    )
-    prompt = generator.prompt_ids(PROMPTS[0])[None]
-    expected = generator.model.generate(prompt, do_sample=False, max_new_tokens=40, **options)[0, prompt.shape[1] :]
-    assert continued.completion == generator.tokenizer.decode(expected)
-    assert continued.completion != plain.completion
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--set", "temprature=1"], "KEY is one of"),
-        (["--set", "top_k=many"], "write KEY=NUMBER"),
-        (["--set", "num_beams"], "write KEY=NUMBER"),
-        (["--set", "num_beams=0"], "write KEY=NUMBER"),
-        (["--set", "max_time=nan"], "write KEY=NUMBER"),
-        (["--set", "repetition_penalty=inf"], "write KEY=NUMBER"),
-        (["--set", "top_k=5"], "top_k"),  # greedy: it would say nothing
-        (["--set", "min_p=1.5", "--temperature", "1"], "--set: `min_p`"),
-        (["--set", "length_penalty=1e6", "--set", "num_beams=2"], "--set: "),
         (["--top-p", "0.9"], "--top-p 0.9: does nothing at temperature 0"),
         (["--samples", "2"], "--samples, --output: each needs the other"),
         (["--samples", "2", "--output", "x.jsonl", "--chat"], "neither goes with --chat"),

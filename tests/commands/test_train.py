@@ -12,7 +12,7 @@ import torch
 
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.errors import ConfigError, Interrupted, RunFolderError
+from scale_cli.errors import Interrupted, RunFolderError
 from scale_cli.planning import speed
 from scale_cli.planning.speed import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
@@ -287,11 +287,3 @@ def test_text_that_changed_between_two_resumes_is_refused(
     text.write_text("Another text to go on with.\n" * 200, encoding="utf-8")
     with pytest.raises(RunFolderError, match="other text was trained on: petitions-"):
         go_on(config)
-
-
-def test_windows_longer_than_the_bases_context_are_refused(make_config: MakeConfig) -> None:
-    upscaled(make_config("run"))
-    longer = make_config("run", "corpus.sequence_length=1024")
-    for verb in (upscale, lambda config: train(config, None, print)):
-        with pytest.raises(ConfigError, match=r"corpus\.sequence_length: 1024, but the base has 512"):
-            verb(longer)

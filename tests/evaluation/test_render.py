@@ -79,29 +79,6 @@ def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_s
     assert Report.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
-@pytest.mark.parametrize("served", ["posterior", "cosine", "adapted"])
-@KINDS
-def test_the_terminal_table_lines_up(served: str, of_losses: dict[str, Any]) -> None:
-    lines = [line for line in terminal_lines(report(served, **of_losses)) if "base head served" not in line]
-    titles = [line for line in lines if not line.startswith(" ")]
-    rows = [line for line in lines if line.startswith(" ")]
-    assert [title.split("  ")[0] for title in titles] == [
-        "English, retention",
-        "Korean, acquisition",
-        "German, acquisition",
-    ]
-    assert len(rows) == 4
-    names = ["base", "trained"] + ([] if served == "adapted" else ["routed"])
-    ends = {name: titles[0].index(name) + len(name) for name in names}
-    for line in titles:
-        assert {name: line.index(name, 20) + len(name) for name in names} == ends
-    for row in rows:
-        figures = list(re.finditer(r"-?\d+\.\d{3}(?!\d)|not finite", row))[: len(names)]
-        assert [figure.end() for figure in figures] == list(ends.values()), "figures end where their headings do"
-    last = titles[0].index("- base [95 %]")
-    assert all(row[last - 10 :].strip() for row in rows), "every row has its difference"
-
-
 def test_the_terminal_table_says_what_the_report_says() -> None:
     made = report()
     lines = terminal_lines(made)
@@ -205,12 +182,6 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
     assert far.nats_per_token == pytest.approx(1e4, rel=0.01)
     assert far.perplexity is None, "it is beyond floating point"
-
-
-def test_a_baseline_is_not_called_scale() -> None:
-    for variant in ("full", "lora", "freeze", "llama-pro"):
-        assert "SCALE" not in markdown(dataclasses.replace(report("adapted"), variant=variant), ROUTE)
-    assert "Trained by SCALE-Route:" in markdown(report(), ROUTE)
 
 
 def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -> None:

@@ -106,19 +106,6 @@ def test_a_file_read_as_one_document_is_scored_as_one_text(
     np.testing.assert_allclose(losses.heads["base"], [windowed_loss(model.base, ids, 512)], rtol=1e-5)
 
 
-def test_stories260k_scores_what_was_published_of_it(shared_data: Path, tmp_path: Path) -> None:
-    """1.3495 nats a token, 0.941 bits a byte: on 180,000 characters, in disjoint windows of 512 tokens without BOS.
-
-    Ours begin with BOS and with the last token of the window before, so that every token is scored.
-    """
-    model = widen(real_base(shared_data, "ckpt-stories260K"), "preserve")
-    corpus = open_stories(shared_data, tmp_path, 180_000)
-    losses = score(model, corpus, sequence_length=512, batch_size=16)
-    bits_per_byte = losses.heads["base"].sum() / math.log(2) / losses.num_bytes.sum()
-    assert bits_per_byte == pytest.approx(0.941, abs=0.001)
-    assert losses.heads["base"].sum() / losses.num_tokens.sum() == pytest.approx(1.3495, abs=0.0015)
-
-
 def test_the_adaptation_heads_loss_is_transformers_own_of_a_model_that_serves_it(
     model: ScaleForCausalLM, open_corpus: OpenCorpus
 ) -> None:
@@ -249,15 +236,6 @@ def test_a_broken_adaptation_head_costs_the_prior_once_a_document_and_no_more(
     assert np.isposinf(losses.heads["adapted"]).all()
     np.testing.assert_array_equal(losses.served["cosine"][0], losses.num_tokens)
     np.testing.assert_array_equal(losses.served["posterior"][0], losses.num_tokens - 0.5)
-
-
-def test_before_training_all_heads_and_rules_say_the_same(shared_data: Path, open_corpus: OpenCorpus) -> None:
-    model = widen(real_base(shared_data, "ckpt-stories260K"), "route", "all")
-    losses = score(model, open_corpus("ckpt-stories260K", "en"))
-    np.testing.assert_array_equal(losses.heads["adapted"], losses.heads["base"])
-    np.testing.assert_array_equal(losses.rules["cosine"], losses.heads["base"])
-    np.testing.assert_allclose(losses.rules["posterior"], losses.heads["base"], rtol=1e-12)
-    np.testing.assert_array_equal(losses.served["cosine"][0], losses.num_tokens)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
