@@ -20,7 +20,7 @@ from scale_cli.config.same_run import differences
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import RunFolderError, StorageError, one_line
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
-from scale_cli.report.tables import NO_INTERVAL, Interval
+from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records

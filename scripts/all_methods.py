@@ -24,7 +24,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import TextSource
 from scale_cli.evaluation.results import Report
-from scale_cli.report.tables import NOT_FINITE, Table, number
+from scale_cli.report import NOT_FINITE, Table, number
 from scale_cli.storage.atomic import read_json, write_text
 from scale_cli.upscale.base import load_base_config
 from scripts.benchmark.algebra import ideal_flops_per_token

@@ -23,7 +23,7 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import tokenised
 from scale_cli.export.router_keys import routed_class
-from scale_cli.report.tables import aligned
+from scale_cli.report import aligned
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.terminal import printable

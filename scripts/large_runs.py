@@ -15,7 +15,7 @@ import argparse
 import torch
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning.counting import count_flops
+from scale_cli.planning import count_flops
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import build_model, kinds_of_parameters
 from scripts.random_base import reference_config

@@ -18,7 +18,7 @@ from scale_cli.evaluation.results import (
     LanguageAverage,
     Report,
 )
-from scale_cli.report.tables import Interval
+from scale_cli.report import Interval
 from scale_cli.storage.atomic import new_folder
 from scale_cli.storage.records import BaseRecord, trained_sha256
 

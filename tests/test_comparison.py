@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scale_cli.commands.compare import compare_runs
 from scale_cli.comparison import Option, front, load_runs, mean_interval, non_dominated, setup_differences
-from scale_cli.report.tables import Interval
+from scale_cli.report import Interval
 from tests.finished_run import Made, write_run
 
 # Few distinct values, so that ties and equals come up.

@@ -24,21 +24,27 @@ from scale_cli.comparison import (
 )
 from scale_cli.errors import require
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, CorpusResult, Figure
-from scale_cli.report.figures import AXIS, COLOURS, MARKS, add_legend, draw_point, shorten, svg
-from scale_cli.report.tables import (
+from scale_cli.report import (
+    AXIS,
+    COLOURS,
     DASH,
+    MARKS,
     Cell,
     Interval,
     Row,
     Table,
+    add_legend,
     aligned,
     difference_cell,
     difference_in_words,
+    draw_point,
     in_points,
     markdown,
     number,
     page,
     quantity,
+    shorten,
+    svg,
     with_interval,
 )
 from scale_cli.storage.atomic import new_folder, write_json, write_text

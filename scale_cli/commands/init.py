@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from scale_cli import report
 from scale_cli.config.load import checked, dump_line, json_schema_text, parse
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, ReadingConfig
@@ -26,9 +27,7 @@ from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import check_bad_fraction
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
-from scale_cli.planning.counting import Parameters, count_flops, count_saved_tensors, training_memory
-from scale_cli.planning.speed import Device, measure_device
-from scale_cli.report import tables
+from scale_cli.planning import Device, Parameters, count_flops, count_saved_tensors, measure_device, training_memory
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.method import NewPieces, build_model
@@ -243,7 +242,7 @@ def starter_text(
 ) -> str:
     """Return the config, comments and all."""
     output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
-    return tables.text(
+    return report.text(
         "starter.yaml.j2",
         file=file,
         output_dir=output_dir,

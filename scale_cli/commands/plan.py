@@ -18,9 +18,8 @@ from scale_cli.data.tokens import check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS
-from scale_cli.planning.counting import Memory, Parameters, TokenFlops, count_flops, memory_of_run
-from scale_cli.planning.speed import Device, measure_device
-from scale_cli.report.tables import Table, duration, quantity
+from scale_cli.planning import Device, Memory, Parameters, TokenFlops, count_flops, measure_device, memory_of_run
+from scale_cli.report import Table, duration, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes

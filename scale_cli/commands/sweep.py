@@ -18,7 +18,7 @@ from scale_cli.config.load import Grid, Values, load_config, name_of
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.report.tables import Table, number
+from scale_cli.report import Table, number
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 

@@ -30,10 +30,9 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.hooks import of_final
 from scale_cli.methods.recipes import copy_start
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.planning.counting import memory_of_run
-from scale_cli.planning.speed import device_name, peak_tokens_per_s
+from scale_cli.planning import device_name, memory_of_run, peak_tokens_per_s
 from scale_cli.processes import main_first, on_main, process_state
-from scale_cli.report.tables import quantity
+from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
     new_folder,

@@ -19,7 +19,7 @@ from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
 from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
-from scale_cli.report.tables import percent
+from scale_cli.report import percent
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import read_corpora
 

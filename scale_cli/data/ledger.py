@@ -11,7 +11,7 @@ from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, RoundTrip
 from scale_cli.data.files import likely_encoding, source_files
 from scale_cli.errors import CorpusError
-from scale_cli.report.tables import percent
+from scale_cli.report import percent
 from scale_cli.storage.records import RunRecord
 
 _PLACES = 3

@@ -30,7 +30,7 @@ from scale_cli.evaluation.statistics import (
     percentile_interval,
     resampled,
 )
-from scale_cli.report.tables import Interval
+from scale_cli.report import Interval
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.benchmark_tasks import OpenedBenchmarks

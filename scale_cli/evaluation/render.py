@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from scale_cli import report as reports
 from scale_cli.config.schema import MethodConfig
 from scale_cli.evaluation.results import (
     FIGURES,
@@ -17,8 +18,7 @@ from scale_cli.evaluation.results import (
     bound_nats,
 )
 from scale_cli.methods import METHODS
-from scale_cli.report import tables
-from scale_cli.report.tables import (
+from scale_cli.report import (
     DASH,
     NO_DIFFERENCE,
     NOT_FINITE,
@@ -101,12 +101,12 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
 
 def markdown(report: Report, method: MethodConfig) -> str:
     """Return report.md."""
-    return tables.markdown("evaluation.md.j2", **_values(report, method))
+    return reports.markdown("evaluation.md.j2", **_values(report, method))
 
 
 def html(report: Report, method: MethodConfig) -> str:
     """Return report.html, which needs nothing beside it."""
-    return tables.page("evaluation.html.j2", **_values(report, method))
+    return reports.page("evaluation.html.j2", **_values(report, method))
 
 
 def _values(report: Report, method: MethodConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.statistics import Values, finite, paired_difference
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.report.tables import (
+from scale_cli.report import (
     DASH,
     NO_INTERVAL,
     Cell,

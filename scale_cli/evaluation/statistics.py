@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scale_cli.report.tables import Interval
+from scale_cli.report import Interval
 
 Values = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.parity import parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
-from scale_cli.report.tables import (
+from scale_cli.report import (
     DASH,
     Row,
     Table,

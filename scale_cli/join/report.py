@@ -21,7 +21,7 @@ from scale_cli.evaluation.statistics import Values, finite
 from scale_cli.export.card import Licence, base_title, loading, shared_values, tokens_by_source
 from scale_cli.join.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.report.tables import Table, code, markdown, number, percent
+from scale_cli.report import Table, code, markdown, number, percent
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS

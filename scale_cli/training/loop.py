@@ -18,7 +18,7 @@ from tqdm import tqdm
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.hooks import of_final
-from scale_cli.planning.speed import peak_memory_bytes
+from scale_cli.planning import peak_memory_bytes
 from scale_cli.processes import waiting_for_steps
 from scale_cli.storage.metrics import (
     BENCHMARKS,

@@ -24,7 +24,7 @@ from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.hooks import Hook
-from scale_cli.planning.speed import device_name, peak_memory_bytes
+from scale_cli.planning import device_name, peak_memory_bytes
 from scale_cli.processes import is_main
 from scale_cli.storage.atomic import (
     MANIFEST,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.planning.counting import SUMMED_IN_PLACE, kept_for_backward, num_bytes
+from scale_cli.planning import SUMMED_IN_PLACE, kept_for_backward, num_bytes
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scale_cli.report.tables import Table
+from scale_cli.report import Table
 from scripts.benchmark.bars import Bar, Results
 from scripts.benchmark.clock import PHASES
 from scripts.benchmark.shapes import Shape

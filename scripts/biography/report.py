@@ -8,8 +8,7 @@ from typing import Any
 
 from scale_cli.config.load import dump_config
 from scale_cli.methods import METHODS
-from scale_cli.report.figures import COLOURS, MARKS
-from scale_cli.report.tables import Table, percent
+from scale_cli.report import COLOURS, MARKS, Table, percent
 from scale_cli.storage.atomic import write_json, write_text
 from scripts.biography.config import BiographyConfig
 

@@ -20,7 +20,7 @@ from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import placed
-from scale_cli.report.tables import percent
+from scale_cli.report import percent
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
 from scale_cli.upscale.method import MethodModel, build_model, start_model, two_headed

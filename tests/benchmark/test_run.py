@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from scale_cli import planning
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning import counting as planning
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import build_model
 from scripts.benchmark.algebra import ideal_flops_per_token

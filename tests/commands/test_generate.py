@@ -290,7 +290,8 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     monkeypatch.setattr("scale_cli.commands.generate._AT_ONCE", 2)
 
     def drawn(name: str, *options: str) -> list[str]:
-        command = ("generate", run.output_dir / "final" / "scale.yaml", "--samples", "5", "--output", tmp_path / name)
+        command = ("generate", run.output_dir / "final/scale.yaml", "--samples", "5", "--output", tmp_path / name)
+        options = ("--max-new-tokens", "16", *options)
         assert scale(*command, *options).exit_code == 0
         return [json.loads(line)["text"] for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
 

@@ -26,7 +26,7 @@ from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.errors import ConfigError
-from scale_cli.planning.speed import Device
+from scale_cli.planning import Device
 from tests.command_line import Scale
 from tests.vocabulary.grown_run import prove_on_few
 from tests.vocabulary.tokenizers_at_hand import ENGLISH

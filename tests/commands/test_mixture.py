@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from scale_cli.commands import mixture as mixing
+from scale_cli.commands.mixture import BudgetLaw, PowerLaw
 from scale_cli.commands.sweep import SweepSummary, Trial
 from scale_cli.config.load import Grid, load_config
 from scale_cli.errors import ConfigError, TrainingError
-from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw
 from scale_cli.storage.atomic import read_json
 from scale_cli.storage.layout import RunFolder
 from tests.torture.tiny_run import write_config_of_two_steps

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from scale_cli import planning as speed
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.errors import Interrupted, RunFolderError
-from scale_cli.planning import speed
-from scale_cli.planning.speed import peak_tokens_per_s
+from scale_cli.planning import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.metrics import read_records

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scale_cli import planning as speed
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
@@ -23,7 +24,6 @@ from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
 from scale_cli.export.router_keys import routed_class
-from scale_cli.planning import speed
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.upscale.run import Run
 from tests.command_line import ModelLoads, model_loads

@@ -16,7 +16,7 @@ from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
-from scale_cli.report.tables import Interval, with_interval
+from scale_cli.report import Interval, with_interval
 
 ROUTE = MethodConfig(variant="route")
 OWN_TOKENS = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})

@@ -22,7 +22,7 @@ from scale_cli.evaluation.statistics import (
     percentile_interval,
     resampled,
 )
-from scale_cli.report.tables import Interval
+from scale_cli.report import Interval
 
 Values = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods import METHODS
-from scale_cli.planning.counting import count_flops, count_saved_tensors, kept_for_backward
+from scale_cli.planning import count_flops, count_saved_tensors, kept_for_backward
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import MethodModel, build_model, start_model
 from scale_cli.upscale.objective import for_training

@@ -8,7 +8,7 @@ import torch
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning.counting import Memory, Parameters, SavedTensors, count_saved_tensors, training_memory
+from scale_cli.planning import Memory, Parameters, SavedTensors, count_saved_tensors, training_memory
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
 from scale_cli.upscale.method import start_model

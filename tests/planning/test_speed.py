@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from scale_cli import planning as speed
 from scale_cli.config.schema import MethodConfig
-from scale_cli.planning import speed
-from scale_cli.planning.counting import count_flops
-from scale_cli.planning.speed import measure_device, peak_flops_per_s
+from scale_cli.planning import count_flops, measure_device, peak_flops_per_s
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import build_model
 from tests.widening import TINY

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.report.figures import COLOURS, MARKS, draw_point, shorten, svg
-from scale_cli.report.tables import Interval
+from scale_cli.report import COLOURS, MARKS, Interval, draw_point, shorten, svg
 
 HOSTILE = 'a$x_1^{2}$ <b onload="x">&amp; "'
 

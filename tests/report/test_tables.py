@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scale_cli.report.tables import (
+from scale_cli.report import (
     DASH,
     Cell,
     Interval,

@@ -24,7 +24,7 @@ from scale_cli.errors import (
     TrainingError,
 )
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.report.tables import quantity
+from scale_cli.report import quantity
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
 from scale_cli.storage.layout import RunFolder

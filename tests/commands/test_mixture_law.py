@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scale_cli.planning.mixture_law import BudgetLaw, PowerLaw, fit_budget_law, fit_power_law
+from scale_cli.commands.mixture import BudgetLaw, PowerLaw, fit_budget_law, fit_power_law
 
 RATIOS = [0.1, 0.25, 0.5, 0.75, 1.0]
 

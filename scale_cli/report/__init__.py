@@ -1,1 +1,0 @@
-"""What every report is made with: one number format, one table, one way to draw, templates for pages and cards."""
