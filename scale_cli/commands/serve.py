@@ -17,6 +17,7 @@ from scale_cli.errors import MissingExtraError, UsageError, is_installed, requir
 from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.plain_folder import find_plain_export
 from scale_cli.export.router_keys import KEY, routed_name
+from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 
 Engine = Literal["vllm", "transformers"]
@@ -30,11 +31,15 @@ def serve(
     """Say what a server of a folder promises and how to ask it, and become that server."""
     folder = find_plain_export(path)
     config = read_json(folder / "config.json")
-    chosen: Engine = engine or ("vllm" if is_installed("vllm") else "transformers")
+    architecture = config["architectures"][0]
+    has_vllm = plainly or architecture in {f"{family}ForCausalLM" for family in FAMILIES}
+    chosen: Engine = engine or ("vllm" if is_installed("vllm") and has_vllm else "transformers")
     if KEY not in config and not plainly:
         raise UsageError(
             f"{folder}: its config.json has no {KEY}: it cannot be served routed; --plain serves what it holds"
         )
+    if chosen == "vllm" and not has_vllm:
+        raise UsageError(f"--engine vllm: {architecture} is routed by transformers alone: leave it out, or add --plain")
     address, others = _address(folder, options)
     lines = [_promise(folder, config, chosen, plainly=plainly), *_how_to_ask(address)]
     if chosen == "vllm":
@@ -54,7 +59,7 @@ def serve(
         log(line)
     sys.stdout.flush()
     if chosen == "vllm":
-        architectures = json.dumps({"architectures": [routed_name(config["architectures"][0])]})
+        architectures = json.dumps({"architectures": [routed_name(architecture)]})
         command = [*_VLLM, str(folder), *([] if plainly else ["--hf-overrides", architectures]), *options]
         # vLLM reports how it is used, unless it is told not to.
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})

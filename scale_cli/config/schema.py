@@ -38,7 +38,7 @@ class ModelConfig(Section):
     """The pretrained model that is widened."""
 
     base: PathText = Field(
-        description="hub id or local folder: Llama (TinyLlama, SmolLM2), Mistral, Qwen2/2.5, Qwen3; or a finished run"
+        description="hub id or local folder of a family of docs/families.md (Llama, Qwen, ...); or a finished run"
     )
     revision: str | None = Field(default=None, description="of a base on the hub: branch, tag or commit")
     tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")

@@ -9,8 +9,17 @@ with eps' = a^2 eps d / (d + d'). So the gains become g sqrt(d / (d + d')) for x
 u, and every row that writes x or u into the stream is multiplied by a or by b, which is lossless in floating point.
 Expansions upon one another, or beside one another, are stored one after another, d' being the channels of all of them.
 
-Qwen3 norms every head's queries and keys with the same eps. There rms(q; eps') is wanted to be sqrt(eps' / eps) times
-rms(q; eps), and is where q is as many times as large: so are the rows that make queries and keys.
+Every other norm is met in the same way, with the one eps' that there is:
+
+- Of what a layer writes (o, down): their rows are stored as x and u are. The output is to be [a y ; b y'], so the gains
+  are a g sqrt(d / (d + d')) and a g' sqrt(d / (d + d')).
+- Of one head's queries or keys: rms(q; eps') is sqrt(eps' / eps) times rms(q; eps) where q is as many times as large,
+  and so are the rows that make it. The gains are the same for all heads.
+- Of all queries or keys together, n of the base's and n' more: the rows of q are times s, those of q' times s b / a,
+  with s^2 = (eps' / eps) (n + n') / n. The gains are those of a norm of the stream, with n in the place of d.
+
+What reads the stream without a norm has its columns divided by a and by b. Gains that are stored as w = g - 1 are
+stored so. What multiplies the embedding by the root of the width is divided out of its rows.
 
 Source: ours (docs/serving.md); only b / a matters for exactness, the split keeps weights in range of fp16 and int8.
 """

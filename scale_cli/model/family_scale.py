@@ -82,10 +82,10 @@ class Family:
         return 1.0
 
     def token_rows(self, base: Any) -> Tensor:
-        """Return (V, D): x_0 of every token."""
+        """Return (V, D): x_0 of every token, before it is rounded to the base's dtype."""
         embedding = base.model.embed_tokens
         factor = self.embedding_factor(embedding)
-        return embedding.weight if isinstance(factor, float) else embedding.weight * factor
+        return embedding.weight if isinstance(factor, float) else embedding.weight.float() * factor
 
     def packed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Return a layer's tensors as a plain model has them, from those of the maps of `OWNERS` and of the norms."""

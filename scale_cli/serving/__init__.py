@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Those of `model/family_scale.py` that were routed in vLLM, by their class; transformers routes all.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from scale_cli.upscale.objective import compiled
+from tests.model.test_families import tiny
 from tests.upscale.test_objective import losses, start
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -19,9 +22,10 @@ def test_compiled_training_has_the_losses_of_plain_training(name: str, num_layer
     assert losses(compiled_model, compile=True) == pytest.approx(losses(plain_model), rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"])
 @torch.no_grad()
-def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit() -> None:
-    base = tiny_llama(num_hidden_layers=2)
+def test_the_compiled_widened_model_has_the_compiled_bases_logits_bit_for_bit(tmp_path: Path, family: str) -> None:
+    base: Any = tiny_llama(num_hidden_layers=2) if family == "llama" else tiny(family, tmp_path)
     ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
     alone = copy.deepcopy(base)
     model = as_if_trained(widen(base, "route", "top:1"))

@@ -125,18 +125,20 @@ def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logi
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied"])
 @pytest.mark.parametrize("maps", [("q_proj", "k_proj"), ("o_proj", "down_proj")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("base_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
 def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon(
-    tmp_path: Path, family: str, maps: tuple[str, ...], dtype: str
+    tmp_path: Path, family: str, maps: tuple[str, ...], base_dtype: str, dtype: str
 ) -> None:
-    model = as_if_trained(widen(tiny(family, tmp_path), "adapt", ratio=0.5))
+    model = as_if_trained(widen(tiny(family, tmp_path, base_dtype), "adapt", ratio=0.5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(of in name for of in maps):
                 parameter.mul_(0.003)  # the mean square of a head, or of what is written, is about eps
     exported = dense_model(model, dtype, [IDS])
     parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
-    assert dtype == "bfloat16" or parity.max_logit_difference <= 2e-5
+    assert dtype == "bfloat16" or parity.max_logit_difference <= max(2e-5, 2 * parity.own_max_difference)
     check_parity(parity, dtype)
 
 

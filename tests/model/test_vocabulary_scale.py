@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
@@ -26,9 +26,18 @@ PIECES = NewPieces(["7 8 9", "7 8", "3 7", "5 5 5 5", "7"], own_pieces=[5, 7])  
 ALL = OLD + len(PIECES.new_tokens)
 
 
-def grown(variant: str, **keys: Any) -> ScaleForCausalLM:
+GEMMA = {"head_dim": 8, "sliding_window": 8, "pad_token_id": 0}
+families = pytest.mark.parametrize("family", [("llama", {}), ("gemma3_text", GEMMA)], ids=["llama", "gemma"])
+
+
+def random_base(model_type: str = "llama", more: dict[str, Any] | None = None, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    config = AutoConfig.for_model(model_type, **(TINY | (more or {}) | options))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def grown(variant: str, *family: Any, **keys: Any) -> ScaleForCausalLM:
+    base = random_base(*family)
     layers = CollaborationConfig(layers="top:1") if keys.pop("collaborates", False) else CollaborationConfig()
     method = MethodConfig(variant=variant, collaboration=layers, **keys)
     model = start_model(base, method, 0, PIECES)
@@ -59,9 +68,12 @@ def test_what_a_base_says_of_new_tokens_is_taken_from_their_first_pieces_alone(r
     assert torch.allclose(of_space, torch.tensor(-20 * math.log(2), dtype=torch.float64), atol=4e-6)
 
 
+@families
 @pytest.mark.parametrize(("variant", "collaborates"), [("preserve", False), ("route", False), ("route", True)])
-def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(variant: str, collaborates: bool) -> None:
-    model = grown(variant, collaborates=collaborates)
+def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
+    family: Any, variant: str, collaborates: bool
+) -> None:
+    model = grown(variant, *family, collaborates=collaborates)
     old_ids = torch.randint(OLD, (2, 11), generator=torch.Generator().manual_seed(1))
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
     states = model.final_states(old_ids, preserved=True)
@@ -105,9 +117,10 @@ def test_what_is_distilled_is_the_say_of_the_base_that_the_router_hears() -> Non
         assert torch.allclose(gradient, wanted, atol=1e-5), name
 
 
+@families
 @pytest.mark.parametrize("collaborates", [False, True])
-def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(collaborates: bool) -> None:
-    below = grown("route", collaborates=collaborates)
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(family: Any, collaborates: bool) -> None:
+    below = grown("route", *family, collaborates=collaborates)
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         before = below.adaptation_logits(below.final_states(ids, preserved=False))
@@ -128,10 +141,11 @@ def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(collabo
             assert torch.allclose(plain(input_ids=ids).logits, adapted, atol=1e-4)
 
 
-def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows() -> None:
-    model = grown("preserve")
+@families
+def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows(family: Any) -> None:
+    model = grown("preserve", *family)
     assert model.expansion.new_tokens is not None
-    rows, old = model.expansion.new_tokens.embed_tokens.weight, model.root.model.embed_tokens.weight
+    rows, old = model.expansion.new_tokens.embed_tokens.weight, model.root.model.embed_tokens(torch.arange(OLD))
     size = old[[3, 5, 7, 8, 9]].norm(dim=1).median()
     for row, pieces in zip(rows, PIECES.new_tokens, strict=True):
         mean = old[[int(piece) for piece in pieces.split()]].mean(0)
@@ -153,12 +167,12 @@ def test_routing_with_new_tokens_keeps_the_bound_and_generation_goes_on_from_the
     assert torch.allclose(whole, rest.logits[:, -1], atol=1e-4)
 
 
-def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base() -> None:
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)).eval()
+@families
+def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base(family: Any) -> None:
+    base = random_base(*family, tie_word_embeddings=True)
     before = base(input_ids=torch.tensor([[1, 3, 7, 5]])).logits
-    widened = grown("route")
-    full = start_model(LlamaForCausalLM(LlamaConfig(**TINY)).eval(), MethodConfig(variant="full"), 0, None)
+    widened = grown("route", *family)
+    full = start_model(random_base(*family), MethodConfig(variant="full"), 0, None)
     assert full.lm_head.weight.shape[0] == OLD
 
     model = start_model(base, MethodConfig(variant="full"), 0, PIECES)
@@ -166,6 +180,8 @@ def test_full_fine_tuning_of_new_tokens_is_scored_beside_the_same_base() -> None
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert torch.equal(model(input_ids=torch.tensor([[1, 3, 7, 5]])).logits[..., :OLD], before)
 
+    new = torch.arange(OLD, ALL)
+    assert torch.allclose(model.model.embed_tokens(new), PIECES.rows(widened.root).embed_tokens(new - OLD), atol=1e-5)
     plain = widened.root
     beside = BaseAndTrained(BaseOfNewTokens(plain, PIECES.rows(plain), widened.config), plain)
     ids = torch.randint(ALL, (1, 9), generator=torch.Generator().manual_seed(4))

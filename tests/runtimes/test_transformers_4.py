@@ -44,6 +44,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # Of every base its family, RoPE's theta and scaling, and what is its own.
 BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "llama-llama3": ("llama", 5e5, LLAMA3, {"tie_word_embeddings": True}),
@@ -52,6 +53,10 @@ BASES: dict[str, tuple[str, float, dict[str, Any] | None, dict[str, Any]]] = {
     "mistral": ("mistral", 1e6, None, {"sliding_window": 32, "head_dim": 12}),
     "qwen2": ("qwen2", 1e6, None, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
     "qwen3-yarn": ("qwen3", 1e6, YARN, {"head_dim": 16}),
+    "gemma3": ("gemma3_text", 1e6, {"rope_type": "linear", "factor": 8.0}, {"head_dim": 16, **WINDOWS}),
+    "olmo2": ("olmo2", 5e5, None, {}),
+    "olmo3-yarn": ("olmo3", 5e5, YARN, WINDOWS),
+    "exaone4": ("exaone4", 1e6, LLAMA3, {**WINDOWS, "tie_word_embeddings": True}),
 }
 VARIANTS = ("preserve", "route", "llama-pro")
 NAMES = [f"{base}-{variant}" for base in BASES for variant in VARIANTS]
@@ -64,8 +69,7 @@ TEXTS = ["Once upon a time, there was a little girl.", "  12.5 %,\n\ttabs", "옛
 def write_base(name: str, shared_data: Path, folder: Path) -> None:
     """Write a random base as transformers 4 would: its spelling, and a tokenizer that it knows."""
     family, theta, scaling, differences = BASES[name]
-    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-    config = AutoConfig.for_model(family, **{**SIZES, **differences, "rope_parameters": rope})
+    config = AutoConfig.for_model(family, **{**SIZES, **differences, "rope_theta": theta, "rope_scaling": scaling})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))

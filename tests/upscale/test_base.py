@@ -143,6 +143,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "config of a family nobody knows": lambda folder: edit_config(folder, model_type="nonesuch"),
     "config with heads that do not fit": lambda folder: edit_config(folder, num_attention_heads=7),
     "config with heads that do not share evenly": lambda folder: edit_config(folder, num_key_value_heads=3),
+    "config of a family with what is not walked": lambda folder: edit_config(
+        folder, model_type="gemma3_text", final_logit_softcapping=30.0
+    ),
     "config with a RoPE type nobody knows": lambda folder: edit_config(folder, rope_parameters={"rope_type": "none"}),
     "weights missing": lambda folder: (folder / "model.safetensors").unlink(),
     "weights truncated": truncate_weights,
