@@ -13,6 +13,7 @@ from scale_cli.console import (
     ended_in_one_message,
     load,
     parse_numbers,
+    parse_share,
     quieten_libraries,
     run_folder,
 )
@@ -137,15 +138,23 @@ def upscale(config: Config, overrides: Overrides = None, _form: Form = None) -> 
 
 
 @app.command()
-def prepare(config: Config, overrides: Overrides = None, _form: Form = None) -> None:
+def prepare(
+    config: Config,
+    overrides: Overrides = None,
+    part: Annotated[
+        str | None, Option(metavar="I/N", help="Only the I-th of N shares of the files; one without --part joins them.")
+    ] = None,
+    _form: Form = None,
+) -> None:
     """Tokenise every corpus ahead of training.
 
     Stopped or killed, the same command goes on where it was.
     """
+    share = None if part is None else parse_share("--part", part)
     checked = load(config, overrides)
-    from scale_cli.commands.prepare import prepare
+    from scale_cli.commands.prepare import prepare, prepare_part
 
-    show(on_main(lambda: prepare(checked)))
+    show(on_main(lambda: prepare(checked) if share is None else prepare_part(checked, share)))
 
 
 @app.command()

@@ -29,7 +29,7 @@ from scale_cli.errors import (
     is_out_of_memory,
     one_line,
 )
-from scale_cli.processes import check_launch, is_first_to_end, is_main, leave, name_lost_peers
+from scale_cli.processes import Share, check_launch, is_first_to_end, is_main, leave, name_lost_peers
 from scale_cli.terminal import printable, without_passwords
 
 if TYPE_CHECKING:
@@ -94,6 +94,14 @@ def parse_numbers(option: str, written: str) -> list[float]:
     if not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{option} {written}: give numbers with commas between them")
     return numbers
+
+
+def parse_share(option: str, written: str) -> Share:
+    """Return which of how many an option names, as in 3/64."""
+    index, _, number = written.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
+        raise UsageError(f"{option} {written}: give which of how many, from 1/N to N/N")
+    return Share(int(index) - 1, int(number))
 
 
 def quieten_libraries() -> None:

@@ -17,8 +17,9 @@ from typer.main import get_command_name
 from scale_cli.cli import app
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
-from scale_cli.console import ended_in_one_message, parse_numbers
-from scale_cli.errors import ConfigError, StorageError
+from scale_cli.console import ended_in_one_message, parse_numbers, parse_share
+from scale_cli.errors import ConfigError, StorageError, UsageError
+from scale_cli.processes import Share
 from tests.command_line import Outcome, Scale
 
 VERBS = ("plan", "upscale", "prepare", "train", "evaluate", "export", "run")
@@ -226,6 +227,13 @@ def test_a_signal_of_which_a_library_makes_an_error_is_the_signal_still(capsys: 
             signal.signal(number, handler)
     assert ended.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().err.startswith("stopped by SIGTERM; ")
+
+
+@pytest.mark.parametrize("written", ["", "3", "0/4", "5/4", "1/", "-1/4", "1.5/4", "1/4/4"])
+def test_a_share_is_one_of_so_many(written: str) -> None:
+    with pytest.raises(UsageError, match=r"^--part .*: give which of how many, from 1/N to N/N$"):
+        parse_share("--part", written)
+    assert [parse_share("--part", f"{index}/3") for index in (1, 2, 3)] == [Share(index, 3) for index in (0, 1, 2)]
 
 
 @pytest.mark.parametrize("written", ["", "1,", "1,two", "nan,1", "0.5,inf"])

@@ -14,7 +14,7 @@ import json
 import lzma
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
 from typing import IO, Any
 
@@ -46,7 +46,7 @@ _DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 class CorpusReader:
     """The records of a source in order, good and bad, each entered into the ledger as it comes; iterate once.
 
-    Conversations are written by the chat template of `template_of`.
+    Conversations are written by the chat template of `template_of`. Of `files` it reads some of the source's.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class CorpusReader:
         max_document_bytes: int,
         template_of: PreTrainedTokenizerBase | None = None,
         ledger: Ledger | None = None,
+        files: Sequence[SourceFile] | None = None,
     ) -> None:
         self.source = source
-        self.files = source_files(source)
+        self.files = source_files(source) if files is None else files
         self.total_bytes = sum(file.size for file in self.files)
         found = Counter(file.pattern for file in self.files)
         self.ledger = ledger or Ledger(files=len(self.files), paths={p: PathCount(found[p]) for p in source.paths})

@@ -36,6 +36,8 @@ _READ_AT_ONCE = 1 << 16
 # No xz preset needs more than 65 MB to decompress; a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
 _GUESSED_BYTES = 1 << 14
+# The least that a process of many takes: to begin and end with it costs little beside it.
+_PART_BYTES = 1 << 26
 # Encodings of one byte a character are told apart by hardly a letter, so that the rare ones are not guessed at all.
 _ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "cp949", "cp932", "gb18030", "big5", "cp1251", "cp1252"]
 
@@ -147,6 +149,21 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
         return files
 
 
+def file_parts(source: TextSource) -> list[list[SourceFile]]:
+    """Return the files of a source in consecutive parts, the same whoever asks.
+
+    There is none where one process has to read all: of a dataset, and where documents are counted from the beginning.
+    """
+    if source.dataset is not None or source.skip_documents or source.max_documents is not None:
+        return []
+    parts: list[list[SourceFile]] = []
+    for file in source_files(source):
+        if not parts or sum(before.size for before in parts[-1]) >= _PART_BYTES:
+            parts.append([])
+        parts[-1].append(file)
+    return parts
+
+
 def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     """Return what names the content of each file: its SHA-256, or the hash of all that its store told of it.
 
@@ -154,10 +171,7 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set back.
     A file that has changed just now is not remembered, for another change might fall into the same tick of that clock.
     """
-    known: Any = None
-    with suppress(StorageError):
-        known = read_json(cache_dir / _HASHES)
-    known, new = known if isinstance(known, dict) else {}, {}
+    known, new = _known_hashes(cache_dir), {}
     hashes = []
     for file in files:
         if file.store is not None:
@@ -175,8 +189,15 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
         hashes.append(sha256)
     if new:
         with suppress(StorageError):  # it is computed again another time
-            write_json(cache_dir / _HASHES, known | new)
+            write_json(cache_dir / _HASHES, _known_hashes(cache_dir) | new)  # others may have written meanwhile
     return hashes
+
+
+def _known_hashes(cache_dir: Path) -> dict[str, Any]:
+    known: Any = None
+    with suppress(StorageError):
+        known = read_json(cache_dir / _HASHES)
+    return known if isinstance(known, dict) else {}
 
 
 def _stamp(file: Path) -> tuple[str, int, int, int, int]:

@@ -59,6 +59,10 @@ class Count:
         self.documents += 1
         self.num_bytes += record.num_bytes
 
+    def take(self, later: Count) -> None:
+        self.documents += later.documents
+        self.num_bytes += later.num_bytes
+
 
 @dataclass
 class DropCount(Count):
@@ -115,10 +119,31 @@ class Ledger(RunRecord):
             if isinstance(record, Document):
                 account.kept.add(record)
         if isinstance(record, Rejected):
-            count = self.dropped.setdefault(record.reason.value, DropCount())
-            count.add(record)
-            count.places = (*count.places, record.place)[:_PLACES]
-            count.fields = count.fields or tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS])
+            fields = tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS])
+            self._drop(record.reason.value, DropCount(1, record.num_bytes, (record.place,), fields))
+
+    def _drop(self, reason: str, later: DropCount) -> None:
+        count = self.dropped.setdefault(reason, DropCount())
+        count.take(later)
+        count.places = (*count.places, *later.places)[:_PLACES]
+        count.fields = count.fields or later.fields
+
+    def take(self, later: Ledger) -> None:
+        """Add the account of the source's next files."""
+        for reason, count in later.dropped.items():
+            self._drop(reason, count)
+        for path, found in later.paths.items():
+            mine = self.paths.setdefault(path, PathCount())
+            mine.files += found.files
+            mine.read.take(found.read)
+            mine.kept.take(found.kept)
+        self.read.take(later.read)
+        self.kept.take(later.kept)
+        self.files += later.files
+        self.damaged_files = (*self.damaged_files, *later.damaged_files)[:_PLACES]
+        self.num_damaged_files += later.num_damaged_files
+        self.num_tokens += later.num_tokens
+        self.round_trip += later.round_trip
 
     @property
     def bad_fraction(self) -> float:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoded, RoundTrip, TokenizerSpec, encode_all
+from scale_cli.data.files import SourceFile
 from scale_cli.data.ledger import Ledger, check_bad_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.storage.atomic import described_files, publish_folder, read_json, sole_user, write_json, writing
@@ -51,43 +54,108 @@ def tokenise(
     *,
     show_progress: bool,
     template_of: PreTrainedTokenizerBase | None = None,
+    part: Sequence[SourceFile] | None = None,
 ) -> None:
     """Write a source's tokens, offsets, bytes and ledger to a folder that is whole or absent.
 
     The folder is named after its content: what is unfinished beside it is taken to be of the same. Conversations are
-    written by `template_of`.
+    written by `template_of`. Of a `part` of the source's files there may be no text at all.
+    """
+    reader = CorpusReader(source, reading.max_document_bytes, template_of, files=part)
+
+    def encoded_after(first: int) -> Iterator[Encoded]:
+        documents = (record for record in reader if isinstance(record, Document))
+        next(islice(documents, first, first), None)  # those are done
+        num_workers = reading.num_workers or len(os.sched_getaffinity(0))
+        with _bar(source, reader, show_progress) as bar:
+            for encoded in encode_all(documents, spec, num_workers):
+                yield encoded
+                bar.update(reader.position_bytes - bar.n)
+
+    _write(source, spec, folder, reader.ledger, encoded_after, "progress", may_be_empty=part is not None)
+
+
+def join_parts(source: TextSource, spec: TokenizerSpec, parts: Iterable[Path], folder: Path) -> None:
+    """Write what `tokenise` writes of a source, from what it wrote of each part of the source's files."""
+    ledger = Ledger()
+
+    def encoded_after(first: int) -> Iterator[Encoded]:
+        for part in parts:
+            account = Ledger.load(part)
+            ledger.take(account)
+            yield from _stored(part, spec, first)
+            first = max(0, first - account.kept.documents)
+
+    _write(source, spec, folder, ledger, encoded_after, "joined")
+
+
+def _stored(folder: Path, spec: TokenizerSpec, first: int) -> Iterator[Encoded]:
+    """Yield what a folder holds from a document on, so much at once as stands between two records of progress."""
+
+    def read(name: str, dtype: npt.DTypeLike, start: int, end: int) -> npt.NDArray[Any]:
+        return np.fromfile(folder / name, dtype, end - start, offset=start * np.dtype(dtype).itemsize)
+
+    offsets = np.fromfile(folder / OFFSETS, np.int64)
+    while first < len(offsets) - 1:
+        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _TOKENS_A_SHARD, "right")) - 1)
+        tokens = int(offsets[first]), int(offsets[last])
+        yield Encoded(
+            read(TOKENS, spec.dtype, *tokens),
+            np.diff(offsets[first : last + 1]),
+            read(NUM_BYTES, np.int64, first, last),
+            read(HASHES, np.uint64, first, last),
+            RoundTrip(),  # the part's ledger has it
+            read(LEARNED, np.bool_, *tokens) if spec.conversations else None,
+        )
+        first = last
+
+
+def _write(
+    source: TextSource,
+    spec: TokenizerSpec,
+    folder: Path,
+    ledger: Ledger,
+    encoded_after: Callable[[int], Iterator[Encoded]],
+    progress_name: str,
+    *,
+    may_be_empty: bool = False,
+) -> None:
+    """Write to a folder what follows the documents that are there, and publish it with its ledger.
+
+    Tokenising and joining record what is certain by names of their own: only the former has round trips to go on with.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    progress = folder.with_name(f".{folder.name}.progress.json")
+    progress = folder.with_name(f".{folder.name}.{progress_name}.json")
     with sole_user(unfinished):
         if is_tokenised(folder):  # another process made it while this one waited
             unfinished.rmdir()
             return
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
-        reader = CorpusReader(source, reading.max_document_bytes, template_of)
-        ledger = reader.ledger
         with _Shards(unfinished, progress, spec) as shards:
-            documents = (record for record in reader if isinstance(record, Document))
-            next(islice(documents, shards.written.documents, shards.written.documents), None)  # those are done
-            num_workers = reading.num_workers or len(os.sched_getaffinity(0))
-            with _bar(source, reader, show_progress) as bar:
-                for part in encode_all(documents, spec, num_workers):
-                    shards.append(part)
-                    bar.update(reader.position_bytes - bar.n)
-                    bar.set_postfix_str(f"{shards.written.tokens:,} tokens", refresh=False)
-            ledger.num_tokens, ledger.round_trip = shards.written.tokens, shards.written.round_trip
+            for encoded in encoded_after(shards.written.documents):
+                shards.append(encoded)
+            ledger.num_tokens = shards.written.tokens
+            ledger.round_trip += shards.written.round_trip
         if spec.conversations:
-            # What stands first in the stream is nobody's target.
-            ledger.num_targets = int(np.fromfile(unfinished / LEARNED, np.bool_)[1:].sum())
+            ledger.num_targets = _num_targets(unfinished / LEARNED)
         try:
-            check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+            if not may_be_empty:
+                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
         except CorpusError:
             shutil.rmtree(unfinished)
             progress.unlink()
             raise
         ledger.save(unfinished)
         publish_folder(unfinished, folder)
-        progress.unlink()
+        for record in folder.parent.glob(f".{folder.name}.*.json"):
+            record.unlink()
+
+
+def _num_targets(learned: Path) -> int:
+    """Count the ids that are learned; what stands first in the stream is nobody's target."""
+    with learned.open("rb") as file:
+        file.read(1)
+        return sum(block.count(b"\1") for block in iter(lambda: file.read(_TOKENS_A_SHARD), b""))
 
 
 def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:

@@ -9,13 +9,17 @@ of them makes another folder and nothing stale is ever read:
     hashes.bin      (documents,) uint64: of each document's text, to find it in other corpora
     learned.bin     (tokens,) bool: of conversations, which ids are learned
     ledger.json     what was read and what became of it (data/ledger.py)
+
+Many machines tokenise parts of a source's files, each to such a folder in `parts/`; who opens the source joins them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -28,12 +32,14 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
-from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, source_files
+from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, file_parts, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
-from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, tokenise
+from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, join_parts, tokenise
 from scale_cli.errors import BaseModelError
-from scale_cli.storage.atomic import file_sha256, json_sha256, writing
+from scale_cli.processes import ALONE, Share
+from scale_cli.storage.atomic import file_sha256, json_sha256, sole_user, writing
 
+PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
 _FORMAT_VERSION = 5
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS, _PLAINLY_LOST = 1 << 10, 1 << 17, 0.1
 # What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
@@ -100,13 +106,58 @@ def tokenised(
     reading = reading or ReadingConfig()
     folder = cache_dir / content_name(source, tokenizer, cache_dir, reading)
     if not is_tokenised(folder):
-        template_of = None if source.messages_field is None else tokenizer
-        spec = _tokenizer_spec(tokenizer, conversations=template_of is not None)
-        tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of)
+        files = file_parts(source) if (cache_dir / PARTS).is_dir() else []
+        parts = [_part_folder(source, tokenizer, cache_dir, reading, part) for part in files]
+        if any(map(is_tokenised, parts)):
+            with sole_user(cache_dir / PARTS):  # or another process makes anew what this one has joined and removed
+                if not is_tokenised(folder):
+                    tokenise_parts(
+                        source, tokenizer, cache_dir, reading, show_progress=show_progress
+                    )  # what is missing
+                    join_parts(source, _tokenizer_spec(source, tokenizer), parts, folder)
+                for part in parts:
+                    shutil.rmtree(part, ignore_errors=True)
+        else:
+            _tokenise(source, tokenizer, folder, reading, show_progress=show_progress)
     corpus = _opened(folder, tokenizer)
     check_bad_fraction(source, corpus.ledger, reading.max_bad_fraction)
     check_unknown_fraction(source, corpus.ledger.round_trip, reading.max_unknown_fraction)
     return corpus
+
+
+def _tokenise(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    reading: ReadingConfig,
+    part: Sequence[SourceFile] | None = None,
+    *,
+    show_progress: bool,
+) -> None:
+    spec, template_of = _tokenizer_spec(source, tokenizer), tokenizer if source.messages_field else None
+    tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of, part=part)
+
+
+def tokenise_parts(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    reading: ReadingConfig,
+    share: Share = ALONE,
+    *,
+    show_progress: bool,
+) -> Ledger:
+    """Tokenise a share of the parts of a source's files, for `tokenised` to join, and return the account of that share.
+
+    Of the files only those of the share are read, to be hashed too.
+    """
+    account = Ledger()
+    for part in file_parts(source)[share.index :: share.num_processes]:
+        folder = _part_folder(source, tokenizer, cache_dir, reading, part)
+        if not is_tokenised(folder):
+            _tokenise(source, tokenizer, folder, reading, part, show_progress=show_progress)
+        account.take(Ledger.load(folder))
+    return account
 
 
 def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
@@ -115,7 +166,7 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
     if elsewhere or any("://" in path for path in source.paths):
         return
     template_of = None if source.messages_field is None else tokenizer
-    encoder = Encoder(_tokenizer_spec(tokenizer, conversations=template_of is not None))
+    encoder = Encoder(_tokenizer_spec(source, tokenizer))
     ledger, is_whole = Ledger(), True
     parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
     for part in parts:
@@ -142,11 +193,28 @@ def content_name(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
 ) -> str:
     """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
+    settings = {"content": _content(source, cache_dir), **_settings(source, tokenizer, reading)}
+    return f"{source.name}-{json_sha256(settings)[:16]}"
+
+
+def _part_folder(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    reading: ReadingConfig,
+    part: Sequence[SourceFile],
+) -> Path:
+    """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
+    files = [(file.name, file.pattern) for file in part]
+    settings = {"files": files, "content": content_hashes(part, cache_dir), **_settings(source, tokenizer, reading)}
+    return cache_dir / PARTS / f"{source.name}-{json_sha256(settings)[:16]}"
+
+
+def _settings(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> dict[str, object]:
     # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not the
     # default, or every cache that there is would be made again.
-    settings = {
+    return {
         "format": _FORMAT_VERSION,
-        "content": _content(source, cache_dir),
         "text_field": source.text_field,
         "documents": source.documents,
         "max_documents": source.max_documents,
@@ -155,7 +223,6 @@ def content_name(
         "max_document_bytes": reading.max_document_bytes,
         "tokenizer": tokenizer_sha256(tokenizer),
     }
-    return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
 def _content(source: TextSource, cache_dir: Path) -> list[object]:
@@ -195,10 +262,10 @@ def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.u
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def _tokenizer_spec(tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
+def _tokenizer_spec(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
     if not tokenizer.is_fast:
         raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
-    markers = DocumentMarkers.of(tokenizer)
+    markers, conversations = DocumentMarkers.of(tokenizer), source.messages_field is not None
     tokenizer_json = tokenizer.backend_tokenizer.to_str()
     return TokenizerSpec(
         tokenizer_json=tokenizer_json,

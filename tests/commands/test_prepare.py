@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.commands.prepare import prepare
+from scale_cli.commands.prepare import prepare, prepare_part
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data import tokens
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError
+from scale_cli.processes import Share
 from scale_cli.upscale.tokenizer import load_tokenizer
 
 
@@ -57,6 +58,21 @@ def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, mon
     ]
     assert [corpus.folder for corpus in opened] == [corpus.folder for corpus in summary.corpora.values()]
     assert prepare(config).lines() == lines
+
+
+def test_shares_of_the_files_are_prepared_one_by_one_and_then_joined(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path, base, GOOD)
+    shares = [prepare_part(config, Share(index, 2)) for index in range(2)]
+    monkeypatch.setattr(tokens, "tokenise", None)
+    joined = prepare(config).corpora
+    assert {name: [share.sources[name].kept.documents for share in shares] for name in joined} == {
+        "news (trained on)": [3, 0],
+        "tales (held out)": [2, 0],
+    }
+    assert [len(corpus) for corpus in joined.values()] == [3, 2]
+    assert shares[0].lines()[0].endswith(" news (trained on): 1 files, 30 bytes, 27 tokens")
 
 
 def test_what_was_dropped_is_said(tmp_path: Path, base: Path) -> None:

@@ -43,6 +43,14 @@ def test_what_is_read_is_kept_or_dropped_for_a_reason(records: list[Any]) -> Non
     assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
 
 
+@settings(deadline=None)
+@given(RECORDS, RECORDS)
+def test_the_accounts_of_parts_add_up_to_that_of_the_whole(first: list[Any], later: list[Any]) -> None:
+    whole, ledger = ledger_of(first + later, files=2), ledger_of(first, files=1)
+    ledger.take(ledger_of(later, files=1))
+    assert json.dumps(ledger.to_json()) == json.dumps(whole.to_json())
+
+
 @pytest.mark.parametrize(
     ("num_good", "num_bad", "files", "num_damaged", "max_bad_fraction", "allowed"),
     [

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scale_cli.commands.prepare import prepare
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
+from scale_cli.config.schema import RunConfig
+from scale_cli.data.tokens import PARTS
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import TrainState
 from tests.test_processes import files, losses
@@ -84,7 +87,7 @@ def finished(folder: Path) -> bool:
 
 def cluster(tmp_path: Path, **variables: str) -> dict[str, str]:
     programs = tmp_path / "bin"
-    programs.mkdir(parents=True)
+    programs.mkdir(parents=True, exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -108,6 +111,39 @@ def test_the_slurm_recipe_runs_on_two_machines_and_queues_itself_again_until_the
     assert requeued.read_text() == "requeue 7\n" and not finished(folder)
     submit("1")
     assert requeued.read_text() == "requeue 7\n" and finished(folder)
+
+
+def test_the_slurm_recipe_prepares_in_an_array_and_joins_to_what_one_process_writes(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"Once upon a time there were {number} cats.\n\n" * 9)
+    text = {"path": str(tmp_path / "*.txt"), "language": "en"}
+    config = RunConfig.model_validate(
+        {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
+            "corpus": {"sequence_length": 32, "cache_dir": str(tmp_path), "sources": [{"name": "tales", **text}]},
+            "train": {"max_steps": 1},
+            "evaluation": {"perplexity": [{"name": "kept", "role": "retention", **text}]},
+        }
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    array = [{"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"} for task in ("1", "2")]
+    for task in [*array, {}]:
+        command = [
+            "bash",
+            str(LAUNCH / "prepare.sbatch"),
+            str(tmp_path / "run.yaml"),
+            f"corpus.cache_dir={tmp_path}/many",
+        ]
+        subprocess.run(command, env=cluster(tmp_path, **task), timeout=PATIENCE_S, check=True)
+    assert len(list((tmp_path / "many" / PARTS).iterdir())) == 0
+    for corpus in prepare(config).corpora.values():
+        joined = tmp_path / "many" / corpus.folder.name
+        assert {file.name: file.read_bytes() for file in joined.iterdir()} == {
+            file.name: file.read_bytes() for file in corpus.folder.iterdir()
+        }
 
 
 def test_the_skypilot_recipe_runs_on_two_machines(shared_data: Path, tmp_path: Path) -> None:
