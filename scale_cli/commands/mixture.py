@@ -327,8 +327,6 @@ def _check(config: RunConfig, ratios: Sequence[float], steps: Sequence[float], p
             "--ratios: 1 leaves no replay, on which alone method.distillation.weight acts; give shares below 1, as "
             "0.33,0.5,0.75,0.9"
         )
-    if config.corpus.stages:
-        raise ConfigError("corpus.stages: they give the weights that are to be found; leave them out")
     roles = {source.role for source in config.evaluation.perplexity}
     if missing := sorted({"acquisition", "retention"} - roles):
         raise ConfigError(f"evaluation.perplexity: has no corpus of role {missing[0]} to measure with")

@@ -180,7 +180,7 @@ def growth_of(run: Run) -> Growth:
     known: Any = run.known_tokenizer()
     grown: Any = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
     sources, tokens_without = [], 0.0
-    for source, share in zip(config.corpus.sources, config.corpus.shares(config.train.max_steps), strict=True):
+    for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
         before, after = (
             sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts, add_special_tokens=False))

@@ -29,6 +29,7 @@ Values = tuple[str, ...]  # key=value, of the keys that have several
 # What became of keys that were.
 _REMOVED = {
     "corpus.sources.order": "leave it out; easy_first did worse than shuffled, so windows are shuffled",
+    "corpus.stages": "it made no difference; give the sources weights, or go on with others by train.init_from",
     "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and give that as path",
     "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and give that as path",
     "method.elo": "leave it out; llama-pro and freeze train some of the layers too",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -123,15 +122,6 @@ class CorpusSource(TextSource):
         return weight
 
 
-class StageConfig(Section):
-    """A part of a run, and of what it is drawn."""
-
-    until: float = Field(gt=0.0, le=1.0, description="share of max_steps at which it ends; of the last one 1")
-    weights: dict[Name, Annotated[float, Field(ge=0.0, le=1e6)]] = Field(
-        description="shares of the training windows by source, relative to each other; 0 where one is not named"
-    )
-
-
 class EvaluationSource(TextSource):
     """A held-out corpus, and what a change on it would mean."""
 
@@ -222,9 +212,6 @@ class CorpusConfig(ReadingConfig):
         description="tokenised corpora, keyed by content, each with its ledger.json; null: output_dir/tokens",
     )
     sources: list[CorpusSource] = Field(min_length=1, description="what is trained on")
-    stages: list[StageConfig] = Field(
-        default=[], description="parts of the run, in order, each with weights of its own instead of the sources'"
-    )
 
     @property
     def new(self) -> list[CorpusSource]:
@@ -234,47 +221,19 @@ class CorpusConfig(ReadingConfig):
     def replay(self) -> list[CorpusSource]:
         return [source for source in self.sources if source.role == "replay"]
 
-    def mixture(self, max_steps: int) -> list[tuple[int, list[float]]]:
-        """Return the steps at which the stages of a run end, and of each of them every source's weight."""
-        if not self.stages:
-            return [(max_steps, [source.weight for source in self.sources])]
-        names = [source.name for source in self.sources]
-        return [
-            (round(stage.until * max_steps), [stage.weights.get(name, 0.0) for name in names]) for stage in self.stages
-        ]
+    @property
+    def shares(self) -> list[float]:
+        """Of every source its share of all the windows of a run."""
+        whole = sum(source.weight for source in self.sources)
+        return [source.weight / whole for source in self.sources]
 
-    def shares(self, max_steps: int) -> list[float]:
-        """Return of every source its share of all the windows of a run."""
-        totals, first = [0.0] * len(self.sources), 0
-        for until, weights in self.mixture(max_steps):
-            for index, weight in enumerate(weights):
-                totals[index] += (until - first) * weight / sum(weights)
-            first = until
-        return [total / max_steps for total in totals]
-
-    @model_validator(mode="after")
-    def _stages_are_a_whole_run_of_the_sources(self) -> CorpusConfig:
-        for problem in self._problems_of_stages() if self.stages else ():
-            raise ValueError(f"stages: {problem}")
-        return self
-
-    def _problems_of_stages(self) -> Iterator[str]:
-        ends, known = [0.0, *(stage.until for stage in self.stages)], [source.name for source in self.sources]
-        if sorted(set(ends)) != ends or ends[-1] != 1.0:
-            yield "each must end later than the one before (until), and the last one at 1"
-        for stage in self.stages:
-            if odd := [name for name in stage.weights if name not in known]:
-                yield f"{odd[0]!r} is none of the sources ({', '.join(known)})"
-            if not any(stage.weights.values()):
-                yield f"the one until {stage.until:g} draws from no source"
-        for source in self.sources:
-            is_drawn = any(stage.weights.get(source.name) for stage in self.stages)
-            if is_drawn and not source.weight:
-                yield f"{source.name} has weight 0, and so in every stage"
-            if source.weight and not is_drawn:
-                yield f"{source.name} has a weight in none of them; leave the source out"
-            if source.weight not in (0.0, 1.0):
-                yield f"they give the weights; leave out that of {source.name}"
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_stages(cls, given: Any) -> Any:
+        """Read the configs of earlier runs, which say `stages: []`."""
+        if isinstance(given, dict) and given.get("stages") == []:
+            return {key: value for key, value in given.items() if key != "stages"}
+        return given
 
     @field_validator("sources")
     @classmethod

@@ -93,7 +93,7 @@ def build_batches(
     distilled = config.method.distillation.weight
     return Batches(
         windows,
-        config.corpus.mixture(config.train.max_steps),
+        [(config.train.max_steps, [source.weight for source in config.corpus.sources])],
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),
@@ -129,24 +129,9 @@ def check_same_text(folder: Path, names: Sequence[str]) -> None:
             )
 
 
-def check_same_stages(where: Path, step: int, before: RunConfig, now: RunConfig) -> None:
-    """Refuse to go on where what was trained so far would have been drawn otherwise, had the run been as long as now.
-
-    Where `corpus.stages` end is a share of `train.max_steps`.
-    """
-    ends = [[end for end, _ in config.corpus.mixture(config.train.max_steps)] for config in (before, now)]
-    if moved := [pair for pair in zip(*ends, strict=True) if min(*pair) < step and len(set(pair)) > 1]:
-        was, would = moved[0]
-        raise RunFolderError(
-            f"{where}: corpus.stages: the one that ended at step {was:,} would end at {would:,}, and {step:,} are "
-            f"trained; go on from a checkpoint of step {min(was, would):,} or before, or start anew in another "
-            "output_dir"
-        )
-
-
 def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
     """Return how often a run reads each window of a training source, the last of which may be mostly padding."""
-    train, share = config.train, config.corpus.shares(config.train.max_steps)[config.corpus.sources.index(source)]
+    train, share = config.train, config.corpus.shares[config.corpus.sources.index(source)]
     num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
     num_read = share * train.max_steps * train.global_batch_size
     return num_read / max(1, round(num_windows * source.share_read))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from scale_cli.config.same_run import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
-from scale_cli.data.corpora import check_same_stages
 from scale_cli.errors import RunFolderError
 from scale_cli.methods.recipes import first_averaged
 from scale_cli.processes import main_decides
@@ -83,7 +82,6 @@ def _hold_to(start: MethodFolder, log: Callable[[str], None], accepted: Collecti
     if begins is not None and first_averaged(start.config.train) != begins < step:
         least = f"give at least train.max_steps={step + config.train.averaged_steps}, or an earlier checkpoint"
         raise RunFolderError(f"{path}: train.average: its steps, from {begins + 1} on, were not averaged; {least}")
-    check_same_stages(path, step, start.config, config)
     log(f"resuming       {path}")
     if changed := changed_versions(path):
         log(f"warning: written by other versions, so the last bits may differ: {', '.join(changed)}")

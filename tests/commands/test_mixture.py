@@ -129,11 +129,6 @@ def test_real_runs_are_mixed_and_fitted_each_to_the_end_of_its_own_budget_and_no
         (("corpus.sources.2.weight=0",), [0.2, 0.5, 1.0], "none of the role replay has a weight"),
         (("evaluation.perplexity.1.role=acquisition",), [0.2, 0.5, 1.0], "no corpus of role retention"),
         (
-            ("corpus.stages=[{until: 1, weights: {a: 1, b: 1, old: 1}}]", "corpus.sources.0.weight=1"),
-            [0.2, 0.5, 1.0],
-            "corpus.stages",
-        ),
-        (
             ("method={variant: preserve, distillation: {weight: 1}}",),
             [0.33, 0.5, 1.0],
             "--ratios: 1 leaves no replay, on which alone method.distillation.weight",

@@ -60,7 +60,6 @@ OTHERWISE = (
     "train.lookahead={every_steps: 3}",
     "train.embedding_norm=bounded",
     "corpus.sources.1.weight=1.0",
-    "corpus.stages=[{until: 0.4, weights: {petitions: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1}}]",
     "train.log_every_steps=4",
     "corpus.sources.0.select={by: ngram, keep: 0.5, side: middle}",
 )
@@ -162,7 +161,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         f"{{name: kept, role: retention, path: {stories}, skip_documents: 40, max_documents: 2}}",
         f"{{name: learnt, role: acquisition, path: {petitions}, skip_documents: 9, max_documents: 1}}",
     )
-    stages = "{until: 0.4, weights: {petitions: 1, talks: 1}}, {until: 1.0, weights: {petitions: 2, tiny: 1, talks: 1}}"
     return (
         f"model.base={base}",
         "model.dtype=bfloat16",
@@ -171,7 +169,6 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         "method.expansion.codes=cooccurrence",
         "method.distillation.weight=1",
         f"corpus.sources=[{', '.join(sources)}]",
-        f"corpus.stages=[{stages}]",
         "corpus.isolate_documents=true",
         "corpus.max_unknown_fraction=1.0",
         f"evaluation.perplexity=[{', '.join(held_out)}]",

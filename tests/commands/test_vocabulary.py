@@ -186,8 +186,7 @@ def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_wit
     assert methods["no new tokens"].flops == alone["route"].flops
 
     english = {"name": "en", "path": str(tmp_path / "en.txt"), "language": "en"}
-    sources = [config.corpus.sources[0].model_dump(), english]
-    stages = [{"until": 0.5, "weights": {"ko": 1.0}}, {"until": 1.0, "weights": {"ko": 1.0, "en": 3.0}}]
-    corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources, "stages": stages})
-    staged = growth_of(Run(config.model_copy(update={"corpus": corpus})))
-    assert staged.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "Korean of 1 and 1/4 steps"
+    sources = [config.corpus.sources[0].model_dump(), english | {"weight": 0.6}]
+    corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources})
+    mixed = growth_of(Run(config.model_copy(update={"corpus": corpus})))
+    assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"

@@ -193,25 +193,6 @@ def test_keys_that_go_together_are_accepted() -> None:
         load_text(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
 
 
-@pytest.mark.parametrize(
-    ("stages", "told"),
-    [
-        ("[{until: 0.5, weights: {a: 1, b: 1}}]", "the last one at 1"),
-        ("[{until: 0.5, weights: {a: 1}}, {until: 0.5, weights: {b: 1}}]", "later than the one before"),
-        ("[{until: 1.0, weights: {a: 1, c: 1}}]", "'c' is none of the sources (a, b)"),
-        ("[{until: 1.0, weights: {a: 1}}]", "b has a weight in none of them"),
-        ("[{until: 0.5, weights: {a: 0}}, {until: 1.0, weights: {a: 1, b: 1}}]", "until 0.5 draws from no source"),
-    ],
-)
-def test_stages_that_are_not_a_whole_run_of_its_sources_are_refused(stages: str, told: str) -> None:
-    message = error_of(SMALLEST, REPLAY, f"corpus.stages={stages}")
-    assert "corpus: stages: " in message and told in message
-    weighted = error_of(
-        SMALLEST, REPLAY, "corpus.sources.0.weight=2.0", "corpus.stages=[{until: 1.0, weights: {a: 1, b: 1}}]"
-    )
-    assert "they give the weights; leave out that of a" in weighted
-
-
 FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "evaluation.mixed_precision=bf16")
 
 

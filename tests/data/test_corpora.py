@@ -1,4 +1,4 @@
-"""The corpora of a config: what is warned of, and the stages of a mixture."""
+"""The corpora of a config: what is warned of."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import (
     build_batches,
-    check_same_stages,
     corpus_warnings,
     idle_settings,
     num_readings,
     open_sources,
 )
-from scale_cli.errors import RunFolderError
 from scale_cli.training.schedule import learning_rate
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -140,29 +138,3 @@ def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
         lines = [line for line in warned(config, tokenizer) if "documents: line" in line]
         assert [line.partition(" of ")[0] for line in lines] == [f"corpus {name}: 1 document"] * told
         assert all("documents: file" in line for line in lines)
-
-
-# Stages of a mixture, from the config to what is drawn, and where a longer run may go on
-
-
-def staged(max_steps: int) -> RunConfig:
-    sources = [{"name": name, "path": f"{name}.txt", "language": "en"} for name in ("old", "new")]
-    stages = [{"until": 0.5, "weights": {"new": 1.0}}, {"until": 1.0, "weights": {"old": 1.0, "new": 3.0}}]
-    tree = {
-        "output_dir": "run",
-        "model": {"base": "none"},
-        "corpus": {"sequence_length": 8, "sources": sources, "stages": stages},
-        "train": {"max_steps": max_steps, "global_batch_size": 2},
-    }
-    return RunConfig.model_validate(tree)
-
-
-def test_stages_end_at_their_shares_of_a_run_which_goes_on_where_they_would_have_been_the_same() -> None:
-    config = staged(10)
-    assert config.corpus.mixture(10) == [(5, [0.0, 1.0]), (10, [1.0, 3.0])]
-    windows = [5 * 2 * 0.25, 5 * 2 * 1.0 + 5 * 2 * 0.75]
-    assert [num_readings(config, source, 40) for source in config.corpus.sources] == [n * 8 / 40 for n in windows]
-    check_same_stages(Path("step-5"), 5, config, staged(20))
-    check_same_stages(Path("step-9"), 9, config, staged(10))
-    with pytest.raises(RunFolderError, match=r"ended at step 5 would end at 10, and 6 are trained; .* of step 5 or be"):
-        check_same_stages(Path("step-6"), 6, config, staged(20))

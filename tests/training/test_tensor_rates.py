@@ -129,7 +129,6 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
         (("corpus.sources.1.role=new", "corpus.sources.1.weight=1"), "measures on what the base knows"),
         (("train.sharding=all",), "adept trains unsharded only"),
         (("corpus.sources.1.role=new",), "0 is below 1e-06"),
-        (("corpus.stages=[{until: 1, weights: {petitions: 1, tiny: 1}}]",), "tiny has weight 0"),
     ],
 )
 def test_what_cannot_be_measured_or_sharded_is_refused(
