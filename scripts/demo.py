@@ -72,7 +72,8 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     corpus = tokenised(source, tokenizer, cache_dir(config), show_progress=False)
     batches = Batches(
         [PackedWindows(corpus.ids, config.corpus.sequence_length)],
-        [(BASE_TRAIN.max_steps, [1.0])],
+        [1.0],
+        num_steps=BASE_TRAIN.max_steps,
         seed=config.seed,
         global_batch_size=BASE_TRAIN.global_batch_size,
         micro_batch_size=BASE_TRAIN.sequences_at_once(1),

@@ -115,7 +115,7 @@ def test_the_device_refuses_what_cuda_refuses_and_takes_what_cuda_takes(device: 
 def small_batches() -> Batches:
     ids = np.random.default_rng(0).integers(0, 61, 200)
     windows = PackedWindows(ids, 16, offsets=np.arange(0, 201, 10))
-    return Batches([windows], [(2, [1.0])], seed=0, global_batch_size=4, micro_batch_size=2)
+    return Batches([windows], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(

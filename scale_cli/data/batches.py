@@ -170,8 +170,8 @@ class Batches:
 
     Args:
         sources: the windows of each source.
-        mixture: of each part of the run in order the step at which it ends, and each source's share of its samples,
-            relative to the others; some may be 0.
+        weights: each source's share of the samples, relative to the others; some may be 0.
+        num_steps: of the run.
         seed: decides draws and orders.
         global_batch_size: sequences a step.
         micro_batch_size: sequences a process holds at once.
@@ -181,8 +181,9 @@ class Batches:
     def __init__(
         self,
         sources: Sequence[Windows],
-        mixture: Sequence[tuple[int, Sequence[float]]],
+        weights: Sequence[float],
         *,
+        num_steps: int,
         seed: int,
         global_batch_size: int,
         micro_batch_size: int,
@@ -191,17 +192,12 @@ class Batches:
         self.sources = sources
         self.distillation = distillation or [0.0] * len(sources)
         self.seed = seed
-        self.num_steps = mixture[-1][0]
+        self.num_steps = num_steps
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        num_samples = self.num_steps * global_batch_size
+        num_samples = num_steps * global_batch_size
         draws = np.random.default_rng([seed, 0]).random(num_samples)
-        self._source_of = np.zeros(num_samples, dtype=np.uint16)
-        first = 0
-        for end, weights in mixture:
-            last = end * global_batch_size
-            self._source_of[first:last] = _drawn(draws[first:last], weights)
-            first = last
+        self._source_of = _drawn(draws, weights).astype(np.uint16)
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
         for index in range(len(sources)):
             mine = self._source_of == index

@@ -93,7 +93,8 @@ def build_batches(
     distilled = config.method.distillation.weight
     return Batches(
         windows,
-        [(config.train.max_steps, [source.weight for source in config.corpus.sources])],
+        [source.weight for source in config.corpus.sources],
+        num_steps=config.train.max_steps,
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.sequences_at_once(num_processes),

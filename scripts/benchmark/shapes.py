@@ -69,7 +69,8 @@ class Shape:
         np.save(path, ids, allow_pickle=False)
         return Batches(
             [PackedWindows(np.load(path, mmap_mode="r", allow_pickle=False), self.sequence_length)],
-            [(_NUM_STEPS, [1.0])],
+            [1.0],
+            num_steps=_NUM_STEPS,
             seed=seed,
             global_batch_size=self.batch_size,
             micro_batch_size=self.batch_size,

@@ -145,7 +145,8 @@ def _architecture(config: BiographyConfig, curriculum: Curriculum) -> LlamaConfi
 def _batches(tasks: list[list[list[int]]], weights: list[float], seed: int, train: TrainConfig) -> Batches:
     return Batches(
         SequenceWindows.alike(tasks),
-        [(train.max_steps, weights)],
+        weights,
+        num_steps=train.max_steps,
         seed=seed,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.global_batch_size,

@@ -80,7 +80,7 @@ def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     windows = [PackedWindows(np.arange(length, dtype=np.uint16), 32) for length in (5000, 700)]
     sizes = {"seed": 3, "global_batch_size": 8, "micro_batch_size": 2}
-    batches = Batches(windows, [(20, [2.0, 1.0])], distillation=[0.0, 1.0], **sizes)
+    batches = Batches(windows, [2.0, 1.0], num_steps=20, distillation=[0.0, 1.0], **sizes)
     with batches_ahead(batches, first, rank, num_processes, torch.device(device)) as ahead:
         steps = list(ahead)
     assert [step.step for step in steps] == list(range(first, 20))

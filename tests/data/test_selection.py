@@ -51,7 +51,7 @@ def test_batches_are_of_the_chosen_windows_alone_and_as_often(seed: int) -> None
     windows = packed(8 * 12 + 1)
     scores = np.random.default_rng(1).random(12)
     chosen = chosen_windows(SelectConfig(by="ngram", keep=0.5), windows, scores)
-    batches = Batches([chosen], [(9, [1.0])], seed=seed, global_batch_size=2, micro_batch_size=1)
+    batches = Batches([chosen], [1.0], num_steps=9, seed=seed, global_batch_size=2, micro_batch_size=1)
     taken = [window for step in range(9) for _, window in batches.windows_of(step)]
     for epoch in (taken[:6], taken[6:12], taken[12:]):
         assert sorted(epoch) == list(range(6))

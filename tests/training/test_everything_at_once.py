@@ -56,7 +56,8 @@ def batches_of(micro_batch_size: int, distilled: float) -> Batches:
         sources.append(PackedWindows(ids, 16, offsets=offsets))
     return Batches(
         sources,
-        [(NUM_STEPS, [0.6, 0.4])],
+        [0.6, 0.4],
+        num_steps=NUM_STEPS,
         seed=1,
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=micro_batch_size,

@@ -54,7 +54,7 @@ def test_a_frozen_bfloat16_base_is_never_copied_and_what_trains_is_held_in_float
         micro_batch_size=2,
     )
     ids = torch.randint(0, 61, (400,), generator=torch.Generator().manual_seed(1)).numpy()
-    batches = Batches([PackedWindows(ids, 7)], [(2, [1.0])], seed=0, global_batch_size=4, micro_batch_size=2)
+    batches = Batches([PackedWindows(ids, 7)], [1.0], num_steps=2, seed=0, global_batch_size=4, micro_batch_size=2)
     optimiser, accelerator = build_optimiser(model, train), Accelerator(cpu=True)
     wrapped = for_training(model.train(), train)
     with CopiesOf(frozen) as copies:

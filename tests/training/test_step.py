@@ -35,7 +35,8 @@ def batches_of(micro_batch_size: int, length: int = 301) -> Batches:
     return Batches(
         # 300 targets in windows of 16: the last window has 12, so micro-batches differ in their number of targets.
         [PackedWindows(ids, 16)],
-        [(20, [1.0])],
+        [1.0],
+        num_steps=20,
         seed=0,
         global_batch_size=8,
         micro_batch_size=micro_batch_size,
@@ -75,7 +76,8 @@ def mixed(micro_batch_size: int, weight: float, *lengths: int) -> Batches:
     ]
     return Batches(
         [PackedWindows(stream, 16) for stream in streams],
-        [(1, [1.0, 1.0])],
+        [1.0, 1.0],
+        num_steps=1,
         distillation=[0.0, weight],
         seed=0,
         global_batch_size=8,

@@ -55,7 +55,7 @@ def start(name: str, **sizes: Any) -> MethodModel:
 
 def some_batches() -> Batches:
     ids = torch.randint(0, 61, (500,), generator=torch.Generator().manual_seed(1)).numpy()
-    return Batches([PackedWindows(ids, 16)], [(8, [1.0])], seed=0, global_batch_size=4, micro_batch_size=2)
+    return Batches([PackedWindows(ids, 16)], [1.0], num_steps=8, seed=0, global_batch_size=4, micro_batch_size=2)
 
 
 def losses(
