@@ -45,33 +45,7 @@ _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # What other trainers call a key of ours.
-_SYNONYMS = {
-    "model.base": "base_model model_id model_name model_name_or_path model_path name name_or_path pretrained",
-    "model.dtype": "torch_dtype",
-    "method.variant": "method_name type",
-    "corpus.sequence_length": "block_size context_length max_length max_seq_len max_seq_length seq_len seq_length",
-    "corpus.sources": "data data_files dataset train_data train_file train_files",
-    "corpus.sources[].path": "file files glob paths",
-    "train.max_steps": "epochs iterations max_iters num_epochs num_steps num_train_epochs steps",
-    "train.global_batch_size": "batch_size train_batch_size",
-    "train.micro_batch_size": "gradient_accumulation_steps per_device_batch_size per_device_train_batch_size",
-    "train.lr": "learning_rate max_lr peak_lr",
-    "train.schedule": "lr_scheduler lr_scheduler_type scheduler",
-    "train.warmup_steps": "num_warmup_steps warmup warmup_ratio",
-    "train.optimiser": "optim optimizer",
-    "train.mixed_precision": "amp bf16 fp16 precision",
-    "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clip_val gradient_clipping",
-    "train.activation_checkpointing": "gradient_checkpointing",
-    "train.attention": "attn_implementation flash_attention",
-    "train.log_every_steps": "log_every log_interval logging_steps",
-    "train.save_every_steps": "checkpoint_every save_every save_steps",
-    "train.keep_checkpoints": "save_total_limit",
-    "train.eval_every_steps": "eval_every eval_interval eval_steps",
-    "train.trackers": "logger mlflow report_to tensorboard tracker wandb",
-    "evaluation.perplexity": "eval_data eval_file held_out heldout validation validation_data validation_file",
-    "output_dir": "out out_dir output output_folder save_dir",
-}
-_KEY_OF = {synonym: key for key, synonyms in _SYNONYMS.items() for synonym in synonyms.split()}
+_SYNONYMS = Path(__file__).with_name("synonyms.yaml")
 _DEVICE = (
     "no key: a GPU is taken where there is one; CUDA_VISIBLE_DEVICES says which, ACCELERATE_USE_CPU=1 none, "
     "`accelerate launch` several"
@@ -185,7 +159,10 @@ def _did_you_mean(schema: type[Section], location: Sequence[str | int]) -> str:
         return f" ({_NO_KEYS[name]})"
     here = re.sub(r"\.\d+", "[]", ".".join(above))
     keys = [*_all_keys(schema)]
-    meant = [key for key in keys if key == _KEY_OF.get(name)] or [key for key in keys if key.rpartition(".")[2] == name]
+    synonyms = parse(read_text(_SYNONYMS), str(_SYNONYMS))
+    meant = [key for key in keys if name in synonyms.get(key, "").split()] or [
+        key for key in keys if key.rpartition(".")[2] == name
+    ]
     if not 1 <= len(meant) <= _MOST_MEANT:
         known = {last: key for key in keys for section, _, last in [key.rpartition(".")] if section == here}
         meant = [known[close] for close in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
