@@ -35,23 +35,10 @@ app = Typer(
 Config = Annotated[Path, Argument(metavar="CONFIG", help="The YAML file that all verbs share, or a run's folder.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="KEY.SUB=VALUE", help="Override config keys.")]
 Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs, or their configs.")]
-Accepted = Annotated[
-    list[str] | None,
-    Option("--accept", metavar="KEY", help="May have changed since the run was begun: train.max_steps, ..."),
-]
-MaxForgetting = Annotated[
-    float | None,
-    Option(metavar="BITS", min=0.0, help="Exit 3 if a retention corpus loses more bits per byte than this."),
-]
-Form = Annotated[
-    bool | None,
-    Option(
-        "--json/--quiet",
-        callback=choose_form,
-        show_default=False,
-        help="Print figures alone, a JSON object a line; or warnings and errors alone.",
-    ),
-]
+Accepted = Annotated[list[str] | None, Option("--accept", metavar="KEY", help="May have changed: train.max_steps, ...")]
+MaxForgetting = Annotated[float | None, Option(metavar="BITS", min=0.0, help="Bits per byte; exit 3 if more are lost.")]
+_FORMS = "Figures alone, a JSON object a line; or warnings and errors alone."
+Form = Annotated[bool | None, Option("--json/--quiet", callback=choose_form, show_default=False, help=_FORMS)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,9 +51,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     pass
 
@@ -75,10 +60,7 @@ def _common(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    flops: Annotated[
-        float | None,
-        Option(metavar="FLOP/S", min=1.0, help="What a device sustains; measured if not given."),
-    ] = None,
+    flops: Annotated[float | None, Option(metavar="FLOP/S", min=1.0, help="A device's speed, else measured.")] = None,
     num_processes: Annotated[int, Option(metavar="N", min=1, help="That share a step, each on its own device.")] = 1,
     _form: Form = None,
 ) -> None:
@@ -96,9 +78,7 @@ def plan(
 def init(
     file: Annotated[Path, Argument(metavar="CONFIG", help="A new YAML file.")] = Path("scale.yaml"),
     base: Annotated[str | None, Option(metavar="MODEL", help="The base: a hub id or a folder.")] = None,
-    corpus: Annotated[
-        str | None, Option(metavar="TEXT", help="What it shall learn: files, or OWNER/DATASET[:SUBSET[:SPLIT]].")
-    ] = None,
+    corpus: Annotated[str | None, Option(metavar="TEXT", help="Files, or OWNER/DATASET[:SUBSET[:SPLIT]].")] = None,
     language: Annotated[str | None, Option(metavar="CODE", help="Of that text: ko, de, ...")] = None,
     retention: Annotated[str | None, Option(metavar="TEXT", help="Text of what the base knows.")] = None,
     retention_language: Annotated[str, Option(metavar="CODE", help="Of that text.")] = "en",
@@ -161,9 +141,7 @@ def prepare(
 def train(
     config: Config,
     overrides: Overrides = None,
-    resume: Annotated[
-        str | None, Option(metavar="auto|PATH", help="Continue from the newest whole checkpoint, or from this one.")
-    ] = None,
+    resume: Annotated[str | None, Option(metavar="auto|PATH", help="From the newest checkpoint, or this.")] = None,
     accept: Accepted = None,
     _form: Form = None,
 ) -> None:
@@ -215,10 +193,7 @@ def export(
 @app.command()
 def sweep(
     config: Config,
-    values: Annotated[
-        list[str] | None,
-        Argument(metavar="KEY.SUB=A,B,C", help="Values to train with; one is an override."),
-    ] = None,
+    values: Annotated[list[str] | None, Argument(metavar="KEY.SUB=A,B,C", help="Values; one is an override.")] = None,
     max_runs: Annotated[int | None, Option(metavar="N", min=1, help="At most so many, drawn by chance.")] = None,
     paired: Annotated[bool, Option("--paired", help="Pair values by their places; else combine all.")] = False,
     _form: Form = None,
@@ -244,9 +219,7 @@ def mixture(
     ratios: Annotated[str, Option(metavar="A,B,...", help="Shares of new text, above 0 to 1.")] = "0.33,0.5,0.75,1",
     tolerance: Annotated[float, Option(metavar="BITS", min=0.0, help="Bits per byte that may be lost.")] = 0.05,
     steps: Annotated[str | None, Option(metavar="A,B,...", help="Budgets, if not the config's own.")] = None,
-    predict_steps: Annotated[
-        int | None, Option(metavar="N", min=1, help="A longer budget to predict, then run.")
-    ] = None,
+    predict_steps: Annotated[int | None, Option(metavar="N", min=1, help="A longer budget to predict and run.")] = None,
     _form: Form = None,
 ) -> None:
     """Find how much new text a run takes before it forgets too much.
@@ -264,9 +237,7 @@ def mixture(
 
 @app.command()
 def average(
-    checkpoints: Annotated[
-        list[Path], Argument(metavar="CHECKPOINT", help="Two or more checkpoints, final/ folders or runs.")
-    ],
+    checkpoints: Annotated[list[Path], Argument(metavar="CHECKPOINT", help="Checkpoints, final/ folders or runs.")],
     output: Annotated[Path, Option(metavar="DIR", help="A new run's folder.")],
     weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; the same if none.")] = None,
     _form: Form = None,
@@ -300,10 +271,7 @@ def compare(
 def join(
     runs: Runs,
     output: Annotated[Path, Option(metavar="DIR", help="A new folder, or an earlier join.")],
-    prior: Annotated[
-        float | None,
-        Option(metavar="P", min=0.001, max=0.999, help="Weight of the base head at first; even if none."),
-    ] = None,
+    prior: Annotated[float | None, Option(metavar="P", min=0.001, max=0.999, help="Of the base; else even.")] = None,
     switch_rate: Annotated[
         float, Option(metavar="ALPHA", min=0.0, max=0.999, help="Lets the router change its mind within a document.")
     ] = 0.0,
@@ -372,12 +340,8 @@ def generate(
 @app.command(context_settings={"ignore_unknown_options": True})  # they are the engine's, which refuses what it lacks
 def serve(
     path: Annotated[Path, Argument(metavar="PATH", help="A plain export (llama), or a run that has one.")],
-    options: Annotated[
-        list[str] | None, Argument(metavar="[-- OPTION...]", help="The engine's own, such as --port 8001.")
-    ] = None,
-    engine: Annotated[
-        Literal["vllm", "transformers"] | None, Option(help="vLLM where it is installed, if not given.")
-    ] = None,
+    options: Annotated[list[str] | None, Argument(metavar="[-- OPTION...]", help="The engine's own.")] = None,
+    engine: Annotated[Literal["vllm", "transformers"] | None, Option(help="vLLM where it is installed.")] = None,
     plain: Annotated[bool, Option("--plain", help="Without the router.")] = False,
 ) -> None:
     """Serve an export as an OpenAI endpoint, with its router."""
