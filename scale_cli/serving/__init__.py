@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Those of `model/family_scale.py` that were routed in vLLM, by their class; transformers routes all.
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+# The classes of `model/family_scale.py` that vLLM has as its own; transformers routes all.
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4")
 
 
 def register() -> None:

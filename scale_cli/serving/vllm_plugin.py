@@ -18,6 +18,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.exaone4 import Exaone4ForCausalLM
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -150,6 +152,14 @@ class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
 
 class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
     """A routed Qwen3."""
+
+
+class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+    """A routed Gemma 3."""
+
+
+class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+    """A routed EXAONE 4."""
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:

@@ -113,7 +113,7 @@ def test_a_router_that_may_switch_is_promised_no_bound(
 
 def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_path: Path, installed: set[str]) -> None:
     plain = changed(folder, tmp_path / "plain", scale_router=None)
-    other = changed(folder, tmp_path / "other", architectures=["Gemma3ForCausalLM"])
+    other = changed(folder, tmp_path / "other", architectures=["Olmo2ForCausalLM"])
     several = tmp_path / "several"
     for name in ("llama", "llama-bfloat16"):
         shutil.copytree(folder, several / "export" / name)
@@ -121,7 +121,7 @@ def test_what_cannot_be_served_routed_is_refused_in_one_line(folder: Path, tmp_p
         (plain, None, [], "has no scale_router: .*--plain"),
         (several, None, [], "several exports"),
         (tmp_path, None, [], "holds no plain export"),
-        (other, "vllm", [], "Gemma3ForCausalLM is routed by transformers alone"),
+        (other, "vllm", [], "Olmo2ForCausalLM is routed by transformers alone"),
         (folder, "vllm", [], r"needs vllm: pip install 'scale-cli\[vllm\]'"),
         (folder, None, ["--continuous-batching"], "^--continuous-batching: .* vLLM takes more"),
         (folder, None, ["--port", "many"], "^--port: "),

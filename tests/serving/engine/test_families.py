@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scale_cli.model.family_scale import FAMILIES as BASES
 from scale_cli.model.routing import log_prior, mix_logits, posterior_log_weights, shares_of_router
 from scale_cli.serving import FAMILIES
 from tests.serving.engine.conftest import Ask
@@ -32,17 +33,19 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}}
+WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
+OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}, "Gemma3": WINDOWS, "Exaone4": WINDOWS}
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
 LACKING = f"{SHARED}; every head lacks some tokens"
 COMPILED = "Qwen3, its trunk compiled"
+MODEL_TYPES = {family.class_name: model_type for model_type, family in BASES.items()}
 NUM_NEW = 40
 NEW_TOKENS: dict[str, Any] = {
     "first": [index % 7 for index in range(NUM_NEW)],
     "own": [0, 3, 5],
     "known": [[0, 0], [0, 25], [0, 25], [25, NUM_NEW]],
 }
-SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01}
+SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01, "Gemma3": 0.0, "Exaone4": 0.01}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -85,7 +88,7 @@ def served_and_expected(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> d
     expected: dict[str, Tensor] = {}
     for family in FAMILIES:
         folder = root / family
-        config = AutoConfig.for_model(family.lower(), **{**SIZES, **OWN.get(family, {})})
+        config = AutoConfig.for_model(MODEL_TYPES[family], **{**SIZES, **OWN.get(family, {})})
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(folder)
