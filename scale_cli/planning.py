@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from scale_cli.config.schema import MethodConfig, RunConfig
@@ -59,7 +60,20 @@ AttentionMaskInterface.register(
     _MASKED,
     lambda batch_size, q_length, kv_length, **_: torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool),
 )
+# Which token comes to which expert is decided by numbers.
+_BY_ROWS = "experts_by_rows"
 
+
+def _experts_by_rows(experts: Any, rows_ND: Tensor, chosen_NK: Tensor, shares_NK: Tensor) -> Tensor:
+    """Compute as many products as the chosen experts do, all with the first one's weights, whose shapes are theirs."""
+    packed, down = experts.gate_up_proj[0], experts.down_proj[0]
+    with torch.autocast("cpu", enabled=False):  # as transformers' own grouped products
+        rows = rows_ND.to(packed.dtype).repeat_interleave(chosen_NK.shape[1], dim=0)
+        written = experts._apply_gate(rows @ packed.T) @ down.T
+    return (written * shares_NK.reshape(-1, 1)).unflatten(0, chosen_NK.shape).sum(dim=1).to(rows_ND.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_BY_ROWS, _experts_by_rows)
 
 # The counter does not know a product that is summed in place.
 SUMMED_IN_PLACE = {torch.ops.aten.addmm_: lambda _total, left, right, **_: 2 * left[0] * left[1] * right[1]}
@@ -144,6 +158,7 @@ def _loss(model: MethodModel, sequence_length: int, attention: str = _UNMASKED) 
     ids = torch.zeros(1, sequence_length, dtype=torch.long)
     model.train()
     model.set_attn_implementation(attention)
+    model.set_experts_implementation(_BY_ROWS)
     trained = for_training(model, _UNCOMPILED)
     output = trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=sequence_length, use_cache=False)
     return output.loss

@@ -71,7 +71,7 @@ def logits_of(
         documents_BT: the document of every position, which sees no other and counts its positions by itself.
         more_rows: of x, for tokens after those that the head has; in every E' there are such rows too.
     """
-    base = {name: tensor.double() for name, tensor in base.items()}
+    base = _unpacked(config, {name: tensor.double() for name, tensor in base.items()})
     runs = [{name: tensor.double() for name, tensor in one.tensors.items()} for one in path]
     new = [run for run in runs if "new_tokens.lm_head.weight" in run]
     is_gemma = config.model_type == "gemma3_text"
@@ -87,13 +87,14 @@ def logits_of(
     stream_BTC = torch.cat([table[ids_BT] for table in (embedding, *(run["embed_tokens.weight"] for run in runs))], -1)
 
     def normed(rows: Tensor, name: str | None, owner: str = "") -> Tensor:
-        """Divide what all streams have by the rms of the base's part, and multiply by the gains of each."""
+        """Divide what all streams have by the rms of the base's part, and multiply by the gains of those read."""
         if name is None or name.endswith(".None"):
             return rows
         place, _, last = name.rpartition(".")
         gain = base[f"model.{place}.{owner}{last}.weight" if place else f"model.{last}.weight"] + is_gemma
         size = (rows[..., : len(gain)].pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-        return rows / size * torch.cat([gain, *(run[f"{name}.weight"] for run in runs)])
+        gains = torch.cat([gain, *(run[f"{name}.weight"] for run in runs if f"{name}.weight" in run)])
+        return rows[..., : len(gains)] / size * gains
 
     def product(layer: int, owner: str, name: str, rows: Tensor) -> Tensor:
         weight = base[f"model.layers.{layer}.{owner}.{name}.weight"]
@@ -120,23 +121,57 @@ def logits_of(
         if config.model_type in ("olmo2", "olmo3"):
             q, k = (normed(states, f"{here}{name}_norm", "self_attn.") for states, name in ((q, "q"), (k, "k")))
         q, k, v = (states.unflatten(-1, (-1, channels)).transpose(1, 2) for states in (q, k, v))
-        if config.model_type in ("qwen3", "gemma3_text", "exaone4"):
+        if config.model_type in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
             q, k = (
                 states * (states.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
                 * (base[f"model.{here}self_attn.{name}_norm.weight"] + is_gemma)
                 for states, name in ((q, "q"), (k, "k"))
             )  # fmt: skip
-        q, k = (states * cos + _quarter_turned(states) * sin for states in (q, k))
+        q, k = (_turned(states, cos, sin) for states in (q, k))
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
         size = math.sqrt(config.query_pre_attn_scalar if is_gemma else channels)
         scores = (q @ k.transpose(-1, -2) / size).masked_fill(~mask, -torch.inf)
         heads = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         stream_BTC = stream_BTC + normed(product(layer, "self_attn", "o_proj", heads), f"{here}{norms.written}")
         rows = normed(stream_BTC, f"{here}{norms.reads_mlp}")
+        if f"model.{here}mlp.gate.weight" in base:
+            written = _mixture(config, base, f"model.{here}mlp", rows)
+            stream_BTC = stream_BTC + F.pad(written, (0, stream_BTC.shape[-1] - config.hidden_size))
+            continue
         gate, up = (product(layer, "mlp", f"{name}_proj", rows) for name in ("gate", "up"))
         added = product(layer, "mlp", "down_proj", activation(gate) * up)
         stream_BTC = stream_BTC + normed(added, f"{here}{norms.written_mlp}")
     return F.linear(normed(stream_BTC, "norm"), torch.cat([head, *(run["lm_head.weight"] for run in runs)], 1))
+
+
+def _unpacked(config: Any, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in which q, k and v, and gate and up, have names of their own, where they are rows of one."""
+    of_q, of_kv = (
+        heads * _channels_of_a_head(config) for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    parts = {"qkv_proj": {"q_proj": of_q, "k_proj": of_kv, "v_proj": of_kv}}
+    parts["gate_up_proj"] = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+    tensors = {}
+    for name, tensor in base.items():
+        *_, packed, _ = ["", *name.split(".")]
+        sizes = parts.get(packed, {packed: len(tensor)})
+        for part, rows in zip(sizes, tensor.split(list(sizes.values())), strict=True):
+            tensors[name.replace(packed, part)] = rows
+    return tensors
+
+
+def _mixture(config: Any, base: Mapping[str, Tensor], name: str, rows_BTD: Tensor) -> Tensor:
+    """Return what the likeliest experts of every token write, each computed for all tokens."""
+    likely, chosen = F.linear(rows_BTD, base[f"{name}.gate.weight"]).softmax(-1).topk(config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        likely = likely / likely.sum(-1, keepdim=True)
+    written = torch.zeros_like(rows_BTD)
+    packed, down = base[f"{name}.experts.gate_up_proj"], base[f"{name}.experts.down_proj"]
+    for expert in range(config.num_experts):
+        share = (likely * (chosen == expert)).sum(-1, keepdim=True)
+        gate, up = F.linear(rows_BTD, packed[expert]).chunk(2, dim=-1)
+        written = written + share * F.linear(ACTIVATIONS[config.hidden_act](gate) * up, down[expert])
+    return written
 
 
 def _turns_and_masks(
@@ -152,12 +187,13 @@ def _turns_and_masks(
     for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers:
         factor, of_kind = 1.0, "full_attention" in config.rope_parameters
         rope = config.rope_parameters[kind] if of_kind else config.rope_parameters
-        rates = rope["rope_theta"] ** -(torch.arange(0, channels, 2).double() / channels)
+        turned = int(channels * rope.get("partial_rotary_factor", 1.0))
+        rates = rope["rope_theta"] ** -(torch.arange(0, turned, 2).double() / turned)
         if rope["rope_type"] == "linear":
             rates = rates / rope["factor"]
         elif rope["rope_type"] != "default":
             named = {"layer_type": kind} if of_kind else {}
-            rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, **named)
+            rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, int(since_BT.max()) + 1, **named)
         angles = (since_BT[:, None, :, None] * rates).repeat(1, 1, 1, 2)
         if config.model_type == "exaone4" and window and kind == "full_attention":
             angles = torch.zeros_like(angles)
@@ -169,9 +205,11 @@ def _channels_of_a_head(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _quarter_turned(states: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn as many of the first channels as there are angles for."""
+    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 def composed_rows(rows_VC: Tensor, pieces: Sequence[Sequence[int]]) -> Tensor:

@@ -34,6 +34,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -158,7 +159,7 @@ def _dense_tensors(model: WidenedModel, scales: StreamScales, embedding_factor: 
     base, stages = model.root, [branch.expansion for branch in model.branches]
     decoder, family = base.model, family_of(base.config)
     yield "model.embed_tokens.weight", _scaled_embedding(model, scales, embedding_factor)
-    yield "model.norm.weight", _joined_gains(family, decoder.norm, [stage.norm for stage in stages], scales)
+    yield "model.norm.weight", _joined_gains(family, decoder.norm, [stage.norm.weight for stage in stages], scales)
     yield "lm_head.weight", _joined_head(model)
     for index, (base_layer, *layers) in enumerate(zip(decoder.layers, *(s.layers for s in stages), strict=True)):
         tensors = chain(
@@ -172,7 +173,7 @@ def _layer_norms(
     family: Family, base_layer: Any, layers: Sequence[ExpansionLayer], scales: StreamScales
 ) -> Iterator[tuple[str, Tensor]]:
     def joined(owner: Any, name: str, wanted: StreamScales = _ONCE) -> Tensor:
-        return _joined_gains(family, getattr(owner, name), [getattr(layer, name) for layer in layers], scales, wanted)
+        return _joined_gains(family, getattr(owner, name), [_gains(layer, name) for layer in layers], scales, wanted)
 
     for name in family.norms_of_read:
         yield f"{name}.weight", joined(base_layer, name)
@@ -199,12 +200,23 @@ def _layer_maps(
         rows |= dict.fromkeys(("q_proj", "k_proj"), StreamScales(eps_growth**0.5, eps_growth**0.5))
     for name, norm in zip(("q_proj", "k_proj"), family.width_norms, strict=True):
         if norm is not None:
-            num_base, num_all = _widths(getattr(base_layer.self_attn, norm), [getattr(layer, norm) for layer in layers])
+            num_base, num_all = _widths(getattr(base_layer.self_attn, norm), [_gains(layer, norm) for layer in layers])
             size = (eps_growth * num_all / num_base) ** 0.5
             rows[name] = StreamScales(size, size * scales.expansion / scales.base)
     for name, frozen, added in widened_linears(family, base_layer, layers):
         for kind, tensor in _joined_linear(frozen, added, parents, columns[name], rows[name]).items():
             yield f"{OWNERS[name]}.{name}.{kind}", tensor
+    if not layers[0].has_mlp:
+        yield from _sparse_mlp(
+            base_layer.mlp, sum(stage.expansion_hidden_size for stage in model.config.stages()), scales
+        )
+
+
+def _sparse_mlp(mlp: Any, num_added: int, scales: StreamScales) -> Iterator[tuple[str, Tensor]]:
+    """Yield the experts and their gate, which read x alone and write into x alone."""
+    yield "mlp.gate.weight", F.pad(mlp.gate.weight.float(), (0, num_added))
+    yield "mlp.experts.gate_up_proj", F.pad(mlp.experts.gate_up_proj.float(), (0, num_added))
+    yield "mlp.experts.down_proj", F.pad(scales.base * mlp.experts.down_proj.float(), (0, 0, 0, num_added))
 
 
 def _scaled_embedding(model: WidenedModel, scales: StreamScales, factor: float) -> Tensor:
@@ -234,19 +246,25 @@ def _joined_head(model: WidenedModel) -> Tensor:
     return whole
 
 
-def _widths(frozen: Any, added: Sequence[ExpansionNorm]) -> tuple[int, int]:
+def _gains(layer: ExpansionLayer, name: str) -> Tensor:
+    """Return the added gains of a norm: 0 of the one before a sparse MLP, which does not read u."""
+    norm: ExpansionNorm | None = getattr(layer, name, None)
+    return torch.zeros(len(layer.o_proj.weight_22)) if norm is None else norm.weight.float()
+
+
+def _widths(frozen: Any, added: Sequence[Tensor]) -> tuple[int, int]:
     num_base = len(frozen.weight)
-    return num_base, num_base + sum(len(norm.weight) for norm in added)
+    return num_base, num_base + sum(map(len, added))
 
 
 def _joined_gains(
-    family: Family, frozen: Any, added: Sequence[ExpansionNorm], scales: StreamScales, wanted: StreamScales = _ONCE
+    family: Family, frozen: Any, added: Sequence[Tensor], scales: StreamScales, wanted: StreamScales = _ONCE
 ) -> Tensor:
     """Return the weight of a norm over all streams, which are stored with `scales`, and `wanted` with others."""
     num_base, num_all = _widths(frozen, added)
-    gains = family.norm_form.gains(frozen.weight.float())
-    of_added = [wanted.expansion * (scales.base / scales.expansion) * norm.weight.float() for norm in added]
-    return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([wanted.base * gains, *of_added]))
+    of_base = wanted.base * family.norm_form.gains(frozen.weight.float())
+    of_added = [wanted.expansion * (scales.base / scales.expansion) * gains for gains in added]
+    return family.norm_form.weight((num_base / num_all) ** 0.5 * torch.cat([of_base, *of_added]))
 
 
 def _joined_linear(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class _Exact(TorchDispatchMode):
         written = (argument.alias_info is not None for argument in op._schema.arguments)
         pairs = zip(args, written, strict=False)
         read = [value if kept else tree_map_only(Tensor, self._widened, value) for value, kept in pairs]
+        if op is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*read)
         return op(*read, **tree_map_only(Tensor, self._widened, kwargs))
 
     def _wider(self, dtype: torch.dtype) -> torch.dtype:
@@ -54,6 +57,12 @@ class _Exact(TorchDispatchMode):
 
     def _widened(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._wider(tensor.dtype))
+
+
+def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
+    """Return every expert's product with the rows that came to it, which torch has in no more than float32."""
+    starts_and_ends = pairwise([0, *ends_K.tolist()])
+    return torch.cat([rows_SD[slice(*at)] @ weight for at, weight in zip(starts_and_ends, weights_KDC, strict=True)])
 
 
 @contextmanager

@@ -53,6 +53,8 @@ _CHANGED = (
     "head_dim",
     "num_hidden_layers",
     "layer_types",
+    "mlp_only_layers",
+    "decoder_sparse_step",
     "rms_norm_eps",
     "tie_word_embeddings",
     "vocab_size",
@@ -179,6 +181,8 @@ def _configuration(written: dict[str, Any], plain: PreTrainedModel, base: Any) -
         **{name: value for name, value in written.items() if name not in _LEFT_OUT},
         **{name: value for name, value in now.items() if value != getattr(base, name, None)},
         **_rope(plain.config.rope_parameters),
+        # As the base spells it, where it does: transformers 4 takes no other keys of Phi's.
+        **({"rope_scaling": written["rope_scaling"]} if written.get("rope_scaling") else {}),
         "architectures": [type(plain).__name__],
         "torch_dtype": dtype,
         "dtype": dtype,

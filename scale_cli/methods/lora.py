@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -31,6 +32,13 @@ class LoraConfig(Section):
         if self.embeddings and (twice := sorted({"embed_tokens", "lm_head"}.intersection(self.targets))):
             raise ValueError(f"targets: {twice[0]} is there, and trains whole where embeddings is true")
         return self
+
+
+def modules_of(base: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """Return the base's names for some projections, of which several may lie in one module."""
+    from scale_cli.model.family_scale import family_of
+
+    return list(dict.fromkeys(map(family_of(base.config).module_name, targets)))
 
 
 def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
@@ -69,7 +77,7 @@ class Lora(Method[LoraConfig]):
             r=settings.rank,
             lora_alpha=settings.alpha,
             use_rslora=settings.rank_stabilised,
-            target_modules=list(settings.targets),
+            target_modules=modules_of(base, settings.targets),
             lora_dropout=0.0,
             modules_to_save=["embed_tokens", "lm_head"] if settings.embeddings else None,
             ensure_weight_tying=settings.embeddings and base.config.tie_word_embeddings,

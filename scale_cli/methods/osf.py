@@ -11,7 +11,7 @@ from pydantic import Field
 
 from scale_cli.errors import require
 from scale_cli.methods.hooks import Hook, Training, Update
-from scale_cli.methods.lora import put_beside
+from scale_cli.methods.lora import modules_of, put_beside
 from scale_cli.methods.method import PROJECTIONS, Method, Trains
 from scale_cli.values import Section
 
@@ -44,7 +44,9 @@ class Osf(Method[OsfConfig]):
         require("peft", "method.variant osf")
         from peft.tuners.osf import OSFConfig as PeftOsf
 
-        peft = PeftOsf(task_type="CAUSAL_LM", effective_rank=settings.kept, target_modules=list(settings.targets))
+        peft = PeftOsf(
+            task_type="CAUSAL_LM", effective_rank=settings.kept, target_modules=modules_of(base, settings.targets)
+        )
         return put_beside(base, peft, "method.osf")
 
     def as_base(self, model: Any) -> Any:

@@ -136,7 +136,8 @@ def measured_stream_rms(base: PreTrainedModel, seed: int) -> dict[str, float]:
     decoder, family = base.get_decoder(), family_of(base.config)
     readers = {"norm": decoder.norm}
     for index, layer in enumerate(decoder.layers):
-        for norm, maps in ((family.before_attention, READ_BY_ATTENTION), (family.before_mlp, READ_BY_MLP)):
+        of_mlp = [(family.before_mlp, READ_BY_MLP)] if family.has_mlp(base.config, index) else []
+        for norm, maps in ((family.before_attention, READ_BY_ATTENTION), *of_mlp):
             found = (
                 {name: family.linear(layer, name) for name in maps} if norm is None else {norm: getattr(layer, norm)}
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict
 from functools import partial
@@ -238,9 +239,15 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
     or as they are told to.
     """
     from scale_cli.model.configuration_scale import ScaleConfig
+    from scale_cli.model.family_scale import family_of
 
     root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
-    expansion = settings.expansion
+    expansion, family = settings.expansion, family_of(root)
+    if expansion.hidden_ratio is not None and family.short_up_to(root) is not None:
+        raise ConfigError(
+            f"method.expansion.hidden_ratio: a {family.class_name} with longrope has as many channels as its heads; "
+            "leave it out"
+        )
     num_key_value_heads = max(1, round(expansion.ratio * root.num_key_value_heads))
     num_heads = num_key_value_heads * (root.num_attention_heads // root.num_key_value_heads)
     ratio_of_heads = num_key_value_heads / root.num_key_value_heads
@@ -250,16 +257,26 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
             f"method.collaboration.layers: {settings.variant} writes into layers {', '.join(map(str, layers))}, but "
             "the base is widened already, and what stands upon it may only read: none (the variants preserve and route)"
         )
+    with_mlp = [layer for layer in range(root.num_hidden_layers) if family.has_mlp(root, layer)]
+    if expansion.mlp_ratio is not None and not with_mlp:
+        raise ConfigError("method.expansion.mlp_ratio: experts stay as they are, and the base has no other MLP")
     modules = settings.collaboration.modules
+    of_attention = layers if "attention" in modules else []
+    of_mlp = [layer for layer in layers if layer in with_mlp] if "mlp" in modules else []
+    if layers and not of_attention + of_mlp:
+        raise ConfigError("method.collaboration.modules: experts stay as they are, and these layers have no other MLP")
+    mlp_ratio = expansion.mlp_ratio or ratio_of_heads
     return ScaleConfig(
         base_config=base_config.to_diff_dict(),
         variant=settings.variant,
-        expansion_hidden_size=_added_channels(base_config, num_heads, expansion.hidden_ratio or ratio_of_heads),
-        expansion_intermediate_size=max(1, round(root.intermediate_size * (expansion.mlp_ratio or ratio_of_heads))),
+        expansion_hidden_size=_added_channels(
+            base_config, num_heads, expansion.hidden_ratio or ratio_of_heads, family.channels_multiple
+        ),
+        expansion_intermediate_size=max(1, round(root.intermediate_size * mlp_ratio)) if with_mlp else 0,
         expansion_num_attention_heads=num_heads,
         expansion_num_key_value_heads=num_key_value_heads,
-        attention_collaboration_layers=layers if "attention" in modules else [],
-        mlp_collaboration_layers=layers if "mlp" in modules else [],
+        attention_collaboration_layers=of_attention,
+        mlp_collaboration_layers=of_mlp,
         router_rule=settings.router.rule,
         router_prior=settings.router.prior,
         router_switch_rate=settings.router.switch_rate,
@@ -268,16 +285,19 @@ def plan_expansion(base_config: Any, settings: WideningConfig, new: Any = None) 
     )
 
 
-def _added_channels(base_config: Any, num_added_heads: int, ratio: float) -> int:
-    """Return the share of the plain model's channels with which all heads divide all channels, as Llama requires."""
+def _added_channels(base_config: Any, num_added_heads: int, ratio: float, multiple: int) -> int:
+    """Return the share of the plain model's channels with which all heads divide all channels, as Llama requires.
+
+    All channels are a `multiple` too.
+    """
     root, stages = base_config, []
     if hasattr(base_config, "stages"):
         root, stages = base_config.root(), base_config.stages()
     below = root.hidden_size + sum(stage.expansion_hidden_size for stage in stages)
     num_heads = root.num_attention_heads + sum(stage.expansion_num_attention_heads for stage in stages)
     num_heads += num_added_heads
-    channels_per_head = max(round((below + ratio * root.hidden_size) / num_heads), below // num_heads + 1)
-    return int(channels_per_head * num_heads - below)
+    step = math.lcm(num_heads, multiple)
+    return int(max(round((below + ratio * root.hidden_size) / step), below // step + 1) * step - below)
 
 
 def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:

@@ -61,5 +61,5 @@ def widened_linears(
     family: Family, base_layer: Any, layers: Sequence[ExpansionLayer]
 ) -> Iterator[tuple[str, nn.Linear, list[ExpansionLinear]]]:
     """Yield name, W and what widens it, bottom up, of every linear map of one layer and those that widen it."""
-    for name in OWNERS:
+    for name in (name for name in OWNERS if hasattr(layers[0], name)):  # of a sparse layer those of its attention
         yield name, family.linear(base_layer, name), [getattr(layer, name) for layer in layers]

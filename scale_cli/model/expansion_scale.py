@@ -199,6 +199,9 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
     heads = attend(attention, q, k, v, context, slot)
     x_BTD = x_BTD + norm(base_layer, family.after_attention, attention.o_proj(heads))
     y = norm(base_layer, family.before_mlp, x_BTD)
+    if not family.has_mlp(attention.config, attention.layer_idx):
+        nothing = y[..., :0]
+        return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), LayerReads(x, heads, nothing, nothing, inverse_rms)
     channels = family.channels(mlp, *family.gate_up(mlp, y))
     x_BTD = x_BTD + norm(base_layer, family.after_mlp, mlp.down_proj(channels))
     return x_BTD, LayerReads(x, heads, y, channels, inverse_rms)
@@ -249,6 +252,7 @@ class ExpansionLayer(nn.Module):
                     setattr(self, name, ExpansionNorm(size))
 
         self.layer_index = layer_index
+        self.has_mlp = family.has_mlp(base_layer.self_attn.config, layer_index)
         self.collaborates = in_attention or in_mlp
         q_norm, k_norm = family.width_norms
         add_norms((family.before_attention, hidden_size), (q_norm, query_size), (k_norm, key_value_size))
@@ -256,7 +260,10 @@ class ExpansionLayer(nn.Module):
         add_linear("k_proj", hidden_size, key_value_size)
         add_linear("v_proj", hidden_size, key_value_size)
         add_linear("o_proj", query_size, hidden_size)
-        add_norms((family.after_attention, hidden_size), (family.before_mlp, hidden_size))
+        add_norms((family.after_attention, hidden_size))
+        if not self.has_mlp:
+            return
+        add_norms((family.before_mlp, hidden_size))
         add_linear("gate_proj", hidden_size, intermediate_size)
         add_linear("up_proj", hidden_size, intermediate_size)
         add_linear("down_proj", intermediate_size, hidden_size)
@@ -289,6 +296,8 @@ class ExpansionLayer(nn.Module):
         u = self._norm(family.before_attention, inverse_rms, u_BTE)
         heads = self._heads(base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot)
         u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights))
+        if not self.has_mlp:
+            return u_BTE, LayerStep(read, LayerReads(u, heads, read.mlp_BTD, read.channels, inverse_rms))
         y = self._norm(family.before_mlp, inverse_rms, u_BTE)
         channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights, family)
         u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights))
@@ -317,6 +326,11 @@ class ExpansionLayer(nn.Module):
         added = self.o_proj(base_heads, added_heads, weights)
         u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, added)
         y = norm(base_layer, family.before_mlp, x_BTD)
+        if not self.has_mlp:
+            read, own = (
+                LayerReads(*reads, y[..., :0], y[..., :0], inverse_rms) for reads in ((x, base_heads), (u, added_heads))
+            )
+            return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), u_BTE, LayerStep(read, own)
         z = self._norm(family.before_mlp, inverse_rms, u_BTE)
         base_channels = family.channels(mlp, *add(READ_BY_MLP, family.gate_up(mlp, y), z))
         added_channels = self._channels(mlp, y, z, weights, family)

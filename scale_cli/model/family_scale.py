@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused_scale import LLAMA_NORM, NormForm, gated, rotate, rotate_in_float32
+from .fused_scale import LLAMA_NORM, NormForm, gated, rotate, rotate_first, rotate_in_float32
 
 # The linear maps of a layer that are widened, in their order, and the module that each stands in.
 READ_BY_ATTENTION, READ_BY_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -49,15 +49,24 @@ class Family:
     window_of: Callable[[Any], int | None] = lambda _: None
     # The kind of layer by which the decoder's rotary embedding is asked; None where it is one for all.
     rotary_kind: Callable[[Any], str | None] = lambda _: None
+    # Whether a layer of a configuration has an MLP that is widened; sparse ones are not, and read and write x alone.
+    has_mlp: Callable[[Any, int], bool] = lambda _config, _layer: True
     is_rotated: Callable[[Any], bool] = lambda _: True  # whether an attention turns its queries and keys at all
     rotate: Callable[..., tuple[Tensor, Tensor]] = rotate
     heads_divide_channels: bool = False  # whether its configuration insists on hidden_size % num_attention_heads == 0
+    # The length of a text beyond which all of its positions are turned otherwise; None where there is none.
+    short_up_to: Callable[[Any], int | None] = lambda _: None
+    channels_multiple: int = 1  # what hidden_size has to be a multiple of for the family's products
     refused: tuple[str, ...] = ()  # keys of its config.json that are walked only where they are null or false
 
     def linear(self, base_layer: Any, name: str) -> nn.Linear:
         """Return one of the maps of `OWNERS`."""
         linear: nn.Linear = getattr(getattr(base_layer, OWNERS[name]), name)
         return linear
+
+    def module_name(self, name: str) -> str:
+        """Return the name of the module that holds one of the maps of `OWNERS`."""
+        return name
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the base's own products, fresh ones: W12 is added in place."""
@@ -94,11 +103,11 @@ class Family:
     @torch.no_grad()
     def silence(self, layer: Any) -> None:
         """Let a layer add nothing: by what it writes with, or the norm after that, which brings any size to its own."""
-        writing = (self.after_attention, layer.self_attn.o_proj), (self.after_mlp, layer.mlp.down_proj)
-        for norm, linear in writing:
-            for parameter in linear.parameters() if norm is None else getattr(layer, norm).parameters():
-                nothing = torch.zeros_like(parameter)
-                parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
+        for norm, writing in ((self.after_attention, "o_proj"), (self.after_mlp, "down_proj")):
+            for name, parameter in layer.named_parameters():
+                if (norm or writing) in name.split("."):
+                    nothing = torch.zeros_like(parameter)
+                    parameter.copy_(nothing if norm is None else self.norm_form.weight(nothing))
 
     @property
     def norms_of_read(self) -> list[str]:
@@ -129,6 +138,77 @@ def _window_of_all(attention: Any) -> int | None:
     return window
 
 
+# What one matrix of Phi's makes, from its first row on.
+_PACKED = {"qkv_proj": READ_BY_ATTENTION, "gate_up_proj": READ_BY_MLP}
+_PACKED_IN = {name: packed for packed, names in _PACKED.items() for name in names}
+
+
+class _Phi(Family):
+    """q, k and v are rows of one matrix, and so are gate and up: one product, which is taken apart."""
+
+    def linear(self, base_layer: Any, name: str) -> nn.Linear:
+        """Return a map; of several that are one, the rows of this one, which are not copied."""
+        if name not in _PACKED_IN:
+            return super().linear(base_layer, name)
+        packed = getattr(getattr(base_layer, OWNERS[name]), _PACKED_IN[name])
+        sizes = self._head_sizes(base_layer.self_attn)
+        if OWNERS[name] == "mlp":
+            sizes = [len(packed.weight) // 2] * 2
+        of_each = zip(_PACKED[_PACKED_IN[name]], packed.weight.detach().split(sizes), strict=True)
+        part = nn.Linear(1, 1, bias=False, device="meta")
+        part.weight = nn.Parameter(dict(of_each)[name], requires_grad=False)
+        part.out_features, part.in_features = part.weight.shape
+        return part
+
+    def module_name(self, name: str) -> str:
+        """Return the name of the module that holds a map, alone or with others."""
+        return _PACKED_IN.get(name, name)
+
+    def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of the base's own product."""
+        of_q, of_k, _ = self._head_sizes(attention)
+        qkv = attention.qkv_proj(x_BTD)  # sliced: of what `split` gives nothing may be changed in place
+        return qkv[..., :of_q], qkv[..., of_q : of_q + of_k], qkv[..., of_q + of_k :]
+
+    def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the halves of the base's own product."""
+        gate_up = mlp.gate_up_proj(x_BTD)
+        middle = gate_up.shape[-1] // 2
+        return gate_up[..., :middle], gate_up[..., middle:]
+
+    def channels(self, mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return what down reads."""
+        return gated(mlp.activation_fn, gate, up)
+
+    def packed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return a layer's tensors with the rows of several maps in one, in their order."""
+        parts: list[Tensor] = []
+        for path, tensor in tensors:
+            owner, *names = path.split(".")
+            packed = _PACKED_IN.get(names[0])
+            if packed is None:
+                yield path, tensor
+                continue
+            parts.append(tensor)
+            if names[0] == _PACKED[packed][-1]:
+                yield f"{owner}.{packed}.weight", torch.cat(parts)
+                parts = []
+
+    @staticmethod
+    def _head_sizes(attention: Any) -> list[int]:
+        heads = attention.config.num_attention_heads, *[attention.config.num_key_value_heads] * 2
+        return [num_heads * attention.head_dim for num_heads in heads]
+
+
+def _is_dense(config: Any, layer: int) -> bool:
+    return layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step > 0
+
+
+def _original_length(config: Any) -> int | None:
+    length: int | None = config.rope_parameters.get("original_max_position_embeddings")
+    return length if config.rope_parameters["rope_type"] == "longrope" else None
+
+
 _QUERIES_KEYS = ("q_norm", "k_norm")
 _NORMED_AFTER: dict[str, Any] = {
     "before_attention": None,
@@ -136,6 +216,7 @@ _NORMED_AFTER: dict[str, Any] = {
     "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
 }
+
 
 FAMILIES: dict[str, Family] = {  # by `model_type`
     "llama": Family("Llama", heads_divide_channels=True),
@@ -171,6 +252,10 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
         # Between layers with a window those without one know no positions.
         is_rotated=lambda attention: attention.sliding_window is None or attention.is_sliding,
     ),
+    "qwen3_moe": Family(
+        "Qwen3Moe", window_of=_own_window, head_norms=_QUERIES_KEYS, has_mlp=_is_dense, channels_multiple=8
+    ),
+    "phi3": _Phi("Phi3", window_of=_window_of_all, rotate=rotate_first, short_up_to=_original_length),
 }
 
 

@@ -158,6 +158,16 @@ def rotate_in_float32(
     return q_BNTA.to(q_BTNA.dtype), k_BNTA.to(k_BTNA.dtype)
 
 
+def rotate_first(
+    q_BTNA: Tensor, k_BTNA: Tensor, embeddings: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what `rotate` does, where it is told of angles for the first channels of a head alone."""
+    turned = embeddings[0].shape[-1]
+    q, k = rotate(q_BTNA[..., :turned], k_BTNA[..., :turned], embeddings, angles)
+    rest_q, rest_k = (states[..., turned:].transpose(1, 2) for states in (q_BTNA, k_BTNA))
+    return torch.cat([q, rest_q], dim=-1), torch.cat([k, rest_k], dim=-1)
+
+
 def rotation_angles(cos_BTA: Tensor, sin_BTA: Tensor) -> tuple[Tensor, Tensor]:
     """Return (B, T, 1, A) cosines, and the sines that the other half of a head's channels is multiplied with."""
     first, second = sin_BTA.chunk(2, dim=-1)

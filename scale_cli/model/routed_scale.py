@@ -27,8 +27,10 @@ from transformers import (
     MistralForCausalLM,
     Olmo2ForCausalLM,
     Olmo3ForCausalLM,
+    Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -307,6 +309,14 @@ class ScaleRoutedOlmo3ForCausalLM(Routed, Olmo3ForCausalLM):
 
 class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
     """An EXAONE 4 with its router."""
+
+
+class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
+    """A Qwen3-MoE with its router."""
+
+
+class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
+    """A Phi-3 or Phi-4 with its router."""
 
 
 def _router_layer(cache: Any) -> RouterLayer | None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .branches_scale import Branch, FinalStates, run_branches
 from .cache_scale import ScaleCache
+from .family_scale import family_of
 from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 from .vocabulary_scale import new_tokens_among
 
@@ -151,6 +152,17 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return what a step reads: all of a text that has grown so long that its positions are turned otherwise."""
+        short = family_of(self.root.config).short_up_to(self.root.config)
+        past = None if past_key_values is None else past_key_values.get_seq_length()
+        if past is not None and short is not None and past <= short < input_ids.shape[1]:
+            past_key_values, kwargs["next_sequence_length"] = None, None
+        generation: Any = super()
+        return generation.prepare_inputs_for_generation(input_ids, *args, past_key_values=past_key_values, **kwargs)
 
     def final_states(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The classes of `model/family_scale.py` that vLLM has as its own; transformers routes all.
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Exaone4", "Qwen3Moe", "Phi3")
 
 
 def register() -> None:

@@ -22,8 +22,10 @@ from vllm.model_executor.models.exaone4 import Exaone4ForCausalLM
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.utils import select_common_block_size
 
@@ -160,6 +162,14 @@ class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
 
 class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
     """A routed EXAONE 4."""
+
+
+class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
+    """A routed Qwen3-MoE."""
+
+
+class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
+    """A routed Phi-3 or Phi-4."""
 
 
 def refuse_what_cannot_be_routed(vllm_config: VllmConfig) -> None:

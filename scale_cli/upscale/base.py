@@ -41,7 +41,13 @@ _SIZES = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "decoder_sparse_step",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
 )
+_NOT_OF_ALL = ("head_dim", "decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+_DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop")
 
 # How weights are loaded, of a base or an export: no pickle, no code that lies beside them, and no question asked.
 _PLAIN_WEIGHTS: Any = {"use_safetensors": True, "trust_remote_code": False}
@@ -129,7 +135,7 @@ def load_base_config(model: ModelConfig) -> Any:
     except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: {model.base} cannot be loaded: {one_line(error)} ({supported})") from None
     # No run of ours drops anything out: what is trained must not hang on random numbers that a checkpoint lacks.
-    config.attention_dropout = 0.0
+    config.update({key: 0.0 for key in _DROPOUTS if hasattr(config, key)})
     if config.model_type not in FAMILIES:
         raise BaseModelError(f"model.base: {model.base} is of the family {config.model_type} ({supported})")
     for key in family_of(config).refused:
@@ -147,7 +153,7 @@ def _check_sizes(config: Any, name: str) -> None:
     """Refuse a configuration that no model could have, before memory is asked for by it."""
     for key in _SIZES:
         size = getattr(config, key, None)
-        if size is None and key == "head_dim":  # where it is left out, it is what the heads divide the stream into
+        if size is None and key in _NOT_OF_ALL:  # a head_dim that is left out is what the heads divide the stream into
             continue
         if type(size) is not int or not 1 <= size <= _LARGEST:
             raise BaseModelError(
@@ -157,6 +163,11 @@ def _check_sizes(config: Any, name: str) -> None:
         raise BaseModelError(
             f"model.base: {name}: {config.num_attention_heads} num_attention_heads cannot share "
             f"{config.num_key_value_heads} num_key_value_heads"
+        )
+    if getattr(config, "num_experts", 0) < getattr(config, "num_experts_per_tok", 0):
+        raise BaseModelError(
+            f"model.base: {name}: num_experts_per_tok in config.json is {config.num_experts_per_tok}, of "
+            f"{config.num_experts} num_experts"
         )
 
 

@@ -90,7 +90,7 @@ def test_every_family_serves_two_siblings_and_a_child_from_one_forward(tmp_path:
         calls += 1
 
     for layer in base.model.layers[:-1]:  # the last one runs once more, for the sibling that writes there
-        layer.self_attn.k_proj.register_forward_hook(count)
+        layer.self_attn.o_proj.register_forward_hook(count)
     got = heads(model)
     assert calls == len(base.model.layers) - 1
     for logits, alone in zip(got, (expected, *map(logits_alone, (first, second, child))), strict=True):

@@ -42,7 +42,8 @@ class Kernel:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        options.pop("use_cache", None)  # the base's layers hand it on, and no kernel reads it
+        for unread in ("use_cache", "output_router_logits"):  # the base's layers hand them on, and no kernel reads them
+            options.pop(unread, None)
         heads = (
             {"query": query, "key": key, "value": value} if query.shape[1] == module.config.num_attention_heads else {}
         )

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
+from scale_cli.errors import ConfigError
 from scale_cli.export.dense import dense_model
 from scale_cli.export.parity import check_parity, measure_parity
+from scale_cli.methods.widened import plan_expansion
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import start_model
@@ -23,6 +25,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"tie_word_embeddings": True, "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}}}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONG |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
+EXPERTS = {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama, three queries a key": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
@@ -53,16 +64,29 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 1},
     ),
     "qwen3, yarn, one key head": ("qwen3", {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    "phi3, window 8": ("phi3", {"sliding_window": 8, "hidden_act": "gelu"}),
+    "phi3, longrope, three quarters turned": (
+        "phi3",
+        {"tie_word_embeddings": True, "rope_parameters": LONG, "original_max_position_embeddings": 24},
+    ),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe, one dense layer, biases": (
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True},
+    ),
 }
 families = pytest.mark.parametrize("family", BASES)
 IDS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
+def config_of(family: str) -> Any:
+    model_type, differences = BASES[family]
+    return AutoConfig.for_model(model_type, **{**TINY, "pad_token_id": None, **differences})
+
+
 def tiny(family: str, folder: Path, dtype: Any = "float32") -> PreTrainedModel:
     """A random base of a family, gains and biases not at their defaults, through a folder as users have it."""
-    model_type, differences = BASES[family]
-    config = AutoConfig.for_model(model_type, **{**TINY, "pad_token_id": None, **differences})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config_of(family))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -123,7 +147,9 @@ def test_an_export_is_a_plain_model_of_the_family_with_the_adaptation_heads_logi
     assert (expected - answered(model.base)).abs().max() > 0.1, "the expansion is in it"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3, biases", "gemma3_text", "olmo2, biases", "exaone4, tied", "qwen3_moe"]
+)
 @pytest.mark.parametrize("maps", [("q_proj", "k_proj"), ("o_proj", "down_proj")])
 @pytest.mark.parametrize(
     ("base_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
@@ -140,6 +166,28 @@ def test_an_export_is_exact_where_a_norm_of_what_a_layer_makes_meets_its_epsilon
     parity = measure_parity(exported, model, trained_logits, [ids[None] for ids in IDS])
     assert dtype == "bfloat16" or parity.max_logit_difference <= max(2e-5, 2 * parity.own_max_difference)
     check_parity(parity, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "named"),
+    [
+        ("qwen3_moe", {"expansion": {"mlp_ratio": 0.5}}, "expansion.mlp_ratio"),
+        ("qwen3_moe", {"collaboration": {"layers": "all", "modules": ["mlp"]}}, "collaboration.modules"),
+        ("phi3, longrope, three quarters turned", {"expansion": {"hidden_ratio": 0.7}}, "expansion.hidden_ratio"),
+    ],
+)
+def test_what_a_family_has_no_place_for_is_refused_by_name(family: str, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.{named}: [^\n]+$"):
+        plan_expansion(config_of(family), MethodConfig.model_validate(asked))
+
+
+def test_all_channels_are_a_multiple_of_what_a_product_of_experts_takes() -> None:
+    config = config_of("qwen3_moe")
+    for num_heads, ratio in ((4, 0.7), (6, 0.3), (10, 0.01)):
+        config.update({"num_attention_heads": num_heads, "num_key_value_heads": 2})
+        method = MethodConfig.model_validate({"expansion": {"hidden_ratio": ratio}})
+        added = plan_expansion(config, method).expansion_hidden_size
+        assert added > 0 and (config.hidden_size + added) % 8 == 0
 
 
 @families

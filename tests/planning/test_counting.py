@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods import METHODS
-from scale_cli.planning import count_flops, count_saved_tensors, kept_for_backward
+from scale_cli.planning import Parameters, count_flops, count_saved_tensors, kept_for_backward
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import MethodModel, build_model, start_model
 from scale_cli.upscale.objective import for_training
 from tests.model.test_families import tiny
-from tests.widening import tiny_llama
+from tests.widening import TINY, tiny_llama
 
 VARIANTS = tuple(METHODS)
 EACH = [MethodConfig.model_validate({"variant": variant}) for variant in VARIANTS]
 TOP = MethodConfig.model_validate({"variant": "route", "collaboration": {"layers": "top:1"}})
 OWN = MethodConfig.model_validate({"variant": "preserve", "expansion": {"hidden_ratio": 0.7, "mlp_ratio": 0.1}})
-OTHERS = ["gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"]
+OTHERS = ["gemma3_text", "olmo3, yarn in full layers", "exaone4, tied", "phi3, window 8", "qwen3_moe"]
 methods = pytest.mark.parametrize(
     ("family", "method"),
     [*(("llama", method) for method in (*EACH, TOP, OWN)), *((family, TOP) for family in OTHERS)],
@@ -70,8 +70,11 @@ def test_products_without_numbers_are_counted_as_those_of_the_real_model(
     for parameter in real.parameters():
         parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
     real.set_attn_implementation("eager")
-    summed_in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
-    with FlopCounterMode(display=False, custom_mapping=summed_in_place) as counter:
+    unknown_to_it = {
+        torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1],
+        torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[-1],
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown_to_it) as counter:
         for_training(real, TrainConfig(max_steps=1))(**window(61, length)).loss.backward()
     of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     assert counted.products * length == counter.get_total_flops() - of_attention
@@ -121,3 +124,22 @@ def test_what_is_said_to_be_saved_is_what_autograd_saves(
     num_bytes = sum(storage.nbytes() for storage in saved.values())
     per_token = planned.bytes_per_token + planned.head_bytes_per_token
     assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes, rel=1e-3)
+
+
+def test_of_experts_the_active_ones_are_counted_and_nothing_of_them_is_kept() -> None:
+    own = {"head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 1}
+
+    def counted(**sizes: int) -> tuple[float, int, int]:
+        config = AutoConfig.for_model("qwen3_moe", **{**TINY, "pad_token_id": None, **own, **sizes})
+        method = MethodConfig.model_validate({"variant": "preserve"})
+        with torch.device("meta"):
+            model = build_model(base_without_weights(config, "float32"), method, seed=0)
+        num_frozen = Parameters.of(model, TrainConfig(max_steps=1)).num_frozen
+        return count_flops(model, 24).products, num_frozen, count_saved_tensors(model, "no").bytes_per_token
+
+    flops, num_frozen, kept = counted()
+    layers, hidden = TINY["num_hidden_layers"], TINY["hidden_size"]
+    of_expert, of_gate = 3 * hidden * 16, 4 * hidden
+    more_experts, more_active = counted(num_experts=8), counted(num_experts_per_tok=2)
+    assert more_experts == (flops + 2 * layers * of_gate, num_frozen + layers * (4 * of_expert + of_gate), kept)
+    assert more_active == (flops + 2 * layers * of_expert, num_frozen, kept)

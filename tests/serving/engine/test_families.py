@@ -34,7 +34,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
-OWN: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": 48}, "Gemma3": WINDOWS, "Exaone4": WINDOWS}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+OWN: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 48},
+    "Gemma3": WINDOWS,
+    "Exaone4": WINDOWS,
+    "Qwen3Moe": EXPERTS,
+}
 SHARED = "Llama, its vocabulary and its attention heads shared by two processes"
 LACKING = f"{SHARED}; every head lacks some tokens"
 COMPILED = "Qwen3, its trunk compiled"
@@ -45,7 +51,7 @@ NEW_TOKENS: dict[str, Any] = {
     "own": [0, 3, 5],
     "known": [[0, 0], [0, 25], [0, 25], [25, NUM_NEW]],
 }
-SWITCH_RATES = {"Llama": 0.0, "Mistral": 0.0, "Qwen2": 0.05, "Qwen3": 0.01, "Gemma3": 0.0, "Exaone4": 0.01}
+SWITCH_RATES = {**dict.fromkeys(FAMILIES, 0.0), "Qwen2": 0.05, "Qwen3": 0.01, "Exaone4": 0.01}
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
