@@ -45,10 +45,8 @@ _LENGTHS = (2048, 1024, 512, 256, 128, 64)
 # A step of fewer tokens is noise; a schedule of fewer steps is none, where the time allows more.
 _MIN_STEP_TOKENS, _MAX_STEP_TOKENS, _MIN_BATCH_SIZE = 2048, 131_072, 8
 _MIN_STEPS, _WANTED_STEPS, _MAX_STEPS = 10, 100, 100_000
-# Four readings of a text teach nearly what new text would (Muennighoff et al., arXiv 2305.16264).
-_MOST_READINGS = 4
-# The rest is for the allocator, the data, the evaluation, and whoever else uses the machine.
-_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8
+_MOST_READINGS = 4  # of a text: they teach nearly what new text would (Muennighoff et al., arXiv 2305.16264)
+_SHARE_OF_HOST, _SHARE_OF_DEVICE = 0.5, 0.8  # of memory; the rest is for the data, the evaluation, and others
 _FILES = re.compile(r".*\.(txt|jsonl|json|csv|parquet)(\.(gz|xz|zst))?")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:]*))?(?::([^:]*))?")
 # Of a text: documents are counted up to there, and tokens on a sample of those; a file of a single one may be large.
@@ -57,8 +55,8 @@ _HELD_OUT_DOCUMENTS, _HELD_OUT_BYTES, _MOST_HELD_OUT = 32, 1 << 16, 10  # of 10 
 _OF_A_DATASET = 1 << 40  # bytes: more than a first run reads
 _FEWEST_LINES, _UNEVEN = 100, 1.5
 _PIECE, _LARGEST_PIECE = 2_000, 500_000  # characters
-# A script whose letters cost more tokens than this is spelt in bytes; fewer new tokens than that save little.
-_TOKENS_PER_CHARACTER, _FEWEST_NEW = 2.0, 256
+_TOKENS_PER_CHARACTER = 2.0  # a script whose letters cost more is spelt in bytes
+_FEWEST_NEW = 256  # fewer new tokens save little
 _SURE = 0.8  # of the tokens that a text gives, those that it gives too when a part of it is held out
 
 
@@ -219,8 +217,8 @@ def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -
         at_once //= 2
     steps = min(max(_MIN_STEPS, int(tokens_of_run(length) / (batch_size * length))), _MAX_STEPS)
     takes = steps * batch_size * length * flops.total(length) / device.flops_per_s / 60
-    sizes = (length, batch_size, at_once, steps, takes)
-    return Sizes(device, mixed_precision, *sizes, memory(length, at_once), available)
+    held = memory(length, at_once)
+    return Sizes(device, mixed_precision, length, batch_size, at_once, steps, takes, held, available)
 
 
 def _memory_bytes(device_type: str) -> int:

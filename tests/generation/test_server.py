@@ -314,6 +314,6 @@ def test_the_verb_serves_what_it_says_until_a_signal_comes_and_runs_no_code_of_t
         for number, handler in handlers.items():
             signal.signal(number, handler)
     answer, listed = asked.result()
-    assert answer["choices"][0]["text"] and answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["text"] and 0 < answer["usage"]["completion_tokens"] <= 16, "it is drawn"
     assert lines[1] == f"model          {folder}" and [model["id"] for model in listed["data"]] == [str(folder)]
     assert ended.value.code == 130 and not ran.exists()
