@@ -154,6 +154,12 @@ class TrainConfig(Section):
     log_every_steps: Free[Steps] = Field(default=10, description="a record in metrics.jsonl")
     save_every_steps: Free[Steps] = Field(default=500, description="a checkpoint")
     keep_checkpoints: Free[int] = Field(default=2, ge=1, le=1_000_000, description="the newest; older ones are deleted")
+    profile_steps: Free[list[Steps] | None] = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="first and last: their trace by torch.profiler, of every process, into profile/",
+    )
     max_forgetting: Accepted[float | None] = Field(
         default=None,
         ge=0.0,
@@ -191,6 +197,8 @@ class TrainConfig(Section):
         }
         for asked in (key for key, is_asked in unsharded.items() if is_asked and self.sharding != "none"):
             yield f"{asked} goes with sharding: none, not with {self.sharding}"
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            yield "profile_steps: the first step comes after the last"
         if self.lookahead is not None and self.lookahead.every_steps > self.max_steps:
             yield f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:

@@ -23,6 +23,7 @@ class RunFolder:
         self.tokens = root / "tokens"  # tokenised corpora, unless corpus.cache_dir says otherwise
         self.evaluation = root / "evaluation"  # the forgetting report
         self.exports = root / "export"  # a folder for each format
+        self.profile = root / "profile"  # traces of `train.profile_steps`
         self.metrics = root / "metrics.jsonl"  # an object a line, for every logged step and periodic evaluation
 
     def checkpoint(self, step: int) -> Path:

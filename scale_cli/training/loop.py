@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +36,7 @@ from scale_cli.storage.records import TrainState
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
+from scale_cli.training.profiling import profiled
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import StepResult, TakenStep, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
@@ -62,8 +64,9 @@ def run_loop(run: TrainingRun) -> None:
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
+        profiled(run) as count_step,
     ):
-        loop = _Loop(run, batches, stop, bar)
+        loop = _Loop(run, batches, stop, bar, count_step)
         loop.take_all_steps()
     loop.clock()
 
@@ -80,6 +83,7 @@ class _Loop:
     batches: Prefetched[StepBatches]  # of this process, from that position on
     stop: StopRequest  # what has asked this process to stop
     bar: Any  # of progress
+    count_step: Callable[[], None]  # for the profiler
     taken: list[TakenStep] = field(default_factory=list)  # the steps after the position
     taken_since_s: float = 0.0  # when the first of them began
     begun: TrainState = field(init=False)  # where the run stood when this process took it up
@@ -143,6 +147,7 @@ class _Loop:
             self.taken_since_s = started_s
         self.taken.append(taken)
         self.bar.update(1)
+        self.count_step()
         return taken.asked
 
     def _is_logged(self, done: int) -> bool:
