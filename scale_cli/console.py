@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -107,12 +108,14 @@ def parse_share(option: str, written: str) -> Share:
 def quieten_libraries() -> None:
     """Silence what libraries say to each other; after a config has been found good: its errors must not wait for it."""
     warnings.simplefilter("ignore", FutureWarning)
+    for library in ("torchao", "torch.utils._pytree"):  # the one of its kernels for other devices, the other of the one
+        logging.getLogger(library).setLevel(logging.ERROR)
     from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     hub_logging.set_verbosity_error()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 @contextmanager

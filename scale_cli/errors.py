@@ -15,6 +15,7 @@ EXTRA_OF = {
     "tensorboard": "track",
     "fastapi": "serve",
     "uvicorn": "serve",
+    "torchao": "quantised",
 }
 
 
@@ -64,6 +65,10 @@ class TrainingError(RunError):
 
 class NonFiniteError(TrainingError):
     """One step's loss or gradient is not finite; nothing was updated."""
+
+
+class GradientOverflow(NonFiniteError):
+    """A gradient left the range of float16; the next loss is scaled by less."""
 
 
 class OutOfMemory(RunError):

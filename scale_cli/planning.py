@@ -30,7 +30,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import recipes_of
+from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
+from scale_cli.processes import autocast, lowered_dtype
 from scale_cli.processes import device as own_device
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import (
@@ -176,7 +178,7 @@ def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) 
         return tensor
 
     with (
-        torch.autocast(device_type, torch.bfloat16, enabled=mixed_precision == "bf16"),
+        autocast(device_type, mixed_precision),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         yield kept
@@ -193,7 +195,7 @@ def _put_on_fake_cpu(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in replaced:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                empty = empty_as(parameter)
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, name, replaced[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
@@ -230,7 +232,8 @@ class Parameters:
         return cls(
             num_frozen=sum(parameter.numel() for parameter in frozen),
             num_trainable=sum(parameter.numel() for parameter in trainable),
-            frozen_bytes=sum(tensor.nbytes for tensor in [*frozen, *parts]) + of_start * trainable_bytes,
+            frozen_bytes=sum(held.nbytes for tensor in [*frozen, *parts] for held in parts_of(tensor))
+            + of_start * trainable_bytes,
             trainable_bytes=trainable_bytes,
             moments_bytes=sum(moments),
         )
@@ -278,7 +281,7 @@ def training_memory(
     heads' log-probabilities stand beside them, and the base's probabilities of one sequence, all in float32.
     """
     num_tokens = train.sequences_at_once(num_processes) * sequence_length
-    product_dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+    product_dtype = lowered_dtype(train.mixed_precision) or torch.float32
     if saved.head_bytes_per_token:
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize
     else:
@@ -318,7 +321,7 @@ def memory_of_run(config: RunConfig, num_processes: int, device_type: str, model
 _LAYERS, _VOCABULARY, _LENGTH = 1, 2048, 128
 _LEAST_STEP_S, _MOST_WINDOWS = 0.1, 128
 _NUM_TIMINGS = 9
-# Dense bf16 products, FLOP/s, by the makers' data sheets; an NVL of the same name is slower.
+# Dense products in 16 bits, FLOP/s, by the makers' data sheets; an NVL of the same name is slower.
 _PEAK_FLOPS_PER_S = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
@@ -351,7 +354,7 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
     def time_step(num_windows: int) -> float:
         ids = torch.zeros(num_windows, _LENGTH, dtype=torch.long, device=where)
         started_s = time.perf_counter()
-        with torch.autocast(where.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+        with autocast(where.type, mixed_precision):
             output = trained(
                 input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel(), use_cache=False
             )
@@ -366,7 +369,7 @@ def measure_device(base_config: Any, dtype: str, mixed_precision: str) -> Device
     while time_step(num_windows) < _LEAST_STEP_S and num_windows < _MOST_WINDOWS:
         num_windows *= 2
     elapsed_s = median(time_step(num_windows) for _ in range(_NUM_TIMINGS))
-    precision = "bfloat16" if mixed_precision == "bf16" else "float32"
+    precision = str(lowered_dtype(mixed_precision) or torch.float32).removeprefix("torch.")
     measured = f"measured on {device_name(where)}: steps of one layer in {precision}"
     return Device(where.type, flops * num_windows * _LENGTH / elapsed_s, measured)
 
@@ -395,7 +398,7 @@ def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -
 
 def peak_flops_per_s(device_name: str, mixed_precision: str) -> float | None:
     """Return what a device's maker says it can do in the run's precision; None where no figure is known."""
-    if mixed_precision != "bf16":
+    if mixed_precision == "no":
         return None
     peaks = _PEAK_FLOPS_PER_S.items()
     return next((peak for name, peak in peaks if re.search(rf"\b{name}\b(?! NVL)", device_name)), None)

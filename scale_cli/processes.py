@@ -84,6 +84,20 @@ def device() -> torch.device:
     return torch.device("cpu") if chosen.type == "mps" else chosen
 
 
+def lowered_dtype(mixed_precision: str) -> torch.dtype | None:
+    """Return the dtype in which autocast computes products; None where there is none."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+
+
+def autocast(device_type: str, mixed_precision: str) -> torch.autocast:
+    import torch
+
+    dtype = lowered_dtype(mixed_precision)
+    return torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
 def placed(module: AnyModule) -> AnyModule:
     """Move a module to the device of this process, and return it."""
     module.to(device())

@@ -61,7 +61,9 @@ Language = Annotated[
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in results, and of files")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # YAML 1.1 reads a bare `no` as false.
-MixedPrecision = Annotated[Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)]
+MixedPrecision = Annotated[
+    Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
+]
 # Far beyond any run, and near enough that sizes, times and files computed from them stay finite.
 Steps = Annotated[int, Field(ge=1, le=10_000_000)]
 Length = Annotated[int, Field(ge=2, le=2**24)]

@@ -93,7 +93,7 @@ def export_each(configs: Sequence[RunConfig]) -> Iterator[ExportSummary]:
     for config in configs:
         check_format(config)
     final = Run(configs[0]).open_final()
-    model, prompts = final.load(), _prompts(configs[0], final.tokenizer)
+    model, prompts = final.load_to_export(), _prompts(configs[0], final.tokenizer)
     for config in configs:
         yield _export(config, final, model, prompts)
 
@@ -127,7 +127,7 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.folder.final}")
     final = open_folder(run.folder.final, run)
-    _check(folder, final.load(), _prompts(config, final.tokenizer), config)
+    _check(folder, final.load_to_export(), _prompts(config, final.tokenizer), config)
 
 
 def check_format(config: RunConfig) -> None:

@@ -150,7 +150,7 @@ def _plan_method(
     elif growth is not None:
         num_tokens = round(num_tokens * growth.tokens_without)
     with torch.device("meta"):
-        base = base_without_weights(copy.deepcopy(base_config), config.model.dtype)
+        base = base_without_weights(copy.deepcopy(base_config), config.model.dtype, config.model.quantisation)
         model = build_model(base, method, config.seed, new)
     parameters, flops = Parameters.of(model, train), count_flops(model, length)
     asked = config.model_copy(update={"method": method, "train": train})
@@ -213,7 +213,7 @@ def _absent(run: Run) -> list[str]:
 def _heading(plan: Plan) -> list[str]:
     base, train, model = plan.base_config, plan.config.train, plan.config.model
     lines = {
-        "base": f"{model.base} ({model.dtype})",
+        "base": f"{model.base} ({model.held_in})",
         "sizes": f"{base.num_hidden_layers} layers, hidden {base.hidden_size:,}, MLP {base.intermediate_size:,}, "
         f"heads {base.num_attention_heads} over {base.num_key_value_heads}, vocabulary {base.vocab_size:,}",
         "run": f"{train.max_steps:,} steps x {train.global_batch_size:,} windows x "
@@ -256,7 +256,7 @@ def _footnotes(plan: Plan) -> list[str]:
     if plan.new_tokens is not None:
         tokens = f"the same text in {plan.new_tokens.tokens_without:.2f} times the tokens."
         lines += ["", f"{_WITHOUT}, and baselines that take none: {tokens}"]
-    precision = "bf16 autocast" if train.mixed_precision == "bf16" else "no autocast"
+    precision = f"{train.mixed_precision} autocast"
     return [
         *lines,
         "",

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, scored_otherwise
 from scale_cli.config.schema import RunConfig
+from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (
     build_batches,
@@ -207,6 +209,7 @@ def _open_training(
         model=model,
         wrapped=wrapped,
         optimiser=optimiser,
+        scaler=_scaler(settings, accelerator, state),
         hooks=hooks,
         observer=observer,
         state=state,
@@ -217,6 +220,15 @@ def _open_training(
         saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
         base_parts=hash_parts(model.base) if is_sharded(model) and config.method.definition.widens else {},
     )
+
+
+def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> torch.amp.GradScaler:
+    """Return what scales the loss, as it was at a position."""
+    scaler = torch.amp.GradScaler(accelerator.device.type, enabled=train.mixed_precision == "fp16")
+    if state.loss_scale is not None:
+        reached = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_steps}
+        scaler.load_state_dict(scaler.state_dict() | reached)
+    return scaler
 
 
 def _open_text(

@@ -30,7 +30,8 @@ from scale_cli.values import (
     gone,
 )
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantised = Literal["int8", "nf4"]  # as `model/quantised_base.QUANTISATIONS`
 ExportFormat = Literal["llama", "transformers", "adapter"]
 
 
@@ -43,6 +44,15 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="of a base on the hub: branch, tag or commit")
     tokenizer: PathText | None = Field(default=None, description="hub id or local folder; null: the base's own")
     dtype: Dtype = Field(default="float32", description="of the frozen base")
+    quantisation: Quantised | None = Field(
+        default=None,
+        description="of the base's linear maps, which compute in dtype: 8 bits, or 4 as QLoRA's; null: none",
+    )
+
+    @property
+    def held_in(self) -> str:
+        """The dtype, and where linear maps are held in less, in what."""
+        return self.dtype if self.quantisation is None else f"{self.dtype}, linear maps in {self.quantisation}"
 
 
 class _AnyMethod(WideningConfig):
@@ -194,7 +204,8 @@ class RunConfig(Section):
         except ValidationError:  # it is told of where the method is
             return tree
         is_routed_apart = checked.definition.routes and not checked.definition.routes_plainly(checked.settings)
-        precision = {"mixed_precision": "bf16"} if train.get("mixed_precision") == "bf16" else {}
+        autocasts = train.get("mixed_precision") in ("bf16", "fp16")
+        precision = {"mixed_precision": train["mixed_precision"]} if autocasts else {}
         formats = {"format": ["llama", "transformers"]} if is_routed_apart else {}
         return tree | {
             "train": {**checked.definition.left_out, **train},
@@ -214,6 +225,13 @@ class RunConfig(Section):
             yield "method.distillation.weight: acts on replay alone, and no corpus.sources[].role is replay with weight"
         if not method.definition.is_sharded and train.sharding != "none":
             yield f"method.variant: {variant} trains unsharded only; set train.sharding to none"
+        if train.mixed_precision == "fp16" and train.sharding != "none":
+            yield f"train.mixed_precision: fp16 goes with sharding: none, not with {train.sharding}"
+        if (train.mixed_precision, self.model.dtype) in (("fp16", "bfloat16"), ("bf16", "float16")):
+            yield f"train.mixed_precision: {train.mixed_precision} does not go with model.dtype: {self.model.dtype}"
+        if self.model.quantisation is not None and (train.sharding != "none" or train.compile):
+            asked = "compile: true" if train.compile else f"sharding: {train.sharding}"
+            yield f"train.{asked} does not go with model.quantisation: {self.model.quantisation}"
         if train.decay_to_base and not method.trains_base_weights:
             yield f"train.decay_to_base: {variant} trains none of the base's weights"
         if train.embedding_norm == "bounded" and not method.definition.widens:

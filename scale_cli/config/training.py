@@ -129,7 +129,9 @@ class TrainConfig(Section):
     adam_beta2: Accepted[float] = Field(default=0.95, ge=0.0, lt=1.0, description="of its square's")
     adam_epsilon: Accepted[float] = Field(default=1.0e-8, gt=0.0, le=1.0, description="beside the root of that")
     max_grad_norm: Accepted[float] = Field(default=1.0, gt=0.0, description="a larger gradient is scaled down to it")
-    mixed_precision: Accepted[MixedPrecision] = Field(default="no", description="autocast")
+    mixed_precision: Accepted[MixedPrecision] = Field(
+        default="no", description="autocast; fp16, for GPUs without bfloat16, scales the loss"
+    )
     on_nonfinite: Accepted[Literal["stop", "skip"]] = Field(
         default="stop",
         description="a loss or gradient that is not finite, which never reaches the weights: stop, or leave it out",

@@ -54,7 +54,7 @@ from scale_cli.evaluation.results import HEADS, SkippedBenchmark
 from scale_cli.evaluation.scoring import observe, score_tokens
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs
-from scale_cli.processes import ALONE, Share, is_main, shared_out
+from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
 from scale_cli.storage.metrics import Losses
 from scale_cli.terminal import progress_bar
 
@@ -93,7 +93,7 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval gives it a token for padding
             max_length=max_length,
             batch_size=batch_size,
-            mixed_precision_dtype=torch.bfloat16 if mixed_precision == "bf16" else None,
+            mixed_precision_dtype=lowered_dtype(mixed_precision),
         )
         self.head = "base"
         self._headed, self._router, self._mixed_precision = model, router, mixed_precision

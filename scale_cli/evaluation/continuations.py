@@ -32,7 +32,7 @@ from scale_cli.evaluation.statistics import Values
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
-from scale_cli.processes import ALONE, Share, shared_out
+from scale_cli.processes import ALONE, Share, autocast, shared_out
 from scale_cli.terminal import progress_bar
 
 _HAN_AND_KANA = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC")
@@ -192,7 +192,7 @@ def continuations(
     )
     answers.head = head
     ids_BT, mask_BT = padded_left([torch.tensor(prompt.ids, device=answers.device) for prompt in batch], padding=0)
-    with torch.autocast(answers.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+    with autocast(answers.device.type, mixed_precision):
         generated = answers.answers(ids_BT, mask_BT)
     return [tokenizer.decode(before_end(ends, row), skip_special_tokens=True) for row in generated.cpu()]
 

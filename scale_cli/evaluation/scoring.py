@@ -25,7 +25,7 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.model.heads import HeadedModel, RouterSettings, TokenLogProbs, token_log_probs
 from scale_cli.model.routing import mix_log_probs
-from scale_cli.processes import ALONE, Share, shared_out
+from scale_cli.processes import ALONE, Share, autocast, shared_out
 from scale_cli.terminal import progress_bar
 
 TWO_HEADS = ("base", "adapted")
@@ -70,7 +70,7 @@ class Passes:
 
     sequence_length: int  # tokens a window
     batch_size: int  # windows at once
-    mixed_precision: str  # `no` | `bf16`
+    mixed_precision: str  # `no` | `bf16` | `fp16`
 
     @classmethod
     def of(cls, config: RunConfig) -> Passes:
@@ -156,7 +156,7 @@ def observe(model: HeadedModel, mixed_precision: str, rows: Sequence[Tensor]) ->
     """Return what the heads say of the tokens of some rows, from each one's second; shorter rows are padded."""
     # Padding stands on the right, where causal attention keeps it out of every real position.
     ids = pad_sequence(list(rows), batch_first=True).to(next(model.parameters()).device)
-    with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed_precision == "bf16"):
+    with torch.no_grad(), autocast(ids.device.type, mixed_precision):
         return token_log_probs(model, ids[:, :-1], ids[:, 1:])
 
 

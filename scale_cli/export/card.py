@@ -179,6 +179,13 @@ def _making(stages: list[_Stage], record: BaseRecord, export_format: str, parity
         ["base", f"{base_title(record)}{revision}, {record.dtype}"],
         ["base, SHA-256", code(record.content_sha256)],
     ]
+    if (quantisation := stages[0].config.model.quantisation) is not None:
+        here = "this folder stands on the base so held"
+        if export_format != "adapter":
+            here = (
+                "in this folder they are held as the numbers that those stand for, so the base's logits are to rounding"
+            )
+        rows.append(["the base while it was trained", f"linear maps in {quantisation}, by torchao; {here}"])
     for stage in stages:
         named, method = f"{stage.name}: " if len(stages) > 1 else "", stage.config.method
         if stage is not stages[0]:

@@ -95,7 +95,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
     members, configs, of_runs = list[Member](), list[RunConfig](), list[RunTokens]()
     for run in runs:
         final = open_folder(_finished_folder(run))
-        widened, config = final.load(), final.run.config
+        widened, config = final.load_to_export(), final.run.config
         if not isinstance(widened, ScaleForCausalLM):
             raise RunFolderError(f"{run}: holds no expansion (method.variant: {final.method.variant})")
         tokens = _tokens_of(run, final)

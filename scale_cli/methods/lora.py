@@ -43,8 +43,12 @@ def modules_of(base: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 def put_beside(base: PreTrainedModel, settings: PeftConfig, key: str) -> PeftModel:
     """Put PEFT's modules beside a base's; `key` is what names them in the config."""
+    import warnings
+
     from peft import get_peft_model
 
+    # Into a quantised base nothing is merged: what is exported stands on one that is so no more.
+    warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")
     try:
         return get_peft_model(base, settings)
     except ValueError as error:

@@ -18,6 +18,7 @@ from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_
 from scale_cli.model.expansion_scale import Expansion, ExpansionLinear, ExpansionNorm
 from scale_cli.model.family_scale import READ_BY_ATTENTION, READ_BY_MLP, family_of
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.quantised_base import plain_weight
 
 # Tokens that the base reads for the sizes of its stream to be measured.
 _NUM_MEASURED = 256
@@ -73,7 +74,7 @@ def initialise_expansion(
     expansion.lm_head.weight.zero_()
     for base_layer, *layers in zip(model.root.model.layers, *(e.layers for e in (*below, expansion)), strict=True):
         for _, frozen, (*widening, widened) in widened_linears(family, base_layer, layers):
-            read = frozen.weight  # no copy of it, unless it is widened already
+            read = plain_weight(frozen)  # no copy of it, unless it is quantised or widened already
             if widening:
                 read = dense_weight(frozen, widening, range(len(widening))).to(read.dtype)
             _initialise_linear(widened, read, start, std, generator)

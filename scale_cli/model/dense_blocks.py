@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scale_cli.model.expansion_scale import Expansion, ExpansionLayer, ExpansionLinear
 from scale_cli.model.family_scale import OWNERS, Family, family_of
+from scale_cli.model.quantised_base import plain_weight
 from scale_cli.model.vocabulary_scale import brought_by
 
 
@@ -26,8 +27,9 @@ def dense_weight(frozen: nn.Linear, added: Sequence[ExpansionLinear], parents: S
     """
     widths = [frozen.in_features, *(linear.weight_22.shape[1] for linear in added)]
     streams = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
-    rows = [frozen.weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)]
-    rows[0][:, streams[0]] = frozen.weight
+    weight = plain_weight(frozen)
+    rows = [weight.new_zeros(frozen.out_features, sum(widths), dtype=torch.float32)]
+    rows[0][:, streams[0]] = weight
     read = [[streams[0]]]
     for own, linear, parent in zip(streams[1:], added, parents, strict=True):
         if linear.weight_12 is not None:

@@ -104,7 +104,9 @@ class TrainState(RunRecord):
     evaluating_s: float = 0.0  # of those, seconds in periodic evaluations
     saving_s: float = 0.0  # of those, seconds that training has waited for checkpoints
     skipped_steps: int = 0  # of the steps done, those left out because their loss or gradient was not finite
-    skipped_tokens: int = 0  # the target tokens of those
+    skipped_tokens: int = 0  # the target tokens of those, and of those whose gradient overflowed float16
+    loss_scale: float | None = None  # that the next loss is multiplied by; None: float16 is not computed in
+    loss_scale_steps: int = 0  # since it changed
     evaluation_due: bool = False  # a signal came in this step's periodic evaluation, which a resume begins with
     # since the last record of the log, of every source: the summed loss, and of how many targets; empty: nothing yet
     since_logged: tuple[tuple[float, int], ...] = ()
@@ -130,8 +132,11 @@ class TrainState(RunRecord):
 
     def skipped(self, num_tokens: int) -> TrainState:
         """Return the state one step on, that step left out."""
-        steps, tokens = self.skipped_steps + 1, self.skipped_tokens + num_tokens
-        return replace(self.advanced(0), skipped_steps=steps, skipped_tokens=tokens)
+        return replace(self.overflowed(num_tokens), skipped_steps=self.skipped_steps + 1)
+
+    def overflowed(self, num_tokens: int) -> TrainState:
+        """Return the state one step on, that step left out by the loss scale's own rule."""
+        return replace(self.advanced(0), skipped_tokens=self.skipped_tokens + num_tokens)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
-from scale_cli.errors import Interrupted, NonFiniteError, TrainingError
+from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
 from scale_cli.methods.hooks import of_final
 from scale_cli.planning import peak_memory_bytes
 from scale_cli.processes import waiting_for_steps
@@ -140,7 +140,7 @@ class _Loop:
             measured = measured_stream_ratios(run.model)
         with waiting_for_steps(), measured as ratios:
             of_run = run.accelerator, run.wrapped, run.optimiser, next(self.batches), run.config.train
-            taken = train_step(*of_run, look, self.stop.mine, run.hooks)
+            taken = train_step(*of_run, look, self.stop.mine, run.hooks, run.scaler)
         if ratios:
             taken = replace(taken, stream_ratios=layer_ratios(run.model, ratios))
         if not self.taken:
@@ -165,6 +165,9 @@ class _Loop:
         for step, of_step in zip(steps, figures, strict=True):
             try:
                 result = step.result(of_step)
+            except GradientOverflow as error:
+                _leave_out(run, step, error)
+                run.state = run.state.overflowed(step.num_tokens)
             except NonFiniteError as error:
                 _skip_step(run, step, error)
             else:
@@ -300,9 +303,13 @@ def _skip_step(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> Non
     if run.state.skipped_steps >= train.max_skipped_steps:
         raise TrainingError(f"{message}; train.max_skipped_steps {train.max_skipped_steps} are used up") from None
     run.warn(f"{message}; left out")
+    _leave_out(run, taken, error)
+    run.state = run.state.skipped(taken.num_tokens)
+
+
+def _leave_out(run: TrainingRun, taken: TakenStep, error: NonFiniteError) -> None:
     if run.metrics is not None:
         run.metrics.append({"step": taken.step + 1, "skipped": str(error)})
-    run.state = run.state.skipped(taken.num_tokens)
 
 
 def _sources(run: TrainingRun, step: int) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class TrainingRun:
     # the model as it is run: by Accelerate (DistributedDataParallel with several processes), or sharded
     wrapped: nn.Module
     optimiser: torch.optim.Optimizer  # over what trains
+    scaler: torch.amp.GradScaler  # of the loss; it does nothing but with fp16
     hooks: Sequence[Hook]  # what is done around every update
     observer: Observer | None  # what measures the model on the way; None where nothing is measured
     state: TrainState  # where the run stands
@@ -124,6 +125,9 @@ class TrainingRun:
             return
         started_s = time.monotonic()
         self.finish_saving()
+        if scale := self.scaler.state_dict():
+            scaled = {"loss_scale": scale["scale"], "loss_scale_steps": scale["_growth_tracker"]}
+            self.state = replace(self.state, **scaled)
         if is_sharded(self.model):
             write_checkpoint(self, self.state, None)
         elif self.metrics is not None:

@@ -11,19 +11,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
-from scale_cli.errors import NonFiniteError
+from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.hooks import Hook, Training, Update
 from scale_cli.methods.recipes import make_hooks
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel
+from scale_cli.processes import autocast
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
 from scale_cli.upscale.method import MethodModel
+
+_UNSCALED = GradScaler(enabled=False)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class TakenStep:
     """A step that may still be under way on its device."""
 
     step: int  # counted from 0
-    # the loss over the global batch before the update, the gradient's norm before clipping, and where the model tells
-    # its tokens apart, the summed loss of every source
+    # the loss over the global batch before the update, the gradient's norm before clipping, what the loss was scaled
+    # by, and where the model tells its tokens apart, the summed loss of every source
     figures: Tensor
     asked: Tensor  # what processes were asked to stop by, summed; 0 where none was
     lr: float  # of the update
@@ -59,7 +63,11 @@ class TakenStep:
 
     def result(self, figures: Sequence[float] | None = None) -> StepResult:
         """Return what the step did; unless its figures are known, wait for them."""
-        loss, grad_norm, *of_sources = self.figures.tolist() if figures is None else figures
+        loss, grad_norm, scale, *of_sources = self.figures.tolist() if figures is None else figures
+        if math.isfinite(loss) and not math.isfinite(grad_norm) and scale > 1.0:
+            raise GradientOverflow(
+                f"step {self.step + 1}: gradients overflowed float16 under a loss scale of {scale:g}"
+            )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}: not finite")
         by_source = tuple(zip(of_sources, self.num_targets, strict=True)) if of_sources else ()
@@ -75,6 +83,7 @@ def train_step(
     between_micro_batches: Callable[[], None] = lambda: None,
     asked: Callable[[], int] = lambda: 0,
     hooks: Sequence[Hook] = (),
+    scaler: GradScaler = _UNSCALED,
 ) -> TakenStep:
     """Accumulate the gradient of a global batch, clip it, and update; where loss or gradient is not finite, do not.
 
@@ -90,6 +99,7 @@ def train_step(
         between_micro_batches: is called between two of them.
         asked: returns what this process was asked to stop by.
         hooks: what is done around the update, the outermost first.
+        scaler: of the loss, so that gradients in float16 do not vanish; it learns whether they overflowed.
     """
     step, num_targets, micro_batches = batch.step, batch.num_targets, batch.micro_batches
     num_tokens = max(sum(num_targets), 1)  # of conversations, a batch may have none
@@ -103,24 +113,27 @@ def train_step(
             between_micro_batches()
         last = index == len(micro_batches) - 1
         with nullcontext() if last else gradients_kept(model, accelerator):
-            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+            with autocast(accelerator.device.type, train.mixed_precision):
                 share = loss_share(model, here, accelerator.device, num_tokens, losses_BT)
             # Processes average their gradients; each holds a part of a sum.
-            accelerator.backward(share * accelerator.num_processes)
+            accelerator.backward(scaler.scale(share * accelerator.num_processes))
         sums[1] += share.detach()
         if losses_BT is not None:
             sums[2:] += _by_source(losses_BT.sum(dim=1), here.sources, len(num_targets))
     sums[0] = asked()
     sums = accelerator.reduce(sums, reduction="sum")
+    loss_scale = scaler.scale(torch.ones(1, device=accelerator.device))
+    scaler.unscale_(optimiser)
     parameters = list(trainable_parameters(model).values())
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
-    figures = torch.cat([sums[1:2], grad_norm.float().view(1), sums[2:]])
+    figures = torch.cat([sums[1:2], grad_norm.float().view(1), loss_scale, sums[2:]])
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
     update = Update(step, optimiser, torch.isfinite(figures).all())
     for hook in hooks:
         hook.before(update)
     _step_where_finite(optimiser, update.finite)
+    scaler.update()
     for hook in reversed(hooks):
         hook.after(update)
     optimiser.zero_grad(set_to_none=True)
@@ -184,7 +197,7 @@ def hooks_of(
 
     def loss(window: MicroBatch) -> Tensor:
         num_tokens = max(int((window.targets != IGNORED).sum()), 1)
-        with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+        with autocast(accelerator.device.type, train.mixed_precision):
             return loss_share(alone, window, accelerator.device, num_tokens)
 
     training = Training(model, train, start, accelerator, probe, loss)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.tokens import tokenizer_sha256
-from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line
+from scale_cli.errors import BaseModelError, ChangedBaseError, StorageError, one_line, require
 from scale_cli.model.family_scale import FAMILIES, family_of
-from scale_cli.processes import ALONE, Share, gathered, share
+from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, quantise
+from scale_cli.processes import ALONE, Share, device, gathered, share
 from scale_cli.storage.atomic import json_sha256
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
@@ -82,7 +83,13 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     config, dtype = load_base_config(model), getattr(torch, model.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.base, revision=model.revision, config=config, dtype=dtype, output_loading_info=True, **_PLAIN_WEIGHTS
+            model.base,
+            revision=model.revision,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            **_PLAIN_WEIGHTS,
+            **_quantising(model),
         )
     except Exception as error:  # of a damaged folder it may say anything
         raise BaseModelError(f"model.base: the weights of {model.base} cannot be loaded: {one_line(error)}") from None
@@ -90,7 +97,19 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
     base, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise BaseModelError(f"model.base: {model.base} has no weights for {missing[0]}")
+    if model.quantisation is not None:
+        hf_quantizer: Any = base.hf_quantizer
+        hf_quantizer.remove_quantization_config(base)  # an export has the configuration, and no such weights
     return base.requires_grad_(False).eval()
+
+
+def _quantising(model: ModelConfig) -> dict[str, Any]:
+    """Return what `from_pretrained` takes to quantise each weight as it is read, on the device of this process."""
+    if model.quantisation is None:
+        return {}
+    require("torchao", f"model.quantisation {model.quantisation}")
+    settings = QUANTISATIONS[model.quantisation].settings()
+    return {"quantization_config": TorchAoConfig(settings), "device_map": {"": device()}}
 
 
 def check_weights(model: ModelConfig) -> None:
@@ -113,10 +132,16 @@ def load_written(loader: Any, folder: Path) -> Any:
         raise StorageError(f"{folder}: cannot be loaded: {one_line(error)}") from None
 
 
-def base_without_weights(config: Any, dtype: str) -> PreTrainedModel:
+def base_without_weights(config: Any, dtype: str, quantisation: str | None = None) -> PreTrainedModel:
     """Return a frozen base model of shapes and dtypes alone, on the meta device."""
     with torch.device("meta"):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if quantisation is not None:
+        require("torchao", f"model.quantisation {quantisation}")
+        try:
+            quantise(base, quantisation)
+        except ValueError as error:
+            raise BaseModelError(f"model.quantisation: {quantisation}: {error}") from None
     return base.requires_grad_(False).eval()
 
 
@@ -143,6 +168,10 @@ def load_base_config(model: ModelConfig) -> Any:
             raise BaseModelError(
                 f"model.base: {model.base}: {key} in config.json is {value!r}; no such model is widened"
             )
+    if getattr(config, "quantization_config", None) is not None:
+        raise BaseModelError(
+            f"model.base: {model.base} is quantised already; name the plain one, and model.quantisation"
+        )
     if "/" in str(config._attn_implementation):  # transformers would download and run it
         raise BaseModelError(f"model.base: {model.base} wants a kernel of the hub ({config._attn_implementation})")
     _check_sizes(config, model.base)
@@ -191,6 +220,9 @@ def looks_local(name: str) -> bool:  # rather than a hub id
 
 def tensor_sha256(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    if is_quantised(tensor):
+        digest.update("".join(map(tensor_sha256, parts_of(tensor))).encode())
+        return digest.hexdigest()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
@@ -213,7 +245,7 @@ def record_base(
     return BaseRecord(
         name=model.base,
         revision=getattr(base.config, "_commit_hash", None),
-        dtype=model.dtype,
+        dtype=model.held_in,
         tensors={name: tensor_sha256(parameter) for name, parameter in base.named_parameters()},
         config_sha256=config_sha256(base),
         tokenizer_sha256="" if tokenizer is None else tokenizer_sha256(tokenizer),
@@ -234,10 +266,12 @@ def changed_tensors(base: PreTrainedModel, record: BaseRecord, of_machine: Share
 def check_finite(base: PreTrainedModel, name: str) -> None:
     """Check that every weight of a base is finite: logits of a NaN equal nothing, themselves neither."""
     for tensor_name, tensor in base.named_parameters():
-        if not all(bound.isfinite() for bound in tensor.aminmax()):  # a NaN is both; nothing of its size is made
-            bad = tensor.numel() - int(tensor.isfinite().count_nonzero())
+        for held in parts_of(tensor):
+            if all(bound.isfinite() for bound in held.aminmax()):  # a NaN is both; nothing of its size is made
+                continue
+            bad = held.numel() - int(held.isfinite().count_nonzero())
             raise BaseModelError(
-                f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {tensor.numel():,})"
+                f"model.base: {tensor_name} of {name} holds numbers that are not finite ({bad:,} of {held.numel():,})"
             )
 
 

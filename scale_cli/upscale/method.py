@@ -32,6 +32,7 @@ from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.quantised_base import is_quantised
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
 from scale_cli.processes import Share
@@ -123,6 +124,11 @@ def build_model(base: PreTrainedModel, method: MethodConfig, seed: int, new: New
             f"method.variant: {method.variant}: a widened base is only widened further (preserve, route); to train it "
             "otherwise, export it as llama and start from that"
         )
+    if any(map(is_quantised, base.parameters())) and (method.trains_base_weights or not definition.adapter):
+        raise ConfigError(
+            f"method.variant: {method.variant} trains weights of the base, or copies of them, and model.quantisation "
+            "holds them for reading alone; preserve, adapt, route and lora read"
+        )
     if new is not None and not definition.widens:
         base = grow_plainly(base, new)
     if method.trains_base_weights:
@@ -190,7 +196,7 @@ def load_any_base(model: ModelConfig) -> PreTrainedModel:
 def any_base_without_weights(model: ModelConfig) -> PreTrainedModel:
     """Return what `load_any_base` loads, of shapes and dtypes alone, on the meta device."""
     if (stage := _stage(model)) is None:
-        return base_without_weights(load_base_config(model), model.dtype)
+        return base_without_weights(load_base_config(model), model.dtype, model.quantisation)
     folder, below = stage
     base = any_base_without_weights(below)
     with torch.device("meta"):
@@ -203,8 +209,8 @@ def _stage(model: ModelConfig) -> tuple[Path, ModelConfig] | None:
     if (stage := next(stages_below(model), None)) is None:
         return None
     folder, below = stage[0], stage[1].model
-    if below.dtype != model.dtype:
-        raise BaseModelError(f"model.dtype: {model.dtype}, but {model.base} was trained on a base in {below.dtype}")
+    if below.held_in != model.held_in:
+        raise BaseModelError(f"model.dtype: {model.held_in}, but {model.base} was trained on a base in {below.held_in}")
     if not read_method(folder).definition.widens:
         raise BaseModelError(f"model.base: {model.base} holds no expansion; export it as llama and widen that")
     return folder, below

@@ -32,6 +32,7 @@ from scale_cli.data.files import check_source
 from scale_cli.data.tokens import DocumentMarkers, check_sample
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
 from scale_cli.model.heads import HeadedModel
+from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
@@ -196,9 +197,16 @@ class MethodFolder:
         check_tokenizer(self.tokenizer, self.record)
 
     def load(self, of_machine: Share | None = None) -> MethodModel:
-        model = placed(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
+        return self._served(load_onto_base(self.path, self.run.config.model, of_machine=of_machine))
+
+    def load_to_export(self) -> MethodModel:
+        """Return the model on a base that is quantised no more: of what its weights stand for, as numbers."""
+        base = load_recorded_base(self.path, self.run.config.model)
+        return self._served(put_on_base(self.path, dequantise(base)))
+
+    def _served(self, model: MethodModel) -> MethodModel:
         set_router(model, self.run.config.method.router)
-        return model
+        return placed(model)
 
     def load_two_headed(self, of_machine: Share | None = None) -> HeadedModel:
         """Return the model beside its untouched base, where it does not hold that inside; the base is read once."""

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.planning import Memory, Parameters, SavedTensors, count_saved_tensors, training_memory
+from scale_cli.planning import (
+    Memory,
+    Parameters,
+    SavedTensors,
+    count_saved_tensors,
+    memory_of_run,
+    training_memory,
+)
 from scale_cli.storage.atomic import save_tensors
 from scale_cli.training.optimiser import build_optimiser, optimiser_tensors, trainable_parameters
 from scale_cli.upscale.method import start_model
@@ -17,6 +27,7 @@ from scripts.benchmark.counting import LiveBytes
 from tests.planning.test_counting import EACH, VARIANTS, window, without_weights
 from tests.widening import tiny_llama
 
+CARD_OF_24_GB = Path(__file__).parents[2] / "configs" / "llama-3.1-8b-24gb.yaml"
 VOCAB_SIZE, LENGTH, BATCH_SIZE = 2048, 64, 4
 DISTILLED = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
 methods = pytest.mark.parametrize("method", EACH, ids=VARIANTS)
@@ -104,3 +115,21 @@ def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_i
         assert beside.checkpoint_bytes - plain.checkpoint_bytes == plain.trainable_bytes
     assert to_base.frozen_bytes - plain.frozen_bytes == plain.trainable_bytes
     assert to_base.checkpoint_bytes == plain.checkpoint_bytes
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp_path: Path, quantisation: str) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+    LlamaConfig(**sizes, tie_word_embeddings=False).save_pretrained(tmp_path)  # as Llama-3.1-8B has them
+    config = load_config(CARD_OF_24_GB, [f"model.base={tmp_path}", f"model.quantisation={quantisation}"])
+    planned = memory_of_run(config, num_processes=1, device_type="cuda")
+    assert planned.frozen == pytest.approx({"int8": 9.09e9, "nf4": 5.70e9}[quantisation], rel=0.01)
+    assert planned.total < 0.9 * 24 * 2**30  # the rest is for the allocator, the libraries and W made anew

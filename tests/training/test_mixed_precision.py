@@ -37,13 +37,15 @@ class CopiesOf(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("variant", ["preserve", "adapt", "lora"])
-def test_a_frozen_bfloat16_base_is_never_copied_and_what_trains_is_held_in_float32(
+def test_a_frozen_base_in_16_bits_is_never_copied_and_what_trains_is_held_in_float32(
     variant: str, mixed_precision: Any, checkpointing: bool
 ) -> None:
     # Sizes at which no block of the expansion has the shape of one of the base's weights; 14 tokens at once.
-    base = tiny_llama(num_key_value_heads=4).bfloat16()
+    dtype = torch.float16 if mixed_precision == "fp16" else torch.bfloat16
+    whole: Any = tiny_llama(num_key_value_heads=4)
+    base = whole.to(dtype)
     frozen = [parameter for parameter in base.parameters() if parameter.ndim == 2]
     model: Any = start_model(base, MethodConfig.model_validate({"variant": variant, "lora": {"rank": 2}}), seed=0)
     train = TrainConfig(
@@ -61,7 +63,7 @@ def test_a_frozen_bfloat16_base_is_never_copied_and_what_trains_is_held_in_float
         for step in range(2):
             train_step(accelerator, wrapped, optimiser, batches.of_step(step), train)
     assert copies.made == []
-    assert {weight.dtype for weight in frozen} == {torch.bfloat16}
+    assert {weight.dtype for weight in frozen} == {dtype}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     moments = [state[name] for state in optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert {tensor.dtype for tensor in (*trained, *moments)} == {torch.float32}

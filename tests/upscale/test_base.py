@@ -120,7 +120,7 @@ def test_what_changed_is_named_and_nothing_else() -> None:
     assert len(changed_tensors(base.to(torch.bfloat16), record)) == len(record.tensors)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_base_is_loaded_frozen_in_evaluation_mode_and_in_its_dtype(checkpoint: Path, dtype: str) -> None:
     base = load_base(named(checkpoint, dtype))
     assert not base.training

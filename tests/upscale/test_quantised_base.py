@@ -1,0 +1,231 @@
+"""A base in 8 or 4 bits: what holds of a whole base, bit for bit, holds of what transformers quantises."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Phi3Config, TorchAoConfig
+
+from scale_cli.commands import plan as plan_module
+from scale_cli.commands.export import export
+from scale_cli.commands.plan import plan
+from scale_cli.commands.train import train
+from scale_cli.commands.upscale import upscale
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.methods.starts import leading_directions
+from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, plain_weight
+from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
+from scale_cli.upscale.base import base_without_weights, changed_tensors, check_finite, load_base, record_base
+from scale_cli.upscale.method import any_base_without_weights, build_model, start_model
+from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.preservation import trained_logits
+from scale_cli.upscale.run import Run
+from tests.export.conftest import configured
+from tests.widening import real_ids
+
+# nf4 holds blocks of 64 x 256 weights, which the matrices of stories260K are too small for.
+HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
+FROZEN_METHODS = ["route", "adapt", "lora"]
+
+
+def named(shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16") -> ModelConfig:
+    return ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype, quantisation=quantisation)
+
+
+def whole(model: ModelConfig) -> ModelConfig:
+    return model.model_copy(update={"quantisation": None})
+
+
+def loaded_plainly(model: ModelConfig) -> Any:
+    """The quantised base as anybody loads it, by transformers alone."""
+    assert model.quantisation is not None
+    settings = TorchAoConfig(QUANTISATIONS[model.quantisation].settings())
+    dtype = getattr(torch, model.dtype)
+    return AutoModelForCausalLM.from_pretrained(model.base, dtype=dtype, quantization_config=settings).eval()
+
+
+def run_config(
+    shared_data: Path, folder: Path, quantisation: str, variant: str = "route", dtype: str = "bfloat16", **train: Any
+) -> RunConfig:
+    config = configured(shared_data, folder, {"variant": variant}).model_dump()
+    config["model"] |= named(shared_data, "ckpt-eltec", quantisation, dtype).model_dump()
+    config["train"] |= {"max_steps": 4, "save_every_steps": 2, "keep_checkpoints": 2, **train}
+    return RunConfig.model_validate(config)
+
+
+@pytest.mark.parametrize(("checkpoint", "quantisation"), HELD)
+def test_a_quantised_base_is_the_one_that_transformers_loads_bit_for_bit(
+    shared_data: Path, checkpoint: str, quantisation: str
+) -> None:
+    model = named(shared_data, checkpoint, quantisation)
+    base, plainly = load_base(model), loaded_plainly(model)
+    ids = real_ids(shared_data, checkpoint)[:200].reshape(4, 50)
+    with torch.no_grad():
+        assert torch.equal(base(ids).logits, plainly(ids).logits)
+    record = record_base(base, model)
+    assert changed_tensors(plainly, record) == []
+    assert changed_tensors(load_base(whole(model)), record)
+    held = [name for name, tensor in base.named_parameters() if is_quantised(tensor)]
+    assert len(held) == 7 * base.config.num_hidden_layers
+    assert "quantization_config" not in base.config.to_diff_dict()
+
+
+@pytest.mark.parametrize(("checkpoint", "quantisation"), HELD)
+def test_every_bit_that_a_quantised_weight_is_held_in_is_hashed_and_checked(
+    shared_data: Path, checkpoint: str, quantisation: str
+) -> None:
+    model = named(shared_data, checkpoint, quantisation)
+    base: Any = load_base(model)
+    record = record_base(base, model)
+    weight = base.model.layers[1].mlp.up_proj.weight
+    for part in parts_of(weight):
+        before = part.clone()
+        part.reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
+        assert changed_tensors(base, record) == ["model.layers.1.mlp.up_proj.weight"]
+        part.copy_(before)
+    assert changed_tensors(base, record) == []
+    next(part for part in parts_of(weight) if part.is_floating_point()).fill_(torch.nan)
+    with pytest.raises(BaseModelError, match=r"up_proj.weight of here holds numbers that are not finite"):
+        check_finite(base, "here")
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_training_and_resuming_leave_a_quantised_base_its_logits_and_end_in_the_same_bits(
+    shared_data: Path, tmp_path: Path, quantisation: str
+) -> None:
+    config = run_config(shared_data, tmp_path / "run", quantisation)
+    upscale(config)
+    train(config, None, print)
+    broken_off = config.model_copy(update={"output_dir": tmp_path / "resumed"})
+    shutil.copytree(config.output_dir, broken_off.output_dir)
+    for later in ("final", "checkpoints/step-00000004", "checkpoints/step-4"):
+        shutil.rmtree(broken_off.output_dir / later, ignore_errors=True)
+    train(broken_off, "auto", print)
+    ends = [load_file(one.output_dir / "final" / "trained.safetensors") for one in (config, broken_off)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    model: Any = Run(config).open_final().load()
+    ids = real_ids(shared_data, "ckpt-eltec")[:150].reshape(3, 50)
+    with torch.no_grad():
+        states = model.final_states(ids, preserved=True)
+        assert torch.equal(model.base_logits(states), loaded_plainly(config.model)(ids).logits)
+        assert not torch.equal(trained_logits(model, ids), model.base_logits(states))
+    with pytest.raises(RunFolderError, match=f"model.quantisation: '{quantisation}' -> None"):
+        Run(config.model_copy(update={"model": whole(config.model)})).open_final()
+
+
+@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "route"), ("int8", "lora"), ("nf4", "route")])
+def test_what_is_exported_holds_the_quantised_weights_as_numbers(
+    shared_data: Path, tmp_path: Path, quantisation: str, variant: str
+) -> None:
+    config = run_config(shared_data, tmp_path / "run", quantisation, variant, "float32", max_steps=2)
+    upscale(config)
+    train(config, None, print)
+    folder = export(config).folder
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model: Any = Run(config).open_final().load()
+    assert any(map(is_quantised, model.parameters())) and not any(map(is_quantised, plain.parameters()))
+    ids = real_ids(shared_data, "ckpt-eltec")[:100].reshape(2, 50)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, trained_logits(model, ids), rtol=0.0, atol=1e-3)
+    assert f"linear maps in {quantisation}, by torchao; in this" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path, quantisation: str) -> None:
+    model: Any = start_model(load_base(named(shared_data, "ckpt-eltec", quantisation)), MethodConfig(), seed=0)
+    frozen, added = model.base.model.layers[0].mlp.up_proj, model.expansion.layers[0].up_proj
+    rows = leading_directions(plain_weight(frozen), len(added.weight_21))
+    assert torch.equal(added.weight_21[: len(rows)], rows.to(added.weight_21.dtype))
+    eye = torch.eye(frozen.in_features, dtype=torch.bfloat16)
+    torch.testing.assert_close(frozen(eye).T, plain_weight(frozen), rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("variant", FROZEN_METHODS)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
+    shared_data: Path, quantisation: str, variant: str
+) -> None:
+    model, method = named(shared_data, "ckpt-eltec", quantisation), MethodConfig.model_validate({"variant": variant})
+    train_config = configured(shared_data, Path("unused"), {}).train
+    base = load_base(model)
+    with torch.device("meta"):
+        planned: Any = build_model(any_base_without_weights(model), method, 0)
+    counted = Parameters.of(planned, train_config)
+    parts = [part for parameter in base.parameters() for part in parts_of(parameter)]
+    assert counted.frozen_bytes == sum(part.untyped_storage().nbytes() for part in parts)
+    assert counted.num_frozen == sum(parameter.numel() for parameter in base.parameters())
+    real: Any = start_model(base, method, 0)
+    trained = for_training(real.train(), train_config)
+    ids = torch.zeros(1, 89, dtype=torch.long)  # a window that no width of the model is a multiple of
+    with kept_for_backward(real, "cpu", "bf16") as kept:
+        trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=89, use_cache=False)
+    of_weights = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % 89]
+    assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(num_bytes(of_weights), rel=0.02)
+
+
+def test_a_plan_of_a_quantised_base_differs_in_its_bytes_alone_and_says_what_cannot_be_had(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
+    config = run_config(shared_data, tmp_path / "run", "int8")
+    planned, plainly = (
+        plan(config.model_copy(update={"model": model}), flops=1e12, num_processes=1)
+        for model in (config.model, whole(config.model))
+    )
+    assert "model.quantisation" in planned.refused["full"] and not plainly.refused
+    (of_quantised,), (of_whole, _) = planned.methods, plainly.methods
+    assert of_quantised.flops == of_whole.flops
+    assert of_quantised.memory == replace(of_whole.memory, frozen=of_quantised.memory.frozen)
+    assert of_quantised.memory.frozen < of_whole.memory.frozen
+
+
+@pytest.mark.parametrize("variant", ["full", "llama-pro"])
+def test_what_trains_weights_of_the_base_is_refused_before_anything_is_written(
+    shared_data: Path, tmp_path: Path, variant: str
+) -> None:
+    config = run_config(shared_data, tmp_path / "run", "int8", variant)
+    with pytest.raises(ConfigError, match=f"method.variant: {variant} trains weights of the base"):
+        upscale(config)
+    assert not config.output_dir.exists()
+
+
+def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_refused_by_name(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    small: Any = named(shared_data, "ckpt-stories260K", "nf4")
+    with pytest.raises(
+        BaseModelError, match=r"model.quantisation: nf4: model.layers.0.self_attn.q_proj has 4,096 weig"
+    ):
+        any_base_without_weights(small)
+    packed = Phi3Config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, pad_token_id=0)
+    with pytest.raises(BaseModelError, match=r"a layer of the family phi3 has no q_proj that stands alone"):
+        base_without_weights(packed, "bfloat16", "int8")
+    quantised = tmp_path / "quantised"
+    loaded_plainly(named(shared_data, "ckpt-eltec", "int8")).save_pretrained(quantised)
+    with pytest.raises(BaseModelError, match="is quantised already"):
+        load_base(ModelConfig(base=str(quantised)))
+
+
+def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(shared_data: Path, tmp_path: Path) -> None:
+    for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
+        with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
+            run_config(shared_data, tmp_path / "run", "int8", **key)
+
+
+def test_a_base_without_weights_is_quantised_as_a_loaded_one(shared_data: Path) -> None:
+    for checkpoint, quantisation in HELD:
+        base = load_base(named(shared_data, checkpoint, quantisation))
+        without = base_without_weights(base.config, "bfloat16", quantisation)
+        shapes = [
+            {name: [(part.shape, part.dtype) for part in parts_of(tensor)] for name, tensor in one.named_parameters()}
+            for one in (base, without)
+        ]
+        assert shapes[0] == shapes[1]
