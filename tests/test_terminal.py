@@ -34,6 +34,7 @@ def test_a_log_gets_whole_lines_seldom_and_nothing_that_moves_a_cursor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds_apart: float
 ) -> None:
     monkeypatch.setattr(terminal, "_SECONDS_APART", seconds_apart)
+    monkeypatch.setattr(terminal, "_form", "lines")  # a verb before this test may have chosen another
     with (tmp_path / "log").open("w", encoding="utf-8") as log:
         monkeypatch.setattr(sys, "stderr", log)
         with progress_bar(total=4, desc="training", unit="step") as outer:

@@ -154,15 +154,16 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Any, *args: Any, past_key_values: Any = None, **kwargs: Any
+        self, input_ids: Any, *args: Any, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> Any:
         """Return what a step reads: all of a text that has grown so long that its positions are turned otherwise."""
         short = family_of(self.root.config).short_up_to(self.root.config)
         past = None if past_key_values is None else past_key_values.get_seq_length()
         if past is not None and short is not None and past <= short < input_ids.shape[1]:
             past_key_values, kwargs["next_sequence_length"] = None, None
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         generation: Any = super()
-        return generation.prepare_inputs_for_generation(input_ids, *args, past_key_values=past_key_values, **kwargs)
+        return generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def final_states(
         self,
