@@ -252,6 +252,11 @@ def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: 
     assert re.fullmatch(rf"override .*: {re.escape(key)}: \w+ is no more: .+", error_of(SMALLEST, override))
 
 
+def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
+    written = load_text(SMALLEST, "corpus.sources.0.order=shuffled", "corpus.stages=[]")
+    assert written == load_text(SMALLEST)
+
+
 @pytest.mark.parametrize("key", _REMOVED)
 def test_a_removed_key_says_what_became_of_it(key: str) -> None:
     in_list = key.removeprefix("evaluation.benchmarks.")
