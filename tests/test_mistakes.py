@@ -45,7 +45,7 @@ def config(tmp_path: Path, shared_data: Path) -> Path:
         ("train.resume=true", "train.resume: unknown key (no key: `scale run` again goes on"),
         ("model=gpt2", "model: a section with keys of its own, not a plain value (did you mean model.base?)"),
         ("method=lora", "method: a section with keys of its own, not a plain value (did you mean method.variant?)"),
-        ("train.mixed_precision=fp16", "train.mixed_precision: input should be 'no' or 'bf16'"),
+        ("train.mixed_precision=fp8", "train.mixed_precision: input should be 'no', 'bf16' or 'fp16'"),
         ("output_dir=/proc/mine", "output_dir /proc/mine: /proc cannot be written to"),
         ("corpus.sources.0.path=nowhere/*.txt", "mine: no file matches nowhere/*.txt"),
         ("corpus.sequence_length=100000", "corpus.sequence_length: 100000, but the base has 512 positions"),
