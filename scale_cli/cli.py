@@ -194,7 +194,6 @@ def export(
 def sweep(
     config: Config,
     values: Annotated[list[str] | None, Argument(metavar="KEY.SUB=A,B,C", help="Values; one is an override.")] = None,
-    max_runs: Annotated[int | None, Option(metavar="N", min=1, help="At most so many, drawn by chance.")] = None,
     paired: Annotated[bool, Option("--paired", help="Pair values by their places; else combine all.")] = False,
     _form: Form = None,
 ) -> None:
@@ -207,9 +206,9 @@ def sweep(
 
     grid = parse_grid(values or [], paired=paired)
     load(config, grid.shared)
-    from scale_cli.commands import sweep as sweeping
+    from scale_cli.commands.sweep import sweep
 
-    show(sweeping.sweep(config, grid, max_runs, log))
+    show(sweep(config, grid, log))
 
 
 @app.command()
@@ -218,40 +217,18 @@ def mixture(
     overrides: Overrides = None,
     ratios: Annotated[str, Option(metavar="A,B,...", help="Shares of new text, above 0 to 1.")] = "0.33,0.5,0.75,1",
     tolerance: Annotated[float, Option(metavar="BITS", min=0.0, help="Bits per byte that may be lost.")] = 0.05,
-    steps: Annotated[str | None, Option(metavar="A,B,...", help="Budgets, if not the config's own.")] = None,
-    predict_steps: Annotated[int | None, Option(metavar="N", min=1, help="A longer budget to predict and run.")] = None,
     _form: Form = None,
 ) -> None:
     """Find how much new text a run takes before it forgets too much.
 
-    By runs at several shares, and budgets if asked, a law fitted to them, and what it predicts measured beside it.
+    By runs at several shares, a law fitted to them, and what it predicts measured beside it.
     """
     refuse_several("mixture")
     load(config, overrides)
     shares = parse_numbers("--ratios", ratios)
-    budgets = [] if steps is None else parse_numbers("--steps", steps)
     from scale_cli.commands.mixture import mixture
 
-    show(mixture(config, overrides or [], shares, tolerance, log, budgets, predict_steps))
-
-
-@app.command()
-def average(
-    checkpoints: Annotated[list[Path], Argument(metavar="CHECKPOINT", help="Checkpoints, final/ folders or runs.")],
-    output: Annotated[Path, Option(metavar="DIR", help="A new run's folder.")],
-    weights: Annotated[str | None, Option(metavar="A,B,...", help="One for each; the same if none.")] = None,
-    _form: Form = None,
-) -> None:
-    """Average what several checkpoints or runs have trained.
-
-    Into a folder that evaluate and export take as a run's.
-    """
-    folders = [run_folder(path) for path in checkpoints]
-    shares = None if weights is None else parse_numbers("--weights", weights)
-    quieten_libraries()
-    from scale_cli.commands.average import average
-
-    show(on_main(lambda: average(folders, output, shares)))
+    show(mixture(config, overrides or [], shares, tolerance, log))
 
 
 @app.command()

@@ -23,8 +23,15 @@ from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, MetricsRecord, read_records
-from scale_cli.storage.records import AverageRecord, BaseRecord, Cost, TrainState, trained_sha256
+from scale_cli.storage.records import (
+    EVALUATION,
+    BaseRecord,
+    Cost,
+    MetricsRecord,
+    TrainState,
+    read_records,
+    trained_sha256,
+)
 from scale_cli.values import language_name
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
@@ -53,10 +60,8 @@ class ComparedRun:
     raw_report: dict[str, Any]  # the same as it stands in the file
     base: BaseRecord
     model_config: dict[str, Any]  # of the trained model, as transformers writes it
-    tokens_per_s: float  # of training
-    cost: Cost | None  # None of a mean of runs
+    cost: Cost
     curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
-    num_averaged: int  # what others trained that it is the mean of (`scale average`); 0: it was trained itself
 
     @property
     def method(self) -> MethodConfig:
@@ -118,19 +123,17 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
     run = RunFolder(folder)
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder")
-    final = ("position.json", "base.json", "config.json", "scale.yaml", MANIFEST)
-    needed = {run.final / file: "train" for file in final} | {run.evaluation / Report.FILE: "evaluate"}
-    if not AverageRecord.is_in(run.final):  # a mean has no training of its own
-        needed[run.metrics] = "train"
+    files = (TrainState.FILE, BaseRecord.FILE, Cost.FILE, "config.json", "scale.yaml", MANIFEST)
+    needed = {**{run.final / file: "train" for file in files}, run.metrics: "train"}
+    needed[run.evaluation / Report.FILE] = "evaluate"
     for path, verb in needed.items():
         if not path.is_file():
             missing = f"{path.relative_to(folder)} is missing (`scale {verb}` writes it)"
             raise RunFolderError(f"{folder}: not a finished run, {missing}")
     try:
         raw_report = read_json(run.evaluation / Report.FILE)
-        report, average = Report.from_json(raw_report), AverageRecord.load_if_there(run.final)
-        state, cost = TrainState.load(run.final), Cost.load_if_there(run.final)
-        curves = _curves(read_records(run.metrics), state)
+        report = Report.from_json(raw_report)
+        curves = _curves(read_records(run.metrics), TrainState.load(run.final))
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{folder}: damaged, not what a finished run holds ({one_line(error)})") from None
     if report.trained_sha256 != trained_sha256(run.final):
@@ -143,10 +146,8 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
         raw_report=raw_report,
         base=BaseRecord.load(run.final),
         model_config=read_json(run.final / "config.json"),
-        tokens_per_s=(cost and cost.tokens_per_s) or state.num_tokens / max(state.elapsed_s, 1e-9),
-        cost=cost,
+        cost=Cost.load(run.final),
         curves=curves,
-        num_averaged=len(average.members) if average else 0,
     )
 
 

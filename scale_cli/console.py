@@ -40,7 +40,7 @@ _GROUPS = {
     "First": ("run", "init", "plan"),
     "One verb at a time": ("upscale", "prepare", "train", "evaluate", "export"),
     "Serving": ("generate", "serve"),
-    "Research": ("sweep", "mixture", "average", "compare", "join", "verify", "schema"),
+    "Research": ("sweep", "mixture", "compare", "join", "verify", "schema"),
 }
 
 

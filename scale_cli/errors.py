@@ -136,7 +136,6 @@ def one_line(error: BaseException) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a library is there, without importing it."""
     return find_spec(module) is not None
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.methods.recipes import recipes_of
 from scale_cli.model.quantised_base import empty_as, parts_of
 from scale_cli.model.routing import rows_at_once
-from scale_cli.processes import autocast, lowered_dtype
+from scale_cli.processes import autocast, device_name, lowered_dtype
 from scale_cli.processes import device as own_device
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import (
@@ -217,7 +215,6 @@ class Parameters:
 
     @classmethod
     def of(cls, model: MethodModel, train: TrainConfig) -> Parameters:
-        """Count them in a model whose trainability is decided."""
         parameters, kinds = dict(model.named_parameters()), kinds_of_parameters(model)
         frozen = [parameter for name, parameter in parameters.items() if name not in kinds]
         trainable = [parameters[name] for name in kinds]
@@ -259,7 +256,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All of them; allocators, libraries and data come on top."""
-        return self.frozen + self.trainable + self.gradients + self.moments + self.saved + self.head
+        return sum(vars(self).values())
 
 
 def training_memory(
@@ -384,34 +381,21 @@ def _one_layer(base_config: Any) -> Any:
     return config
 
 
-def peak_tokens_per_s(config: RunConfig, device_name: str, num_processes: int) -> float | None:
+def peak_tokens_per_s(config: RunConfig, named: str, num_processes: int) -> float | None:
     """Return the tokens a second that a run could train on if its devices did nothing but its products.
 
     At their makers' figures; None where none is known. What training reaches of it is its MFU.
     """
-    peak = peak_flops_per_s(device_name, config.train.mixed_precision)
+    peak = peak_flops_per_s(named, config.train.mixed_precision)
     if peak is None:
         return None
     length = config.corpus.sequence_length
     return num_processes * peak / count_flops(model_without_weights(config), length).total(length)
 
 
-def peak_flops_per_s(device_name: str, mixed_precision: str) -> float | None:
+def peak_flops_per_s(named: str, mixed_precision: str) -> float | None:
     """Return what a device's maker says it can do in the run's precision; None where no figure is known."""
     if mixed_precision == "no":
         return None
     peaks = _PEAK_FLOPS_PER_S.items()
-    return next((peak for name, peak in peaks if re.search(rf"\b{name}\b(?! NVL)", device_name)), None)
-
-
-def device_name(device: torch.device) -> str:
-    """Return what a GPU is called; of anything else, its type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that was taken so far: of a GPU by this process, else of the process itself."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return next((peak for name, peak in peaks if re.search(rf"\b{name}\b(?! NVL)", named)), None)

@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +84,23 @@ def device() -> torch.device:
     chosen = process_state().device
     # The router's weights are float64, which Apple's GPUs do not have.
     return torch.device("cpu") if chosen.type == "mps" else chosen
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a GPU is called; of anything else, its type."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was taken so far: of a GPU by this process, else of the process itself."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def lowered_dtype(mixed_precision: str) -> torch.dtype | None:

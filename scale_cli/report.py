@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from scale_cli.methods import METHODS
 
-NOT_FINITE, NOT_RECORDED, DASH = "not finite", "not recorded", "—"
+NOT_FINITE, DASH = "not finite", "—"
 NO_DIFFERENCE = "no difference shown"
 # p-values, adjusted by Holm's method, from here on show nothing.
 SIGNIFICANCE = 0.05
@@ -81,10 +81,8 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def quantity(value: float | None, unit: str = "") -> str:
-    """Return a figure in three digits with its SI prefix: 9.03 GFLOP, 263 k, 42; or that there is no record of it."""
-    if value is None:
-        return NOT_RECORDED
+def quantity(value: float, unit: str = "") -> str:
+    """Return a figure in three digits with its SI prefix: 9.03 GFLOP, 263 k, 42."""
     for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
         if abs(value) < 999.5 or prefix == "Z":
             break

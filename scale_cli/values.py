@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """What every section shares: unknown keys are errors, values are not changed after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    REMOVED: ClassVar[Mapping[str, Any]] = {}  # keys that are no more, at what is always so now
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, given: Any) -> Any:
+        """Read the configs of earlier runs, which hold removed keys."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
 
 
 class Change(Enum):

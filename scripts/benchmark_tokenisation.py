@@ -89,12 +89,12 @@ def map_dataset(dataset: Any, tokenizer: Any, num_workers: int) -> Any:
 def prepare(folder: Path, tokenizer: Any, num_workers: int) -> int:
     """Tokenise with scale into an empty cache; return the number of tokens, markers left out."""
     from scale_cli.config.sources import ReadingConfig, TextSource
-    from scale_cli.data.tokens import tokenised
+    from scale_cli.data.tokens import TokenCache
 
     source = TextSource(name="corpus", path=str(folder / "corpus.jsonl"), language="en")
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         reading = ReadingConfig(num_workers=num_workers)
-        corpus = tokenised(source, tokenizer, Path(cache), show_progress=False, reading=reading)
+        corpus = TokenCache(Path(cache), tokenizer, reading).open(source)
         markers = sum(marker is not None for marker in (corpus.markers.bos, corpus.markers.eos))
         return corpus.ledger.num_tokens - markers * len(corpus)
 

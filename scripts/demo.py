@@ -21,14 +21,14 @@ from scale_cli.config.sources import CorpusSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import cache_dir
-from scale_cli.data.tokens import tokenised
-from scale_cli.export.router_keys import routed_class
+from scale_cli.data.tokens import TokenCache
+from scale_cli.export.plain_folder import routed_class
 from scale_cli.report import aligned
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from scripts.biography.people import Language, biography, generate_people
 from scripts.from_scratch import train_base, train_tokenizer
 
@@ -69,7 +69,7 @@ def make_base(config: RunConfig, texts: dict[str, list[str]]) -> None:
     folder = Path(config.model.base)
     tokenizer = train_tokenizer([*texts["english-train"], *texts["korean-train"]], vocab_size=2048)
     source = CorpusSource(name="english", path=str(folder.parent / "text" / "english-train.txt"), language="en")
-    corpus = tokenised(source, tokenizer, cache_dir(config), show_progress=False)
+    corpus = TokenCache(cache_dir(config), tokenizer).open(source)
     batches = Batches(
         [PackedWindows(corpus.ids, config.corpus.sequence_length)],
         [1.0],

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys
 from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
 from scale_cli.upscale.method import start_model
 

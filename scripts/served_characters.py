@@ -23,7 +23,7 @@ from torch import Tensor
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys
 from scale_cli.model.routed_scale import ScaleRoutedLlamaForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import new_pieces, start_model

@@ -38,7 +38,6 @@ class Made:
         benchmarks: name to (difference in accuracy, Holm-adjusted p).
         curve_steps: periodic evaluations.
         base: hash of the base's only tensor.
-        has_cost: whether there is a cost.json.
         train: keys of the config's train section.
         new_tokens: so many new ones, with which Korean takes a quarter of the tokens.
         base_bits: of Korean, by the untouched base.
@@ -52,7 +51,6 @@ class Made:
     benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)
     curve_steps: int = 4
     base: str = "a" * 64
-    has_cost: bool = True
     train: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 0
     base_bits: float = BASE_BITS["ko"]
@@ -68,8 +66,7 @@ def write_run(folder: Path, made: Made) -> Path:
         write_json(final / "config.json", _model_config(made))
         (final / "scale.yaml").write_text(yaml.safe_dump(_config(folder, made)), encoding="utf-8")
         (final / "trained.safetensors").write_text("nobody reads it", encoding="utf-8")
-        if made.has_cost:
-            write_json(final / "cost.json", _cost(made))
+        write_json(final / "cost.json", _cost(made))
     report = replace(report_of(made), trained_sha256=trained_sha256(folder / "final"))
     (folder / "evaluation").mkdir()
     write_json(folder / "evaluation" / "report.json", report.to_json())

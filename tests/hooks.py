@@ -12,8 +12,7 @@ from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.methods.hooks import Hook, Training, Update
-from scale_cli.methods.recipes import copy_start
+from scale_cli.methods.recipes import Hook, Training, Update, copy_start
 from scale_cli.training.step import hooks_of
 
 

@@ -11,23 +11,15 @@ import pytest
 import yaml
 
 from tests.command_line import Scale
+from tests.one_step import write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path, shared_data: Path) -> Path:
     """A config that runs, beside its text."""
-    (tmp_path / "text.txt").write_text("One document.\n\nAnother one.\n", encoding="utf-8")
-    text = {"path": str(tmp_path / "text.txt"), "language": "en"}
-    tree = {
-        "output_dir": str(tmp_path / "run"),
-        "model": {"base": str(shared_data / "ckpt-stories260K" / "hf")},
-        "corpus": {"sequence_length": 16, "sources": [{"name": "mine", **text}]},
-        "train": {"max_steps": 1, "global_batch_size": 1},
-        "evaluation": {"perplexity": [{"name": "held-out", "role": "acquisition", **text}]},
-    }
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return path
+    held_out = {"name": "held-out", "role": "acquisition", "path": str(tmp_path / "news.txt"), "language": "en"}
+    base = shared_data / "ckpt-stories260K" / "hf"
+    return write_config(tmp_path, base, evaluation={"perplexity": [held_out]})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +39,7 @@ def config(tmp_path: Path, shared_data: Path) -> Path:
         ("method=lora", "method: a section with keys of its own, not a plain value (did you mean method.variant?)"),
         ("train.mixed_precision=fp8", "train.mixed_precision: input should be 'no', 'bf16' or 'fp16'"),
         ("output_dir=/proc/mine", "output_dir /proc/mine: /proc cannot be written to"),
-        ("corpus.sources.0.path=nowhere/*.txt", "mine: no file matches nowhere/*.txt"),
+        ("corpus.sources.0.path=nowhere/*.txt", "news: no file matches nowhere/*.txt"),
         ("corpus.sequence_length=100000", "corpus.sequence_length: 100000, but the base has 512 positions"),
     ],
 )
@@ -66,8 +58,8 @@ KOREAN = "안녕하세요 여러분.\n\n다시 만나요 우리.\n"
 @pytest.mark.parametrize(
     ("name", "content", "key", "told"),
     [
-        ("a.txt", KOREAN.encode("cp949"), "path", "a.txt looks like CP949: cat "),
-        ("a.txt", KOREAN.encode("utf-16"), "path", "a.txt looks like UTF-16: cat "),
+        ("a.txt", KOREAN.encode("cp949"), "path", "not UTF-8: {place}:1, {place}:3 (text is read as UTF-8"),
+        ("a.txt", KOREAN.encode("utf-16"), "path", "iconv"),
         ("a.jsonl", b'{"title": "x", "body": "y"}\n', "path", "(it has title, body; text_field or messages_field says"),
         ("folder/a.txt", KOREAN.encode(), "path", "folder is a folder, not a file; give "),
         ("a.txt", b"", "path", "a.txt): no document with text"),

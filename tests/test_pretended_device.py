@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from accelerate import Accelerator
 from lm_eval.api.instance import Instance
 from torch import Tensor, nn
 
-from scale_cli.commands.average import average
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
@@ -28,7 +26,7 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import open_sources
 from scale_cli.evaluation.benchmark_tasks import ObservedHeads
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.generation.generator import Continuation, Generator, Sampling
+from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -38,7 +36,7 @@ from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.objective import for_training
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from scale_cli.vocabulary import proofs
 from tests.pretended_device import accelerate_on, pretended_device
 from tests.torture.tiny_run import Runs, write_base_and_texts
@@ -186,30 +184,6 @@ def test_the_scores_of_documents_and_benchmarks(
     assert embedded_on(lambda: torch.testing.assert_close(scores(moved), here, rtol=1e-5, atol=1e-4)) == {device.type}
 
 
-@pytest.mark.parametrize(("variant", "rule"), [("preserve", "posterior"), ("route", "posterior"), ("route", "cosine")])
-def test_generation_and_which_head_spoke(device: torch.device, config: RunConfig, variant: str, rule: str) -> None:
-    generator = Generator(RunFolder(config.output_dir).upscaled)
-    trained = as_if_trained(nn.Module.to(generator.model, CPU))
-    trained.config.variant, trained.config.router_rule = variant, rule
-    trained.config.router_threshold, trained.config.router_switch_rate = 0.97, 0.02
-    sampled = Sampling(3, temperature=0.8, top_p=0.9)
-    ways = [Sampling(3), sampled]
-
-    def said(where: torch.device) -> list[Continuation]:
-        generator.model = nn.Module.to(copy.deepcopy(trained), where)
-        return [told for way in ways for told in generator.continue_all(PROMPTS, way)]
-
-    here = said(CPU)
-    assert embedded_on(lambda: _assert_same_words(said(device), here)) == {device.type}
-
-
-def _assert_same_words(there: list[Continuation], here: list[Continuation]) -> None:
-    for one, other in zip(there, here, strict=True):
-        assert one.completion == other.completion
-        for token, expected in zip(one.tokens, other.tokens, strict=True):
-            assert token.shares == (None if expected.shares is None else pytest.approx(expected.shares, abs=1e-5))
-
-
 def check_all_on(device: torch.device, verbs: dict[str, Callable[[], Any]]) -> None:
     """Run some verbs, which have to compute on a device alone."""
     assert {name: embedded_on(verb) for name, verb in verbs.items()} == {name: {device.type} for name in verbs}
@@ -235,14 +209,15 @@ def korean(folder: Path) -> dict[str, Any]:
 
 
 def asking_the_base(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a run whose text is chosen by the base, held to what it knows, and continued."""
-    chosen = {**korean(folder), "select": {"by": "base_loss", "keep": 0.5}}
+    """Return a run that measures on what the base knows, and has its prompts continued."""
     known = {**config.corpus.sources[0].model_dump(), "role": "replay", "weight": 0}
     continued = {"prompts": 2, "prompt_tokens": 8, "new_tokens": 2}
     kept = config.evaluation.perplexity[1].model_dump()
     held_out = [{**of, "max_documents": 2} for of in (kept, korean(folder) | {"role": "acquisition"})]
     return changed(
-        config, corpus={"sources": [chosen, known]}, evaluation={"continuations": continued, "perplexity": held_out}
+        config,
+        corpus={"sources": [korean(folder), known]},
+        evaluation={"continuations": continued, "perplexity": held_out},
     )
 
 
@@ -275,7 +250,7 @@ def test_every_verb_of_a_run_computes_on_the_device(
     check_all_on(device, verbs)
 
 
-def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_device(
+def test_a_run_that_begins_with_another_and_is_held_to_the_base_computes_on_the_device(
     device: torch.device, config: RunConfig, tmp_path: Path
 ) -> None:
     layers = shortened(config, tmp_path / "layers", variant="full")
@@ -287,18 +262,12 @@ def test_a_run_that_begins_with_another_is_held_to_the_base_and_averaged_on_the_
         "save_every_steps": 1,
     }
     whole = changed(config, output_dir=tmp_path / "whole", method={"variant": "full"}, train=TWO_STEPS | anchored)
-    trained = RunFolder(whole.output_dir)
-
-    def average_and_evaluate() -> None:
-        mean = average([trained.checkpoint(1), trained.root], tmp_path / "mean", None)
-        evaluate(load_config(mean.folder / "scale.yaml"))
-
     verbs: dict[str, Callable[[], Any]] = {
         "upscale": lambda: upscale(layers),
         "train": lambda: train(layers, None, print),
         "upscale again": lambda: upscale(whole),
         "train again": lambda: train(whole, None, print),
-        "average": average_and_evaluate,
+        "evaluate": lambda: evaluate(whole),
     }
     check_all_on(device, verbs)
 

@@ -20,8 +20,7 @@ from scale_cli.evaluation.results import Report
 from scale_cli.processes import check_launch, on_main, refuse_several
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import read_records
-from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.storage.records import TRAINED, TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training.interruption import StopRequest
 from tests.command_line import Scale
@@ -57,10 +56,9 @@ ROUTE = (
     "train.max_forgetting=0",
     CONTINUED,
 )
-# The windows that are trained on, and every tensor's rate, hang on what the base says of text.
+# Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
     "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
-    "corpus.sources.0.select={by: base_loss, keep: 0.5}",
     "corpus.sources.1.role=replay",
     "corpus.sources.1.weight=0",
     "train.max_steps=4",

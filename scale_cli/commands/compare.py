@@ -81,7 +81,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return report.json: what was read, unchanged, and what was made of it."""
         base, of_option = self.runs[0].base, ("head", "label", "num_models", "passes")
-        of_run = ("name", "tokens_per_s", "cost", "curves", "num_averaged")
+        of_run = ("name", "cost", "curves")
         return {
             "kind": KIND,
             "base": {"name": base.name, "content_sha256": base.content_sha256},
@@ -157,11 +157,9 @@ def notes(comparison: Comparison) -> list[str]:
         )
     for name, changed in setup_differences(runs).items():
         lines.append(f"Set up otherwise than {runs[0].name}: {name} in {'; '.join(changed)}.")
-    if len({(run.cost.device, run.cost.num_processes) for run in runs if run.cost}) > 1:
-        found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs if run.cost)
+    if len({(run.cost.device, run.cost.num_processes) for run in runs}) > 1:
+        found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs)
         lines.append(f"The runs were trained on different devices; speed and memory do not compare: {found}.")
-    if means := [f"{run.name} (of {run.num_averaged})" for run in runs if run.num_averaged]:
-        lines.append(f"Means of weights: {', '.join(means)}; their training is that of the last one averaged.")
     for run in runs:
         for benchmark in run.report.skipped_benchmarks:
             lines.append(f"{run.name}: {benchmark.name} was not measured ({benchmark.reason}).")
@@ -198,9 +196,9 @@ def _methods_table(comparison: Comparison) -> Table:
             replace(difference_cell(option.gained), bold=bold),
             " / ".join(f"{100 * shares[code]:.1f}" for code in languages) if shares else DASH,
             option.passes,
-            quantity(cost.trainable_parameters if cost else None),
-            f"{run.tokens_per_s:,.0f}",
-            quantity(cost.peak_memory_bytes if cost else None, "B"),
+            quantity(cost.trainable_parameters),
+            DASH if cost.tokens_per_s is None else f"{cost.tokens_per_s:,.0f}",
+            quantity(cost.peak_memory_bytes, "B"),
         ]
 
     variants = [option.run.method.variant for option in comparison.options]

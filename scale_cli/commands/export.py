@@ -1,4 +1,4 @@
-"""The verb `scale export`: write, load what was written, compare, and only then call it done."""
+"""The verb `scale export`: write, load what was written, compare, and only then call it done, or send it to the hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -14,19 +17,22 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import EXPORT_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
-from scale_cli.errors import ConfigError, ExportParityError
+from scale_cli.errors import ConfigError, ExportParityError, PublishError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import FORMATS
 from scale_cli.export.parity import check_parity, measure_parity, parity_in_words
-from scale_cli.export.publish import check_repository, publish
 from scale_cli.processes import device, placed
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import ExportRecord, Parity, trained_sha256
+from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, trained_sha256
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder
+
+# What tells of the folders of this machine, and is of use beside the run alone; an adapter cannot be loaded without.
+_STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
+
 
 _DOCUMENTS_PER_CORPUS = 4
 
@@ -41,7 +47,6 @@ class ExportSummary:
     parity: Parity
 
     def lines(self) -> list[str]:
-        """Return aligned lines."""
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         lines = [f"format         {self.export_format}: {FORMATS[self.export_format].description}"]
         if self.parity.routed is not None:
@@ -171,3 +176,50 @@ def export_is_finished(config: RunConfig) -> bool:
         return False
     made, now = ExportRecord.load(folder), (trained_sha256(run.final), report_sha256(config, finished_report(config)))
     return (made.trained_sha256, made.report_sha256) == now
+
+
+def check_repository(repository: str, formats: Sequence[str]) -> None:
+    """Refuse what cannot be a model repository of somebody, before anything is exported."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UsageError(f"--push-to-hub {repository}: {one_line(error)}") from None
+    if repository.count("/") != 1:
+        raise UsageError(f"--push-to-hub {repository}: OWNER/NAME is wanted")
+    if len(formats) > 1:
+        raise UsageError(
+            f"--push-to-hub {repository}: a repository holds one model; of {' and '.join(formats)} say which is sent: "
+            f"export.format={formats[-1]}"
+        )
+
+
+def publish(folder: Path, repository: str, *, dry_run: bool) -> list[str]:
+    """Send a folder to the hub, as one commit to a repository that is made private where it is new.
+
+    Returns:
+        Lines on what was sent, or in a dry run would be.
+    """
+    is_adapter = BaseRecord.is_in(folder)
+    staying = [] if is_adapter else _STAYS_HERE
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in staying]
+    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
+    if dry_run:
+        note = ["               scale.yaml and base.json name folders as the config does"] if is_adapter else []
+        return [
+            f"dry run        {total} would go to https://huggingface.co/{repository} (private where it is new):",
+            *(f"  {num_bytes:>15,} bytes  {name}" for name, num_bytes in sizes.items()),
+            *note,
+            "               nothing was sent; --no-dry-run sends it",
+        ]
+    if get_token() is None:
+        raise PublishError("--push-to-hub: not logged in to the hub: `hf auth login`, or HF_TOKEN in the environment")
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Export by scale", ignore_patterns=staying
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise PublishError(f"--push-to-hub {repository}: {one_line(error)}") from None
+    return [f"sent           {total}: {commit.commit_url}"]

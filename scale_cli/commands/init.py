@@ -26,13 +26,13 @@ from scale_cli.data.corpora import every_source
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
 from scale_cli.data.ledger import check_bad_fraction
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, UsageError
 from scale_cli.planning import Device, Parameters, count_flops, count_saved_tensors, measure_device, training_memory
 from scale_cli.storage.atomic import write_text
 from scale_cli.upscale.base import base_without_weights, load_base_config
 from scale_cli.upscale.method import NewPieces, build_model
-from scale_cli.upscale.run import Run
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import Run, load_tokenizer
 from scale_cli.vocabulary.extension import extended
 from scale_cli.vocabulary.tokenizer import Extension, most_added
 
@@ -108,27 +108,40 @@ class Sizes:
 
     @property
     def num_tokens(self) -> int:
-        """Of the run."""
         return self.max_steps * self.global_batch_size * self.sequence_length
 
 
 @dataclass(frozen=True)
 class Starter:
-    """What was written, for the terminal."""
+    """A first config: what is in it that its template has not."""
 
     file: Path
-    corpus: str  # where its documents went
-    retention: str
-    tokens: str
+    model: dict[str, str]  # as the config calls it
+    corpus: Parted
+    kept: Parted
+    retention_language: str
+    new: NewTokens
     sizes: Sizes
+    lr: str
+
+    def text(self) -> str:
+        """Return the config, comments and all."""
+        output_dir = json.dumps(f"runs/{self.file.stem}", ensure_ascii=False)
+        return report.text("starter.yaml.j2", **vars(self), output_dir=output_dir, line=dump_line)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What was found of the texts, in words."""
+        return {"corpus": self.corpus.words, "retention": self.kept.words, "tokens": self.new.words}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.file, **self.texts, "sizes": self.sizes}
 
     def lines(self) -> list[str]:
         sizes = self.sizes
         step = f"{sizes.global_batch_size} x {sizes.sequence_length:,} tokens, {sizes.micro_batch_size} at once"
         return [
-            f"corpus         {self.corpus}",
-            f"retention      {self.retention}",
-            f"tokens         {self.tokens}",
+            *(f"{name:15}{words}" for name, words in self.texts.items()),
             f"sizes          {sizes.max_steps:,} steps of {step}: about {sizes.minutes:.2g} min, {sizes.device.origin}",
             f"{'':<15}a run of minutes shows that everything works; to write well takes hours",
             f"written        {self.file}, and {SCHEMA_FILE} beside it, by which an editor checks it",
@@ -168,9 +181,9 @@ def init(
     if sizes.device.type != "cpu" and base_config.dtype == torch.bfloat16:
         model["dtype"] = "bfloat16"
     lr = _MEASURED_LR if base_config.hidden_size <= _SMALL_HIDDEN_SIZE else _PAPERS_LR
-    text = starter_text(file, model, parted, kept, retention_language, new, sizes, lr)
-    _write(file, text, parted.files | kept.files)
-    return Starter(file, parted.words, kept.words, new.words, sizes)
+    starter = Starter(file, model, parted, kept, retention_language, new, sizes, lr)
+    _write(file, starter.text(), parted.files | kept.files)
+    return starter
 
 
 def fit_sizes(base_config: Any, num_new: int, minutes: float, num_tokens: int) -> Sizes:
@@ -226,33 +239,6 @@ def _memory_bytes(device_type: str) -> int:
     if device_type == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST)
     return int(torch.accelerator.get_memory_info()[0] * _SHARE_OF_DEVICE)
-
-
-def starter_text(
-    file: Path,
-    model: dict[str, str],
-    corpus: Parted,
-    kept: Parted,
-    retention_language: str,
-    new: NewTokens,
-    sizes: Sizes,
-    lr: str,
-) -> str:
-    """Return the config, comments and all."""
-    output_dir = json.dumps(f"runs/{file.stem}", ensure_ascii=False)
-    return report.text(
-        "starter.yaml.j2",
-        file=file,
-        output_dir=output_dir,
-        line=dump_line,
-        model=model,
-        corpus=corpus,
-        kept=kept,
-        retention_language=retention_language,
-        new=new,
-        sizes=sizes,
-        lr=lr,
-    )
 
 
 def _write(file: Path, text: str, texts: dict[Path, list[str]]) -> None:
@@ -389,7 +375,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     script = letters.most_common(1)[0][0]
     wanted, known = VocabularyConfig(script=script), CorpusSource.model_validate(text.source)
     more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
-    learned = Extension(tokenizer, first_id, more, [known], ReadingConfig(), Path())
+    learned = Extension(first_id, more, [known], TokenCache(Path(), tokenizer))
     try:
         found, _ = learned.learned(_BYTES_READ, wanted.min_count)
     except (BaseModelError, ConfigError) as error:

@@ -15,8 +15,7 @@ from scale_cli.export.card import base_licence
 from scale_cli.export.dense import dense_model
 from scale_cli.export.formats import write_self_contained
 from scale_cli.export.parity import check_parity, measure_parity, served_logits
-from scale_cli.export.plain_folder import write_plain
-from scale_cli.export.router_keys import routed_class, router_keys
+from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
 from scale_cli.join.members import JoinedRuns, join_runs
 from scale_cli.join.report import KIND, JoinReport, joined_card, score_corpora
 from scale_cli.model.family_scale import family_of
@@ -26,7 +25,7 @@ from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.layout import check_replaceable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import sample_ids
-from scale_cli.upscale.tokenizer import write_grown_tokenizer
+from scale_cli.upscale.run import write_grown_tokenizer
 from scale_cli.vocabulary.tokenizer import check_size
 
 _NUM_NEW_READ = 64

@@ -86,7 +86,6 @@ class Plan:
         return [*_heading(self), "", *_tables(self), *_footnotes(self)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures."""
         return {name: value for name, value in vars(self).items() if name not in ("config", "base_config")}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.corpora import cache_dir, corpus_warnings, every_source, open_sources
+from scale_cli.data.corpora import cache_of, corpus_warnings, every_source, open_sources
 from scale_cli.data.ledger import Ledger
-from scale_cli.data.tokens import TokenisedCorpus, tokenise_parts
+from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.processes import Share
 from scale_cli.upscale.run import Run
 
@@ -57,11 +57,8 @@ def prepare(config: RunConfig) -> PrepareSummary:
 
 def prepare_part(config: RunConfig, share: Share) -> PartSummary:
     """Tokenise a share of the files of every corpus; `prepare` joins it with the others."""
-    tokenizer, folder = _checked(config).tokenizer, cache_dir(config)
-    parts = [
-        tokenise_parts(source, tokenizer, folder, config.corpus, share, show_progress=True)
-        for source in every_source(config)
-    ]
+    cache = cache_of(config, _checked(config).tokenizer)
+    parts = [cache.tokenise_parts(source, share) for source in every_source(config)]
     return PartSummary(dict(zip(_described(config), parts, strict=True)))
 
 

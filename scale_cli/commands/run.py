@@ -37,7 +37,7 @@ def run_pipeline(
     on_main(lambda: _check(run))
     with ExitStack() as held:
         on_main(lambda: held.enter_context(claimed(run.folder.root)))
-        on_main(lambda: _show(_upscaled(run, log), log))
+        on_main(lambda: _upscale(run, log))
         log("== train")
         _show(train(config, "auto", log, accepted).lines(), log)
         log("== evaluate")
@@ -47,7 +47,7 @@ def run_pipeline(
         if report is not None:
             _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)
         if exported:
-            on_main(lambda: _show(_exported(config, log), log))
+            on_main(lambda: _export(config, log))
     return report
 
 
@@ -74,32 +74,27 @@ def _sources(run: Run) -> Sequence[TextSource]:
     return run.config.evaluation.perplexity if run.folder.final.is_dir() else every_source(run.config)
 
 
-def _upscaled(run: Run, log: Callable[[str], None]) -> list[str]:
+def _upscale(run: Run, log: Callable[[str], None]) -> None:
     log("== upscale")
     open_sources(run.config, _sources(run), run.tokenizer)
-    if upscale_is_finished(run):
-        return [f"done already   {run.folder.upscaled}"]
-    return upscale(run.config).lines()
+    finished = upscale_is_finished(run)
+    _show([f"done already   {run.folder.upscaled}"] if finished else upscale(run.config).lines(), log)
 
 
-def _exported(config: RunConfig, log: Callable[[str], None]) -> list[str]:
+def _export(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Export what is not there yet, and say what can be done with a run that is finished."""
     log("== export")
-    missing, lines = [], []
+    missing = []
     for one in one_by_one(config):
         if export_is_finished(one):
-            lines.append(f"done already   {export_folder(one)}")
+            log(f"done already   {export_folder(one)}")
         else:
             missing.append(one)
-    if missing:
-        lines += [line for summary in export_each(missing) for line in summary.lines()]
-    return [*lines, _next(config)]
-
-
-def _next(config: RunConfig) -> str:
-    """Return what can be done with a run that is finished."""
+    for summary in export_each(missing) if missing else ():
+        _show(summary.lines(), log)
     folder, method = shlex.quote(str(config.output_dir)), config.method
-    line = f"next           scale generate {folder} --prompt '...' --temperature 0.8"
-    if "llama" not in config.export.formats:
-        return line
-    plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
-    return f"{line}; scale serve {folder}{plainly}"
+    ways = [f"scale generate {folder} --prompt '...' --temperature 0.8"]
+    if "llama" in config.export.formats:
+        plainly = "" if method.definition.routes_plainly(method.settings) else " --plain"
+        ways.append(f"scale serve {folder}{plainly}")
+    log(f"next           {'; '.join(ways)}")

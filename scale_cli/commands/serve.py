@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from scale_cli.errors import MissingExtraError, UsageError, is_installed, require
 from scale_cli.evaluation.results import bound_nats
-from scale_cli.export.plain_folder import find_plain_export
-from scale_cli.export.router_keys import KEY, routed_name
+from scale_cli.export.plain_folder import KEY, find_plain_export, routed_name
 from scale_cli.serving import FAMILIES
 from scale_cli.storage.atomic import read_json
 

@@ -8,7 +8,6 @@ be other text than what is reported in the end.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 
 _TITLES = ("values", "nats/token", "bits/byte", "base's text, bits/byte lost")
-_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,9 @@ class SweepSummary:
         return Table(_TITLES, rows, "lrrr")
 
 
-def sweep(path: Path, grid: Grid, max_runs: int | None, log: Callable[[str], None]) -> SweepSummary:
+def sweep(path: Path, grid: Grid, log: Callable[[str], None]) -> SweepSummary:
     """Run a config with several values of some keys, and rank the runs; what is finished is not run again."""
     points = grid.points
-    if max_runs is not None and max_runs < len(points):
-        points = random.Random(_SEED).sample(points, max_runs)
     whole = load_config(path, grid.shared)
     if all(source.role == "retention" for source in whole.evaluation.perplexity):
         raise ConfigError("evaluation.perplexity: has no corpus of role acquisition to rank runs by")

@@ -19,21 +19,18 @@ from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (
     build_batches,
     check_same_text,
-    content_names,
     corpus_warnings,
     held_out_in_cache,
     open_sources,
     training_sources,
 )
-from scale_cli.data.selection import ChosenWindows
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
-from scale_cli.methods.hooks import of_final
-from scale_cli.methods.recipes import copy_start
+from scale_cli.methods.recipes import copy_start, of_final
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.planning import device_name, memory_of_run, peak_tokens_per_s
-from scale_cli.processes import main_first, on_main, process_state
+from scale_cli.planning import memory_of_run, peak_tokens_per_s
+from scale_cli.processes import device_name, main_first, on_main, process_state
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
@@ -44,8 +41,7 @@ from scale_cli.storage.atomic import (
     verify_folder,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import TRAINED, BranchPoint, TrainState
+from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, TrainState
 from scale_cli.training.beginning import init_from, starting_point
 from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
 from scale_cli.training.loop import run_loop
@@ -57,7 +53,7 @@ from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, beside_new_tokens, load_trained, two_headed
-from scale_cli.upscale.objective import for_training, scores_of, settings_on
+from scale_cli.upscale.objective import for_training, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
 
 if TYPE_CHECKING:
@@ -156,8 +152,7 @@ def _check_finished(final: MethodFolder, accepted: Collection[str]) -> None:
     final.check_base()
     if final.check_same_run(TRAIN_SECTIONS, LOCATION_KEYS, accepted):
         final.load_to_train()  # a base that lies elsewhere than it did is held to what it was
-        corpora = open_sources(config, config.corpus.sources, final.tokenizer)
-        check_same_text(final.path, [corpus.folder.name for corpus in corpora])
+        check_same_text(final.path, open_sources(config, config.corpus.sources, final.tokenizer))
 
 
 def _open_training(
@@ -171,9 +166,8 @@ def _open_training(
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
     corpora, held_out, batches = _open_text(start, accelerator, log)
-    contents = content_names(corpora, batches)
     if begun is not None:
-        check_same_text(begun.path, contents)
+        check_same_text(begun.path, corpora)
     trunk = init_from(run) if begun is None else None
     model: Any = start.load_to_train()
     start_weights = copy_start(model, settings)
@@ -203,7 +197,6 @@ def _open_training(
     return TrainingRun(
         start=start,
         corpora=corpora,
-        contents=contents,
         batches=batches,
         accelerator=accelerator,
         model=model,
@@ -243,17 +236,14 @@ def _open_text(
     held_out = []
     if config.train.eval_every_steps:
         held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
-    scores = main_first(lambda: scores_of(config, corpora, start.record, len(tokenizer)))
-    batches = build_batches(config, corpora, accelerator.num_processes, scores)
+    batches = build_batches(config, corpora, accelerator.num_processes)
     if not accelerator.is_main_process:
         return corpora, held_out, batches
-    for source, corpus, windows in zip(config.corpus.sources, corpora, batches.sources, strict=True):
+    for source, corpus in zip(config.corpus.sources, corpora, strict=True):
         losses = corpus.ledger.described_losses()
         dropped = f"; dropped {losses}" if losses else ""
         read = f"{len(corpus):,} documents, {corpus.ledger.num_tokens:,} tokens{dropped}"
         log(f"corpus         {source.name}{' (replay)' if source.role == 'replay' else ''}: {read}")
-        if source.select is not None and isinstance(windows, ChosenWindows):
-            log(f"chosen         {source.name}: {windows.described}, by {source.select.by}")
     for warning in corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer)):
         log(f"warning: {warning}")
     return corpora, held_out, batches

@@ -18,8 +18,7 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_finite, check_same_base, record_base
 from scale_cli.upscale.method import MethodModel, describe_method, load_any_base, new_pieces, start_model, write_trained
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder, Run
-from scale_cli.upscale.tokenizer import check_tokenizer, prove_vocabulary, write_grown_tokenizer
+from scale_cli.upscale.run import MethodFolder, Run, check_tokenizer, prove_vocabulary, write_grown_tokenizer
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,10 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import place_of, read_records
-from scale_cli.storage.records import AverageRecord, BaseRecord, ExportRecord, TrainState
+from scale_cli.storage.records import BaseRecord, ExportRecord, TrainState, place_of, read_records
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import MethodFolder, load_tokenizer
 
 
 @dataclass
@@ -162,7 +160,7 @@ def _is_joined(folder: Path, folder_format: str) -> bool:
 
 
 def _has_log(folder: Path) -> bool:
-    return folder.name == "final" and TrainState.is_in(folder) and not AverageRecord.is_in(folder)
+    return folder.name == "final" and TrainState.is_in(folder)
 
 
 # The name of a check, the folders that it concerns, and how it is done.

@@ -29,9 +29,12 @@ Values = tuple[str, ...]  # key=value, of the keys that have several
 # What became of keys that were.
 _REMOVED = {
     "corpus.sources.order": "leave it out; easy_first did worse than shuffled, so windows are shuffled",
+    "corpus.sources.select": "leave it out; typical text taught less than a random part of the same size",
     "corpus.stages": "it made no difference; give the sources weights, or go on with others by train.init_from",
     "evaluation.benchmarks.prompt": "write it as doc_to_text in the task's .yaml, and give that as path",
     "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and give that as path",
+    "train.constant_lr_ratio": "leave it out; it was of the schedule infinite",
+    "train.cooldown_steps": "leave it out; it was of the schedule infinite",
     "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
     "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
 }
@@ -62,7 +65,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Read, override and check a config file."""
     tree = parse(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values")
@@ -72,7 +74,6 @@ def load_checked(schema: type[AnyConfig], path: Path, overrides: Sequence[str] =
 
 
 def checked(schema: type[AnyConfig], tree: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> AnyConfig:
-    """Check what a config file holds."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:

@@ -90,7 +90,6 @@ def check_same_run(
 
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """Return a line for every key that differs."""
     old, new = (dict(leaves(config.model_dump(mode="json"))) for config in (before, now))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed}

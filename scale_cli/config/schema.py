@@ -251,8 +251,6 @@ class RunConfig(Section):
         taken = vocabulary.sources or [source.name for source in self.corpus.new]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
             yield "method.vocabulary.sources: new tokens are learned of text, not of conversations"
-        if judged := [s.name for s in self.corpus.sources if s.select and s.select.by == "base_loss"]:
-            yield f"method.vocabulary: {judged[0]} is judged by the base, which lacks the new tokens; select by ngram"
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
@@ -76,18 +77,10 @@ class TextSource(Section):
         return self
 
 
-class SelectConfig(Section):
-    """A share of a source's windows, by a score each; the rest is not trained on."""
-
-    by: Literal["base_loss", "ngram"] = Field(
-        description="the base's loss on a window, or that of an n-gram model of the source's own text"
-    )
-    keep: float = Field(default=0.25, gt=0.0, le=1.0, description="share of the windows")
-    side: Literal["low", "middle", "high"] = Field(default="low", description="of the scores: which windows are kept")
-
-
 class CorpusSource(TextSource):
     """A training source and its share of the training tokens."""
+
+    REMOVED: ClassVar[Mapping[str, Any]] = {"order": "shuffled", "select": None}
 
     role: Literal["new", "replay"] = Field(
         default="new", description="replay: text of what the base knows, so that it is not forgotten"
@@ -98,21 +91,6 @@ class CorpusSource(TextSource):
         le=1e6,
         description="share of the training windows, relative to the others; 0 of replay that is only measured on",
     )
-
-    select: SelectConfig | None = Field(default=None, description="trained on is a part of it; null: all")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_order(cls, given: Any) -> Any:
-        """Read the configs of earlier runs, which say `order: shuffled`: so it is, and nothing else."""
-        if isinstance(given, dict) and given.get("order") == "shuffled":
-            return {key: value for key, value in given.items() if key != "order"}
-        return given
-
-    @property
-    def share_read(self) -> float:
-        """The share of its windows that is trained on."""
-        return 1.0 if self.select is None else self.select.keep
 
     @field_validator("weight")
     @classmethod
@@ -203,6 +181,8 @@ class ReadingConfig(Section):
 class CorpusConfig(ReadingConfig):
     """What is trained on."""
 
+    REMOVED: ClassVar[Mapping[str, Any]] = {"stages": []}
+
     sequence_length: Length = Field(default=2048, description="tokens a window")
     isolate_documents: bool = Field(
         default=False, description="in a window, positions restart and attention ends at every document's beginning"
@@ -226,14 +206,6 @@ class CorpusConfig(ReadingConfig):
         """Of every source its share of all the windows of a run."""
         whole = sum(source.weight for source in self.sources)
         return [source.weight / whole for source in self.sources]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_stages(cls, given: Any) -> Any:
-        """Read the configs of earlier runs, which say `stages: []`."""
-        if isinstance(given, dict) and given.get("stages") == []:
-            return {key: value for key, value in given.items() if key != "stages"}
-        return given
 
     @field_validator("sources")
     @classmethod

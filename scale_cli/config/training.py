@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,15 +22,15 @@ from scale_cli.values import (
     PathText,
     Section,
     Steps,
+    gone,
 )
 
 # Sequences that a process holds at once, where a config leaves it open and its share is a multiple of them.
 _MICRO_BATCH_SIZE = 8
 # Of max_steps: what is averaged, where a config leaves it open.
 _SHARE_AVERAGED = 0.1
-# Schedules of phases, and keys that mean nothing with the others.
-PHASED = ("wsd", "infinite")
-KEYS_OF_SCHEDULES = {"decay_steps": PHASED, "decay_shape": PHASED, "cooldown_steps": ("infinite",)}
+# Keys that mean nothing with other schedules.
+KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",), "decay_shape": ("wsd",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -44,6 +44,12 @@ def _left_out(key: str) -> str:
     return ", ".join(f"{value:g} with {' and '.join(names)}" for value, names in by_value.items())
 
 
+_Schedule = Annotated[
+    Literal["cosine", "linear", "constant", "wsd"],
+    gone(infinite="take wsd, whose trunk (decay_steps: 0) is constant and others branch off"),
+]
+
+
 class LrMultipliers(Section):
     """Learning rates by kind of tensor, relative to `train.lr`, which is that of the matrices; null: by the start."""
 
@@ -54,6 +60,8 @@ class LrMultipliers(Section):
 
 class TrainConfig(Section):
     """How it is trained."""
+
+    REMOVED: ClassVar[Mapping[str, Any]] = {"cooldown_steps": None, "constant_lr_ratio": 0.5}
 
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
@@ -93,26 +101,18 @@ class TrainConfig(Section):
         default=None, description="what trains goes back part of its way every few steps; null: never"
     )
     min_lr_ratio: Accepted[Fraction] = Field(default=0.1, description="the last rate, relative to lr")
-    schedule: Accepted[Literal["cosine", "linear", "constant", "wsd", "infinite"]] = Field(
-        default="cosine",
-        description="after the warm-up; wsd: constant, then a decay over the last steps; infinite: from lr down to "
-        "constant_lr_ratio, constant, then a decay",
+    schedule: Accepted[_Schedule] = Field(
+        default="cosine", description="after the warm-up; wsd: constant, then a decay over the last steps"
     )
     warmup_steps: Accepted[int] = Field(default=0, ge=0, description="the first steps, up to lr in a line")
     decay_steps: Accepted[int | None] = Field(
         default=None,
         ge=0,
-        description="the last steps, of wsd and infinite, down to min_lr_ratio; null: a fifth of max_steps; 0: none, "
-        "for a trunk that others branch off",
+        description="the last steps, of wsd, down to min_lr_ratio; null: a fifth of max_steps; 0: none, for a trunk "
+        "that others branch off",
     )
     decay_shape: Accepted[Literal["linear", "cosine", "1-sqrt", "exponential"] | None] = Field(
-        default=None, description="of that decay; null: of wsd 1-sqrt, of infinite exponential"
-    )
-    cooldown_steps: Accepted[int | None] = Field(
-        default=None, ge=0, description="of infinite: steps from lr down to the constant; null: a fifth of max_steps"
-    )
-    constant_lr_ratio: Accepted[float] = Field(
-        default=0.5, gt=0.0, le=1.0, description="of infinite: the constant rate, relative to lr"
+        default=None, description="of that decay; null: 1-sqrt"
     )
     weight_decay: Accepted[float] = Field(
         default=0.1, ge=0.0, le=100.0, description=f"by either optimiser; left out, {_left_out('weight_decay')}"
@@ -207,29 +207,20 @@ class TrainConfig(Section):
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
 
     def _problems_of_phases(self) -> Iterator[str]:
-        if self.schedule not in PHASED:
+        if self.schedule != "wsd":
             return
-        given = {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps or 0}
-        if self.schedule == "infinite":
-            given["cooldown_steps"] = self.cooldown_steps or 0
-            if self.constant_lr_ratio < self.min_lr_ratio:
-                yield f"constant_lr_ratio {self.constant_lr_ratio:g} is below min_lr_ratio {self.min_lr_ratio:g}"
+        warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
         # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
-        if sum(given.values()) > max(self.max_steps, self.warmup_steps):
-            given_steps = ", ".join(f"{key} {steps:,}" for key, steps in given.items())
-            yield f"{given_steps}: more than max_steps {self.max_steps:,} together"
-        if self.shape_of_decay == "exponential" and self.min_lr_ratio == 0.0:
+        if warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
+            given = f"warmup_steps {warmup_steps:,}, decay_steps {decay_steps:,}"
+            yield f"{given}: more than max_steps {self.max_steps:,} together"
+        if self.decay_shape == "exponential" and self.min_lr_ratio == 0.0:
             yield "decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more"
 
     @property
     def observes(self) -> bool:
         """Whether anything is measured on the way."""
         return self.eval_every_steps is not None or self.eval_benchmarks_every_steps is not None
-
-    @property
-    def shape_of_decay(self) -> str:
-        """What `decay_shape` is or, left out, stands for."""
-        return self.decay_shape or ("1-sqrt" if self.schedule == "wsd" else "exponential")
 
     @property
     def averaged_steps(self) -> int:

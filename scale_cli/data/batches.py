@@ -35,7 +35,6 @@ class Windows(ABC):
 
     sequence_length: int
     num_targets: npt.NDArray[np.int64]  # (windows,) of each
-    num_left_out: int = 0  # targets of their text that are in none of them
 
     def __len__(self) -> int:
         return len(self.num_targets)
@@ -240,9 +239,9 @@ class Batches:
         num_targets = int(windows.num_targets.sum())
         num_whole, num_begun = divmod(num_turns, len(windows))
         if not num_begun:
-            return TrainedTokens(num_whole * num_targets, num_whole, 0, windows.num_left_out)
+            return TrainedTokens(num_whole * num_targets, num_whole, 0)
         begun = int(windows.num_targets[self._epoch_order(source, num_whole)[:num_begun]].sum())
-        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun, windows.num_left_out)
+        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun)
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -13,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusConfig, CorpusSource, TextSource
 from scale_cli.config.training import KEYS_OF_SCHEDULES
-from scale_cli.data.batches import Batches, PackedWindows, Windows
+from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.encoding import Ids
-from scale_cli.data.selection import ChosenWindows, Scores, chosen_windows
-from scale_cli.data.tokens import TokenisedCorpus, already_tokenised, tokenised
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
 from scale_cli.report import percent
@@ -37,6 +35,10 @@ def cache_dir(config: RunConfig) -> Path:
     return config.corpus.cache_dir or RunFolder(config.output_dir).tokens
 
 
+def cache_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TokenCache:
+    return TokenCache(cache_dir(config), tokenizer, config.corpus, show_progress=is_main())
+
+
 def training_sources(config: RunConfig) -> list[TextSource]:
     """Return every source that training reads: what is trained on, and what is scored on the way."""
     return [*config.corpus.sources, *(config.evaluation.perplexity if config.train.eval_every_steps else ())]
@@ -49,20 +51,17 @@ def every_source(config: RunConfig) -> list[TextSource]:
 def open_sources(
     config: RunConfig, sources: Sequence[TextSource], tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenisedCorpus]:
-    """Open some sources of a config, tokenising what the cache does not hold."""
-    folder = cache_dir(config)
-    return [tokenised(source, tokenizer, folder, show_progress=is_main(), reading=config.corpus) for source in sources]
+    cache = cache_of(config, tokenizer)
+    return [cache.open(source) for source in sources]
 
 
 def held_out_in_cache(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenisedCorpus | None]:
     """Open every evaluation source that the cache holds; None for the others, and for those that are not there."""
-    folder = cache_dir(config)
-    corpora: list[TokenisedCorpus | None] = []
+    cache, corpora = cache_of(config, tokenizer), list[TokenisedCorpus | None]()
     for source in config.evaluation.perplexity:
         corpora.append(None)
-        if any(folder.glob(f"{source.name}-*")):
-            with suppress(CorpusError):
-                corpora[-1] = already_tokenised(source, tokenizer, folder, config.corpus)
+        with suppress(CorpusError):
+            corpora[-1] = cache.open_if_there(source)
     return corpora
 
 
@@ -78,21 +77,11 @@ def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     return PackedWindows(corpus.ids, config.sequence_length, corpus.learned, offsets, lead)
 
 
-def build_batches(
-    config: RunConfig,
-    corpora: Sequence[TokenisedCorpus],
-    num_processes: int,
-    scores: Sequence[Scores | None] = (),
-) -> Batches:
-    """Return the batches of a whole run, each shared by some processes; `scores` choose or order a source's windows."""
-    windows: list[Windows] = []
-    for source, corpus, of_source in zip_longest(config.corpus.sources, corpora, scores):
-        whole = windows_of(config.corpus, corpus)
-        select = source.select
-        windows.append(whole if select is None or of_source is None else chosen_windows(select, whole, of_source))
+def build_batches(config: RunConfig, corpora: Sequence[TokenisedCorpus], num_processes: int) -> Batches:
+    """Return the batches of a whole run, each shared by some processes."""
     distilled = config.method.distillation.weight
     return Batches(
-        windows,
+        [windows_of(config.corpus, corpus) for corpus in corpora],
         [source.weight for source in config.corpus.sources],
         num_steps=config.train.max_steps,
         seed=config.seed,
@@ -102,31 +91,12 @@ def build_batches(
     )
 
 
-def content_names(corpora: Sequence[TokenisedCorpus], batches: Batches) -> list[str]:
-    """Return what names all that a run trains on: every corpus, and which of its windows, where some are chosen."""
-    return [
-        corpus.folder.name + (f"/{windows.sha256[:12]}" if isinstance(windows, ChosenWindows) else "")
-        for corpus, windows in zip(corpora, batches.sources, strict=True)
-    ]
-
-
-def check_same_text(folder: Path, names: Sequence[str]) -> None:
-    """Refuse to go on with other text than a checkpoint or `final/` was trained on, or with other windows of it.
-
-    A name without a choice of windows is held to its text alone.
-    """
-    for before, now in zip(read_corpora(folder), names, strict=True):
-        (was, _, was_chosen), (text, _, chosen) = before.partition("/"), now.partition("/")
-        if was != text:
+def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
+    for before, corpus in zip(read_corpora(folder), corpora, strict=True):
+        if before != corpus.folder.name:
             raise RunFolderError(
-                f"{folder}: other text was trained on: {was} -> {text} (a source and its hash); give back the text "
-                "that was, or start anew in another output_dir"
-            )
-        if chosen and chosen != was_chosen:
-            raise RunFolderError(
-                f"{folder}: other windows of {text.rpartition('-')[0]} were chosen, or in another order, by scores "
-                "that are no longer in the cache and come out otherwise here; give those back, or start anew in "
-                "another output_dir"
+                f"{folder}: other text was trained on: {before} -> {corpus.folder.name} (a source and its hash); give "
+                "back the text that was, or start anew in another output_dir"
             )
 
 
@@ -135,7 +105,7 @@ def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> fl
     train, share = config.train, config.corpus.shares[config.corpus.sources.index(source)]
     num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
     num_read = share * train.max_steps * train.global_batch_size
-    return num_read / max(1, round(num_windows * source.share_read))
+    return num_read / num_windows
 
 
 def corpus_warnings(
@@ -178,7 +148,6 @@ def _text_warnings(source: TextSource, corpus: TokenisedCorpus) -> list[str]:
 
 
 def one_document(name: str) -> str:
-    """Return what to say of a held-out corpus of one document."""
     return (
         f"held-out {name}: one document, and intervals are over documents: its figures have none; a blank line ends a "
         "document of a .txt, or a line does with `documents: line`"

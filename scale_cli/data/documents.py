@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
 from typing import IO, Any
@@ -26,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, Spans
 from scale_cli.data.files import SourceFile, dataset_errors, dataset_rows, decompressed, source_files
-from scale_cli.data.ledger import Ledger, PathCount, Reason, Record, Rejected
+from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"
@@ -60,10 +59,8 @@ class CorpusReader:
         self.source = source
         self.files = source_files(source) if files is None else files
         self.total_bytes = sum(file.size for file in self.files)
-        found = Counter(file.pattern for file in self.files)
-        self.ledger = ledger or Ledger(files=len(self.files), paths={p: PathCount(found[p]) for p in source.paths})
+        self.ledger = ledger or Ledger(files=len(self.files))
         self._limit, self._template_of = max_document_bytes, template_of
-        self._path: str | None = None  # of the source's, of whose files the last record was
         self._finished_bytes = 0
         self._raw: IO[bytes] | None = None
 
@@ -81,7 +78,7 @@ class CorpusReader:
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
             if self._template_of is not None and isinstance(record, Document):
                 record = _written(record, self._template_of, self._limit)
-            self.ledger.enter(record, self._path)
+            self.ledger.enter(record)
             yield record
             # The latter is no corpus, and a dataset on the hub may be endless.
             if most is not None and (kept == most or dropped > most):
@@ -89,7 +86,6 @@ class CorpusReader:
 
     def _from_files(self) -> Iterator[Record]:
         for file in self.files:
-            self._path = file.pattern
             try:
                 with file.open() as raw:
                     self._raw = raw
@@ -184,7 +180,6 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: 
 
 
 def _parse(line: str) -> Any:
-    """Return a line's JSON, or the reason why it is none."""
     if not line.strip():
         return Reason.EMPTY
     try:

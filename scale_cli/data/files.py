@@ -35,11 +35,8 @@ _SETTLED_NS = 2 * 10**9
 _READ_AT_ONCE = 1 << 16
 # No xz preset needs more than 65 MB to decompress; a header may ask for 4 GB.
 _XZ_MEMORY_BYTES = 1 << 30
-_GUESSED_BYTES = 1 << 14
 # The least that a process of many takes: to begin and end with it costs little beside it.
 _PART_BYTES = 1 << 26
-# Encodings of one byte a character are told apart by hardly a letter, so that the rare ones are not guessed at all.
-_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "cp949", "cp932", "gb18030", "big5", "cp1251", "cp1252"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class SourceFile:
 
     name: str  # path or URL, as messages give it
     size: int  # in bytes, as it lies there
-    pattern: str = ""  # that found it
     store: Any = None  # fsspec's file system; None where the file is local
     told: str = ""  # the hash of all that the store told of it: its own hash, or size and time
 
@@ -63,7 +59,6 @@ class SourceFile:
 
     @property
     def format(self) -> str:
-        """The suffix that says what it holds."""
         return PurePosixPath(self.name.removesuffix(self.compression)).suffix
 
     @contextmanager
@@ -113,7 +108,7 @@ def _local(name: str, pattern: str) -> list[SourceFile]:
     files = []
     for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
         if path.is_file():
-            files.append(SourceFile(str(path), path.stat().st_size, pattern))
+            files.append(SourceFile(str(path), path.stat().st_size))
         # Folders that a pattern happens to match are no corpus; one that is named like a file was meant as one.
         elif not path.is_dir() or path.suffix in (*FORMATS, *COMPRESSIONS) or path == Path(pattern):
             kind = f"a folder, not a file{_text_in(path)}" if path.is_dir() else "a broken link or a device, not a file"
@@ -145,7 +140,7 @@ def _in_store(name: str, pattern: str) -> list[SourceFile]:
             told = told if told["size"] is not None else store.info(one)  # an index page of a server has names alone
             if told["size"] is None:
                 raise ValueError(f"{one}: its server tells no size, so that a change would go unnoticed; download it")
-            files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), pattern, store, json_sha256(told)))
+            files.append(SourceFile(store.unstrip_protocol(one), int(told["size"]), store, json_sha256(told)))
         return files
 
 
@@ -205,25 +200,7 @@ def _stamp(file: Path) -> tuple[str, int, int, int, int]:
     return str(file.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def likely_encoding(file: SourceFile) -> str | None:
-    """Return what a text is probably written in, as iconv calls it; None where it is UTF-8, or like nothing known."""
-    from charset_normalizer import from_bytes  # only for text that is refused
-
-    with file.open() as stream:
-        content = stream.read(_GUESSED_BYTES)
-    if len(content) == _GUESSED_BYTES:  # the last character may have been cut
-        end = max(content.rfind(b"\n"), content.rfind(b" ")) + 1 or len(content)
-        content = content[: end + (b"\0" in content and end % 2)]
-    as_utf8 = content.decode(errors="replace")
-    num_bad = as_utf8.count("\ufffd") + as_utf8.count("\0")
-    if num_bad <= sum(character > "\x7f" for character in as_utf8) - as_utf8.count("\ufffd"):
-        return None  # with some damage
-    found = from_bytes(content, cp_isolation=_ENCODINGS).best()
-    return found.encoding.upper().replace("_", "-").replace("UTF-16-", "UTF-16") if found else None
-
-
 def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
-    """Return the content of an open file, decompressed where its name says so."""
     if not file.compression:
         return raw
     if file.size == 0:
@@ -266,7 +243,6 @@ class _XzStreams(io.RawIOBase):
 
 
 def dataset_rows(source: TextSource) -> Iterable[dict[str, Any]]:
-    """Return the rows of a dataset's split, read as they are needed."""
     import datasets  # takes seconds: only hub sources need it
 
     rows: Iterable[dict[str, Any]] = datasets.load_dataset(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Self
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, RoundTrip
-from scale_cli.data.files import likely_encoding, source_files
 from scale_cli.errors import CorpusError
 from scale_cli.report import percent
 from scale_cli.storage.records import RunRecord
@@ -72,22 +70,14 @@ class DropCount(Count):
     fields: tuple[str, ...] = ()  # of the first record without the one that is read
 
     def described(self, reason: str) -> str:
-        """Return how many there are, where, and the key that would let them in."""
         more = ", ..." if self.documents > len(self.places) else ""
         if self.fields:
             more += f" (it has {', '.join(self.fields)}; text_field or messages_field says which is read)"
         if reason == Reason.TOO_LARGE.value:
             more += " (corpus.max_document_bytes says what is)"
+        if reason == Reason.NOT_UTF8.value:
+            more += " (text is read as UTF-8; other text is converted by `iconv -f CP949 -t UTF-8` or the like)"
         return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}"
-
-
-@dataclass
-class PathCount:
-    """What one path of a source gave."""
-
-    files: int = 0  # that it found, and no path before it
-    read: Count = field(default_factory=Count)
-    kept: Count = field(default_factory=Count)
 
 
 @dataclass
@@ -105,20 +95,16 @@ class Ledger(RunRecord):
     num_tokens: int = 0  # ids kept, markers included
     round_trip: RoundTrip = field(default_factory=RoundTrip)  # what of the kept text they give back
     num_targets: int | None = None  # of them, those that are learned; None: every one but the first
-    paths: dict[str, PathCount] = field(default_factory=dict)  # read and kept, by path; none of a dataset
 
-    def enter(self, record: Record, path: str | None = None) -> None:
-        """Count a record, which came of a path of the source."""
+    def enter(self, record: Record) -> None:
         if isinstance(record, Rejected) and record.reason == Reason.DAMAGED_FILE:
             self.num_damaged_files += 1
             self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
             return
-        accounts: list[Ledger | PathCount] = [self, *([self.paths[path]] if path in self.paths else [])]
-        for account in accounts:
-            account.read.add(record)
-            if isinstance(record, Document):
-                account.kept.add(record)
-        if isinstance(record, Rejected):
+        self.read.add(record)
+        if isinstance(record, Document):
+            self.kept.add(record)
+        else:
             fields = tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS])
             self._drop(record.reason.value, DropCount(1, record.num_bytes, (record.place,), fields))
 
@@ -129,14 +115,8 @@ class Ledger(RunRecord):
         count.fields = count.fields or later.fields
 
     def take(self, later: Ledger) -> None:
-        """Add the account of the source's next files."""
         for reason, count in later.dropped.items():
             self._drop(reason, count)
-        for path, found in later.paths.items():
-            mine = self.paths.setdefault(path, PathCount())
-            mine.files += found.files
-            mine.read.take(found.read)
-            mine.kept.take(found.kept)
         self.read.take(later.read)
         self.kept.take(later.kept)
         self.files += later.files
@@ -153,7 +133,6 @@ class Ledger(RunRecord):
 
     @property
     def targets_an_epoch(self) -> int:
-        """How many ids are learned in an epoch."""
         return self.num_tokens - 1 if self.num_targets is None else self.num_targets
 
     def described_losses(self) -> str:
@@ -171,13 +150,12 @@ class TrainedTokens:
     """What became of one source's target tokens in the first steps of a run.
 
     Every token of the stream but the first, or of conversations those that are learned, is a target once an epoch, so
-    num_trained + num_held_over = num_epochs x (targets_an_epoch - num_left_out).
+    num_trained + num_held_over = num_epochs x targets_an_epoch.
     """
 
     num_trained: int  # targets trained, each as often as it was
     num_epochs: int  # epochs begun
     num_held_over: int  # targets of the last of them that were not reached
-    num_left_out: int = 0  # targets of windows that were not selected, which no epoch has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,30 +187,15 @@ def check_bad_fraction(source: TextSource, ledger: Ledger, max_bad_fraction: flo
         raise CorpusError(f"{name}: no document is left: skip_documents passes over all {ledger.num_skipped:,}")
     if ledger.num_tokens < 2 or not ledger.targets_an_epoch:  # an input and a target
         losses = f" ({losses})" if losses else ""
-        raise CorpusError(f"{name}: no document with text{losses}{_other_encoding(source, ledger)}")
+        raise CorpusError(f"{name}: no document with text{losses}")
     if ledger.bad_fraction > max_bad_fraction:
         raise CorpusError(
             f"{name}: {percent(ledger.bad_fraction, 3)} of it is bad, more than corpus.max_bad_fraction "
             f"{max_bad_fraction} allows, among {ledger.read.documents:,} records in {ledger.files:,} files: {losses}"
-            f"{_other_encoding(source, ledger)}"
         )
 
 
-def _other_encoding(source: TextSource, ledger: Ledger) -> str:
-    """Return how to convert the first bad file, where it is text, but not UTF-8; else nothing."""
-    places = [*ledger.damaged_files, *(place for count in ledger.dropped.values() for place in count.places)]
-    for file in source_files(source):
-        if file.store is None and not file.compression and any(place.startswith(file.name) for place in places):
-            if (encoding := likely_encoding(file)) is None:
-                return ""
-            converted = shlex.quote(f"{file.name.removesuffix(file.format)}.utf-8{file.format}")
-            convert = f"cat {shlex.quote(file.name)} | iconv -f {encoding} -t UTF-8 > {converted}"
-            return f"; {file} looks like {encoding}: {convert}"
-    return ""
-
-
 def check_unknown_fraction(source: TextSource, round_trip: RoundTrip, max_unknown_fraction: float) -> None:
-    """Hold a tokenizer to giving back the text of a source."""
     if round_trip.lost_fraction > max_unknown_fraction:
         raise CorpusError(
             f"{_described(source)}: the tokenizer loses {percent(round_trip.lost_fraction)} of its text, as in "

@@ -159,7 +159,6 @@ def _num_targets(learned: Path) -> int:
 
 
 def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
-    """Return a progress bar over the bytes of a source's files, which give throughput and time left."""
     title, total = f"tokenising {source.name}", reader.total_bytes or None
     return progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
 

@@ -20,7 +20,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -56,7 +56,6 @@ class DocumentMarkers:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
-        """Read them off a tokenizer."""
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         return cls(None if bos == eos else bos, eos)
 
@@ -90,74 +89,93 @@ class TokenisedCorpus:
         return len(self.num_bytes)
 
     def document(self, index: int) -> Ids:
-        """Return one document's ids, markers included."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
 
-def tokenised(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    cache_dir: Path,
-    *,
-    show_progress: bool,
-    reading: ReadingConfig | None = None,
-) -> TokenisedCorpus:
-    """Open a source's tokenised form, making it first where the cache does not hold it."""
-    reading = reading or ReadingConfig()
-    folder = cache_dir / content_name(source, tokenizer, cache_dir, reading)
-    if not is_tokenised(folder):
-        files = file_parts(source) if (cache_dir / PARTS).is_dir() else []
-        parts = [_part_folder(source, tokenizer, cache_dir, reading, part) for part in files]
-        if any(map(is_tokenised, parts)):
-            with sole_user(cache_dir / PARTS):  # or another process makes anew what this one has joined and removed
-                if not is_tokenised(folder):
-                    tokenise_parts(
-                        source, tokenizer, cache_dir, reading, show_progress=show_progress
-                    )  # what is missing
-                    join_parts(source, _tokenizer_spec(source, tokenizer), parts, folder)
-                for part in parts:
-                    shutil.rmtree(part, ignore_errors=True)
-        else:
-            _tokenise(source, tokenizer, folder, reading, show_progress=show_progress)
-    corpus = _opened(folder, tokenizer)
-    check_bad_fraction(source, corpus.ledger, reading.max_bad_fraction)
-    check_unknown_fraction(source, corpus.ledger.round_trip, reading.max_unknown_fraction)
-    return corpus
+@dataclass(frozen=True)
+class TokenCache:
+    """A folder of tokenised sources, as one tokenizer and some settings of reading make them."""
 
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    show_progress: bool = False
 
-def _tokenise(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    reading: ReadingConfig,
-    part: Sequence[SourceFile] | None = None,
-    *,
-    show_progress: bool,
-) -> None:
-    spec, template_of = _tokenizer_spec(source, tokenizer), tokenizer if source.messages_field else None
-    tokenise(source, spec, folder, reading, show_progress=show_progress, template_of=template_of, part=part)
-
-
-def tokenise_parts(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    cache_dir: Path,
-    reading: ReadingConfig,
-    share: Share = ALONE,
-    *,
-    show_progress: bool,
-) -> Ledger:
-    """Tokenise a share of the parts of a source's files, for `tokenised` to join, and return the account of that share.
-
-    Of the files only those of the share are read, to be hashed too.
-    """
-    account = Ledger()
-    for part in file_parts(source)[share.index :: share.num_processes]:
-        folder = _part_folder(source, tokenizer, cache_dir, reading, part)
+    def open(self, source: TextSource) -> TokenisedCorpus:
+        """Open a source's tokenised form, making it first where the cache does not hold it."""
+        folder, tokenizer = self.folder / self.name_of(source), self.tokenizer
         if not is_tokenised(folder):
-            _tokenise(source, tokenizer, folder, reading, part, show_progress=show_progress)
-        account.take(Ledger.load(folder))
-    return account
+            files = file_parts(source) if (self.folder / PARTS).is_dir() else []
+            parts = [self._part_folder(source, part) for part in files]
+            if any(map(is_tokenised, parts)):
+                with sole_user(self.folder / PARTS):  # or another process makes anew what this one has joined
+                    if not is_tokenised(folder):
+                        self.tokenise_parts(source)  # what is missing
+                        join_parts(source, _tokenizer_spec(source, tokenizer), parts, folder)
+                    for part in parts:
+                        shutil.rmtree(part, ignore_errors=True)
+            else:
+                self._tokenise(source, folder)
+        corpus = _opened(folder, tokenizer)
+        check_bad_fraction(source, corpus.ledger, self.reading.max_bad_fraction)
+        check_unknown_fraction(source, corpus.ledger.round_trip, self.reading.max_unknown_fraction)
+        return corpus
+
+    def open_if_there(self, source: TextSource) -> TokenisedCorpus | None:
+        """Open a source's tokenised form where the cache holds it; CorpusError where the source cannot be read."""
+        if not any(self.folder.glob(f"{source.name}-*")):
+            return None  # and no file has to be hashed
+        folder = self.folder / self.name_of(source)
+        return _opened(folder, self.tokenizer) if is_tokenised(folder) else None
+
+    def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
+        """Tokenise a share of the parts of a source's files, for `open` to join; return the account of that share.
+
+        Of the files only those of the share are read, to be hashed too.
+        """
+        account = Ledger()
+        for part in file_parts(source)[share.index :: share.num_processes]:
+            folder = self._part_folder(source, part)
+            if not is_tokenised(folder):
+                self._tokenise(source, folder, part)
+            account.take(Ledger.load(folder))
+        return account
+
+    def _tokenise(self, source: TextSource, folder: Path, part: Sequence[SourceFile] | None = None) -> None:
+        tokenise(
+            source,
+            _tokenizer_spec(source, self.tokenizer),
+            folder,
+            self.reading,
+            show_progress=self.show_progress,
+            template_of=self.tokenizer if source.messages_field else None,
+            part=part,
+        )
+
+    def name_of(self, source: TextSource) -> str:
+        """Return a name for a source's text and settings as the tokenizer reads them: another for other content."""
+        settings = {"content": _content(source, self.folder), **self._settings(source)}
+        return f"{source.name}-{json_sha256(settings)[:16]}"
+
+    def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
+        """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
+        files = [file.name for file in part]
+        settings = {"files": files, "content": content_hashes(part, self.folder), **self._settings(source)}
+        return self.folder / PARTS / f"{source.name}-{json_sha256(settings)[:16]}"
+
+    def _settings(self, source: TextSource) -> dict[str, object]:
+        # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not
+        # the default, or every cache that there is would be made again.
+        return {
+            "format": _FORMAT_VERSION,
+            "text_field": source.text_field,
+            "documents": source.documents,
+            "max_documents": source.max_documents,
+            **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
+            **({"messages_field": source.messages_field} if source.messages_field else {}),
+            "max_document_bytes": self.reading.max_document_bytes,
+            "tokenizer": tokenizer_sha256(self.tokenizer),
+        }
 
 
 def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
@@ -189,42 +207,6 @@ def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading
     check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
 
 
-def content_name(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
-) -> str:
-    """Return a name for a source's text and settings as a tokenizer reads them: another for other content."""
-    settings = {"content": _content(source, cache_dir), **_settings(source, tokenizer, reading)}
-    return f"{source.name}-{json_sha256(settings)[:16]}"
-
-
-def _part_folder(
-    source: TextSource,
-    tokenizer: PreTrainedTokenizerBase,
-    cache_dir: Path,
-    reading: ReadingConfig,
-    part: Sequence[SourceFile],
-) -> Path:
-    """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
-    files = [(file.name, file.pattern) for file in part]
-    settings = {"files": files, "content": content_hashes(part, cache_dir), **_settings(source, tokenizer, reading)}
-    return cache_dir / PARTS / f"{source.name}-{json_sha256(settings)[:16]}"
-
-
-def _settings(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> dict[str, object]:
-    # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not the
-    # default, or every cache that there is would be made again.
-    return {
-        "format": _FORMAT_VERSION,
-        "text_field": source.text_field,
-        "documents": source.documents,
-        "max_documents": source.max_documents,
-        **({"skip_documents": source.skip_documents} if source.skip_documents else {}),
-        **({"messages_field": source.messages_field} if source.messages_field else {}),
-        "max_document_bytes": reading.max_document_bytes,
-        "tokenizer": tokenizer_sha256(tokenizer),
-    }
-
-
 def _content(source: TextSource, cache_dir: Path) -> list[object]:
     """Return what decides a source's records, with a hash for every file."""
     if source.dataset is None:
@@ -238,14 +220,6 @@ def _content(source: TextSource, cache_dir: Path) -> list[object]:
     names = [str(Path(file.name).relative_to(place)) for file in files]
     contents = list(zip(names, content_hashes(files, cache_dir), strict=True))
     return [source.dataset, source.subset, source.split, contents]
-
-
-def already_tokenised(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, reading: ReadingConfig
-) -> TokenisedCorpus | None:
-    """Open a source's tokenised form where the cache holds it, or None; CorpusError where the source cannot be read."""
-    folder = cache_dir / content_name(source, tokenizer, cache_dir, reading)
-    return _opened(folder, tokenizer) if is_tokenised(folder) else None
 
 
 def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
@@ -289,7 +263,6 @@ def _unknown_id(tokenizer: PreTrainedTokenizerBase, tokenizer_json: str) -> int 
 
 @lru_cache(maxsize=4)  # nobody changes a tokenizer that is loaded, and every source is named by it
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one hash over the files that a tokenizer saves."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         with writing(Path(folder)):
             tokenizer.save_pretrained(folder)

@@ -55,7 +55,7 @@ from scale_cli.evaluation.scoring import observe, score_tokens
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import HeadedModel, TokenLogProbs
 from scale_cli.processes import ALONE, Share, is_main, lowered_dtype, shared_out
-from scale_cli.storage.metrics import Losses
+from scale_cli.storage.records import Losses
 from scale_cli.terminal import progress_bar
 
 _FORMS = ("arrow", "csv", "json", "parquet", "text")  # of local files; datasets knows others, pickles among them

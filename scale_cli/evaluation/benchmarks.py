@@ -108,7 +108,6 @@ def _metrics_of(items: list[Item]) -> list[str]:
 
 
 def _scores(items: list[Item], metric: str) -> Values:
-    """Return (N, H) per-item scores."""
     return np.array([[item.heads[head].metrics[metric] for head in HEADS] for item in items])
 
 

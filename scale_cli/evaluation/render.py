@@ -100,7 +100,6 @@ def _benchmark_rows(report: Report, average: LanguageAverage, heads: Sequence[st
 
 
 def markdown(report: Report, method: MethodConfig) -> str:
-    """Return report.md."""
     return reports.markdown("evaluation.md.j2", **_values(report, method))
 
 

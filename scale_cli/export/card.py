@@ -34,7 +34,7 @@ from scale_cli.report import (
     worst_document,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import AverageRecord, BaseRecord, BranchPoint, Parity, TrainState
+from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, TrainState
 from scale_cli.upscale.base import looks_local, root_model, stages_below
 from scale_cli.values import language_name
 
@@ -207,16 +207,12 @@ def _trained(stage: _Stage) -> str:
     told += f"; {_OPTIMISERS[train.optimiser]}, lr {train.lr:g}, seed {stage.config.seed}"
     if (begun := BranchPoint.load_if_there(stage.folder)) is not None:
         told += f"; begun with {begun}"
-    if (averaged := AverageRecord.load_if_there(stage.folder)) is not None:
-        members = (f"step {member.step:,} (weight {member.weight:.4g})" for member in averaged.members)
-        told += f"; the mean of {len(averaged.members)} such: {', '.join(members)}"
-    elif train.average is not None:
+    if train.average is not None:
         told += f"; an average of weights ({train.average.kind}, {train.averaged_steps:,} steps)"
     return told
 
 
 def _sources_table(stages: list[_Stage]) -> Table:
-    """Return what every training read: a row for each source."""
     rows = []
     for stage in stages:
         ledgers = tokens_by_source(stage.folder)

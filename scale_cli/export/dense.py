@@ -131,7 +131,6 @@ def lower_weights(model: MethodModel, dtype: torch.dtype) -> None:
 
 
 def dense_config(model: WidenedModel, scales: StreamScales) -> PreTrainedConfig:
-    """Return the base's configuration with the widened sizes."""
     base = model.root.config.to_dict()
     widened = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = {
@@ -274,7 +273,6 @@ def _joined_linear(
     columns: StreamScales,
     rows: StreamScales,
 ) -> dict[str, Tensor]:
-    """Return weight (and bias) of the joined map, its columns and rows scaled."""
     joined = {"weight": dense_weight(frozen, added, parents)}
     joined["weight"][:, : frozen.in_features] *= columns.base
     joined["weight"][:, frozen.in_features :] *= columns.expansion

@@ -15,15 +15,13 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import lower_weights, plain_model
 from scale_cli.export.parity import Logits, served_logits
-from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain
-from scale_cli.export.router_keys import routed_class, router_keys
+from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, routed_class, router_keys, write_plain
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.serving_scale import WidenedModel
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.upscale.preservation import trained_logits
-from scale_cli.upscale.run import MethodFolder
-from scale_cli.upscale.tokenizer import tokenizer_place
+from scale_cli.upscale.run import MethodFolder, tokenizer_place
 
 
 class Format:

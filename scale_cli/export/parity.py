@@ -85,7 +85,6 @@ class _Differences:
         self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
 
     def add(self, logits: Tensor, wanted: Tensor) -> None:
-        """Count in one prompt's logits (1, T, V)."""
         for some, others in zip(logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True):
             apart = (some.double() - others).abs_()
             self.largest = torch.maximum(self.largest, apart.max().cpu())  # NaN stays NaN
@@ -118,7 +117,6 @@ def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits
 
 
 def parity_in_words(parity: Parity) -> str:
-    """Return how far an export is from the trained model."""
     return (
         f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} over "
         f"{parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
@@ -126,7 +124,6 @@ def parity_in_words(parity: Parity) -> str:
 
 
 def check_parity(parity: Parity, dtype: str) -> None:
-    """Refuse an export that computes something else."""
     good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference
     limit = f"a mean of {MAX_OWN_RATIO:g} x {parity.own_mean_difference:.2e}"
     if dtype == "float32":

@@ -4,6 +4,15 @@ transformers 5 writes config.json and the tokenizer in a spelling of its own: ve
 still pins, does not know `rope_parameters`, goes on with unscaled positions, and does not find the tokenizer's class.
 Here the base's own config.json is taken, with other sizes and both spellings, and its small files byte for byte. One
 thing may change in the tokenizer: whoever tokenises a prompt gets the boundary that stood before it in training.
+
+Keys of its config.json, and two files of code beside it, let it be served routed. Who does not know them, or does not
+trust the code, loads the plain model. Its hidden row holds all streams side by side, and the columns of its vocabulary
+head hold one group for each: [H | H'_1 | ...]. By groups the one product gives the logits of every head,
+
+    z_0 = H x        z_k = z_parent(k) + H'_k u_k
+
+which the posterior rule mixes (`model/routing.py`). Equal to rounding, not bit for bit; and not where an expansion
+writes into x (W12), for the base's head reads the x that nobody has written into.
 """
 
 from __future__ import annotations
@@ -20,11 +29,92 @@ from transformers.utils.hub import cached_files
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.tokens import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
-from scale_cli.export.router_keys import KEY, add_router
+from scale_cli.model import routed_scale, routing
+from scale_cli.model.joined_scale import JoinedForCausalLM
+from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model
+from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
-from scale_cli.upscale.tokenizer import TokenizerPlace, tokenizer_place
+from scale_cli.upscale.run import TokenizerPlace, tokenizer_place
+
+KEY = "scale_router"
+# The second is for `transformers serve`, which asks for a class of that kind first, and else takes the plain one.
+_ASKED_FOR = ("AutoModelForCausalLM", "AutoModelForDecision")
+_CODE = (Path(str(routed_scale.__file__)), Path(str(routing.__file__)))
+
+
+def router_keys(model: MethodModel) -> dict[str, Any] | None:
+    """Return what `scale_router` is in the config.json of a model's plain export; None where it cannot be routed.
+
+    Returns:
+        `stream_sizes`: channels of the hidden row by stream, the base head's first (of a stack, all that its base head
+        reads); `parents`: of every other head, the head that its logits are added to; `prior` of the base head, the
+        rest being shared evenly by the others; `switch_rate`; `new_tokens`, where the base has not all (`PieceShares`):
+        of each the `first` of its pieces, those that are the scripts' `own`, and, where others than the base lack some
+        too, which are `known` by every head.
+    """
+    if not isinstance(model, WidenedModel):
+        return None
+    lowest = model.routed_heads[0]
+    routed = model.branches[lowest:]
+    routes = model.config.routes and model.config.router_rule == "posterior"
+    if not routes or any(branch.writes for branch in routed):
+        return None
+    added = [branch.expansion.lm_head.in_features for branch in model.branches]
+    sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
+    parents = [branch.parent - lowest for branch in routed]
+    if len(model.log_prior()) == 2:  # one head, over the streams of all, of an ensemble too
+        sizes, parents = [sizes[0], sum(sizes[1:])], [0]
+    return {
+        "stream_sizes": sizes,
+        "parents": parents,
+        "prior": model.config.router_prior,
+        "switch_rate": model.config.router_switch_rate,
+        **_new_tokens(model, len(sizes)),
+    }
+
+
+def _new_tokens(model: WidenedModel, num_heads: int) -> dict[str, Any]:
+    """Return what tells of tokens that not all heads have; nothing where all have them."""
+    if isinstance(model, JoinedForCausalLM):
+        config = model.config
+        first, own, known = [pieces[0] for pieces in config.pieces()], config.own_pieces, config.known_by_heads()
+        all_but_base_know_all = num_heads == 2 or known[1:] == [(0, len(first))] * (num_heads - 1)
+        told = {"first": first, "own": own, **({} if all_but_base_know_all else {"known": known})}
+        return {"new_tokens": told} if first else {}
+    new = new_tokens_among(branch.expansion for branch in model.branches[model.routed_heads[0] :])
+    return {} if new is None else {"new_tokens": {"first": new.shared.first, "own": new.shared.own}}
+
+
+def add_router(folder: Path, architecture: str, router: dict[str, Any]) -> dict[str, Any]:
+    """Write the routed class of a plain model beside it, and return what its config.json gains."""
+    for source in _CODE:
+        shutil.copyfile(source, folder / source.name)
+    return {KEY: router, "auto_map": _auto_map(architecture)}
+
+
+def _auto_map(architecture: str) -> dict[str, str]:
+    return dict.fromkeys(_ASKED_FOR, f"{_CODE[0].stem}.{routed_name(architecture)}")
+
+
+def routed_class(folder: Path) -> Any:
+    """Return the class that serves a plain export routed; None where the folder is not one that can be."""
+    config = read_json(folder / "config.json")
+    (architecture,) = config.get("architectures") or [""]
+    return getattr(routed_scale, routed_name(architecture), None) if KEY in config else None
+
+
+def head_names(num_heads: int) -> list[str]:
+    """Return what the heads of such an export are called: it knows no names."""
+    return ["base", "trained"] if num_heads == 2 else ["base", *(f"head {head}" for head in range(1, num_heads))]
+
+
+def routed_name(architecture: str) -> str:
+    """Return what the routed class of a plain one is called, in transformers and in vLLM."""
+    return f"ScaleRouted{architecture}"
+
 
 _CONFIG = "config.json"
 _WHOLE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -140,7 +230,6 @@ def is_framed(served: PreTrainedTokenizerBase, trained: PreTrainedTokenizerBase)
 
 
 def load_exported_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as whoever serves a folder does."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return tokenizer
 

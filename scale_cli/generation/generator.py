@@ -21,7 +21,7 @@ from scale_cli.data.documents import Messages
 from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import ConfigError, RunFolderError, one_line
 from scale_cli.evaluation.continuations import before_end, ends_of, padded_left
-from scale_cli.export.router_keys import head_names, routed_class
+from scale_cli.export.plain_folder import head_names, routed_class
 from scale_cli.model.heads import token_log_probs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -33,8 +33,7 @@ from scale_cli.storage.records import BaseRecord
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import load_any_base, router_of
-from scale_cli.upscale.run import open_folder
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer, open_folder
 
 _NO_CHARACTER = "\ufffd"  # what bytes that are no character decode to
 
@@ -49,7 +48,6 @@ class Sampling:
     seed: int = 0  # of the sampling
 
     def __post_init__(self) -> None:
-        """Refuse what would do nothing."""
         if self.top_p < 1.0 and self.temperature == 0.0:
             raise ConfigError(f"--top-p {self.top_p:g}: does nothing at temperature 0; add --temperature 1")
 
@@ -66,7 +64,6 @@ class Decoder:
         self._given, self._held = [last_of_prompt], list[int]()
 
     def add(self, token: int) -> str:
-        """Return what has become certain with one more token."""
         self._held.append(token)
         text = self._added_by_held()
         if not text or text.endswith(_NO_CHARACTER):
@@ -75,7 +72,6 @@ class Decoder:
         return text.replace(_NO_CHARACTER, "")
 
     def finish(self) -> str:
-        """Return the whole characters of what was held back."""
         return self._added_by_held().replace(_NO_CHARACTER, "")
 
     def _added_by_held(self) -> str:
@@ -134,11 +130,9 @@ class Generator:
 
     @property
     def num_positions(self) -> int:
-        """How many tokens the model's context holds."""
         return int(self.model.config.max_position_embeddings)
 
     def _asked(self, messages: Messages) -> str:
-        """Return what asks for the assistant's next turn, by the chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template: this is no model to talk to; give it a text to go on with"
@@ -196,7 +190,6 @@ class Generator:
         return names
 
     def _head_shares(self, ids_T: Tensor) -> Sequence[dict[str, float] | None]:
-        """Return every head's share in the prediction of every token but the first."""
         model, names = self.model, self.head_names()
         if not names:
             return [None] * (len(ids_T) - 1)

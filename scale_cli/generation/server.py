@@ -95,7 +95,6 @@ class Message(BaseModel):
     content: str | list[TextPart]
 
     def turn(self) -> dict[str, str]:
-        """Return it as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content}
 
@@ -127,7 +126,6 @@ class Answer:
         self._held = ""  # text in which a stop may have begun
 
     def take(self, token: int) -> str:
-        """Return what one more token makes certain."""
         self.num_tokens += 1
         if token in self._ends:
             self.finish = "stop"
@@ -165,7 +163,6 @@ class Answers(BaseStreamer):
 
     @property
     def usage(self) -> dict[str, int]:
-        """How many tokens were read and written."""
         read, written = len(self._rows[0]), sum(answer.num_tokens for answer in self._answers)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -262,7 +259,6 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def create_app(generator: Generator, name: str) -> FastAPI:
-    """Return the endpoint of a model that is served under a name."""
     app, endpoint, began = FastAPI(openapi_url=None), Endpoint(generator, name), int(time.time())
 
     @app.exception_handler(RequestValidationError)
@@ -299,7 +295,6 @@ def create_app(generator: Generator, name: str) -> FastAPI:
 
 
 def _problem(error: dict[str, Any]) -> str:
-    """Return what is wrong with a field, on one line."""
     if error["type"] == "json_invalid":
         return f"body: is not JSON ({error['ctx']['error']})"
     place = ".".join(str(part) for part in error["loc"] if part != "body")
@@ -314,5 +309,4 @@ def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None
 
 
 def run_server(generator: Generator, name: str, host: str, port: int) -> None:
-    """Answer until a signal comes."""
     uvicorn.run(create_app(generator, name), host=host, port=port, timeout_graceful_shutdown=_SHUTDOWN_S)

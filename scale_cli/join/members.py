@@ -29,8 +29,7 @@ from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import check_same_base, record_base, root_model, stages_below, tensor_sha256
 from scale_cli.upscale.preservation import own_logits, sample_ids
-from scale_cli.upscale.run import MethodFolder, open_folder
-from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
+from scale_cli.upscale.run import MethodFolder, check_tokenizer, load_tokenizer, open_folder
 from scale_cli.vocabulary.extension import extended, new_tokens
 from scale_cli.vocabulary.proofs import check_union
 from scale_cli.vocabulary.tokenizer import load_grown, read_texts, write_grown

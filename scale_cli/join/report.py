@@ -86,7 +86,6 @@ class JoinReport(RunRecord):
         ]
 
     def table(self) -> Table:
-        """Return all heads and the router on every corpus, in both units."""
         titles = ["corpus", "", *self.corpora[0].heads, "routed", "worst document"]
         rows = []
         for corpus in self.corpora:

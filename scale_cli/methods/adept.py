@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.hooks import Hook, Training, Update
 from scale_cli.methods.llama_pro import Deeper, evenly_spaced
+from scale_cli.methods.recipes import Hook, Training, Update
 from scale_cli.values import Section, Steps
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from scale_cli.methods.hooks import Hook, Training
+    from scale_cli.methods.recipes import Hook, Training
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import require
-from scale_cli.methods.hooks import Hook, Training, Update
 from scale_cli.methods.lora import modules_of, put_beside
 from scale_cli.methods.method import PROJECTIONS, Method, Trains
+from scale_cli.methods.recipes import Hook, Training, Update
 from scale_cli.values import Section
 
 if TYPE_CHECKING:

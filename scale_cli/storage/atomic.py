@@ -37,13 +37,11 @@ _claimed: set[str] = set()
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of a value as JSON, keys in order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -109,7 +107,6 @@ def read_json(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors as safetensors."""
     from safetensors.torch import save_file  # imports torch, which folders of text do without
 
     with writing(path):
@@ -117,7 +114,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors; StorageError where the file is missing or damaged."""
     from safetensors.torch import load_file
 
     with _reading(path):
@@ -145,7 +141,6 @@ def sync(path: Path) -> None:
 
 
 def partial_folder(path: Path) -> Path:
-    """Return where a file or folder is filled that will be at `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -340,7 +335,6 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, operation: int) -> int:
-    """Make a folder if need be, lock it, and return its descriptor."""
     with writing(folder):
         while True:
             make_folder(folder.parent)

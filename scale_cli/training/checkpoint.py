@@ -2,7 +2,7 @@
 
 A checkpoint is a method folder (`upscale/method.py`) and beside it
 
-    optimiser.safetensors  of every trainable parameter the moments, and what hooks keep (`methods/hooks.py`)
+    optimiser.safetensors  of every trainable parameter the moments, and what hooks keep (`methods/recipes.py`)
     init_from.json         what the run began with, where that was trained by another run (`train.init_from`)
     corpora.json           what was read of every source, by hash
     position.json          step, tokens seen, where the time went
@@ -22,7 +22,7 @@ import torch
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
-from scale_cli.methods.hooks import Hook
+from scale_cli.methods.recipes import Hook
 from scale_cli.storage.atomic import (
     MANIFEST,
     file_sha256,

@@ -18,10 +18,9 @@ from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
 from scale_cli.errors import GradientOverflow, Interrupted, NonFiniteError, TrainingError
-from scale_cli.methods.hooks import of_final
-from scale_cli.planning import peak_memory_bytes
-from scale_cli.processes import waiting_for_steps
-from scale_cli.storage.metrics import (
+from scale_cli.methods.recipes import of_final
+from scale_cli.processes import peak_memory_bytes, waiting_for_steps
+from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
     BITS_OF_AVERAGE,
@@ -31,8 +30,8 @@ from scale_cli.storage.metrics import (
     SHARES,
     SHARES_OF_AVERAGE,
     MetricsRecord,
+    TrainState,
 )
-from scale_cli.storage.records import TrainState
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of

@@ -17,8 +17,7 @@ from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
-from scale_cli.storage.metrics import Losses, Shares
-from scale_cli.storage.records import Score
+from scale_cli.storage.records import Losses, Score, Shares
 from scale_cli.training.sharding import gathered_roots, is_sharded
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import attending_by_sdpa

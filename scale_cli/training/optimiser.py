@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
-from scale_cli.methods.hooks import Hook
+from scale_cli.methods.recipes import Hook
 from scale_cli.upscale.method import Kind, kinds_of_parameters, moments_of
 
 

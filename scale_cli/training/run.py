@@ -23,9 +23,8 @@ from scale_cli.data.batches import Batches
 from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
-from scale_cli.methods.hooks import Hook
-from scale_cli.planning import device_name, peak_memory_bytes
-from scale_cli.processes import is_main
+from scale_cli.methods.recipes import Hook
+from scale_cli.processes import device_name, is_main, peak_memory_bytes
 from scale_cli.storage.atomic import (
     MANIFEST,
     new_folder,
@@ -36,8 +35,7 @@ from scale_cli.storage.atomic import (
     write_text,
 )
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import MetricsLog
-from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, TrainState
+from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, MetricsLog, TrainState
 from scale_cli.storage.shards import save_shards
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer
@@ -45,8 +43,7 @@ from scale_cli.training.optimiser import optimiser_tensors, trainable_parameters
 from scale_cli.training.sharding import changed_parts, is_sharded
 from scale_cli.upscale.base import changed_tensors
 from scale_cli.upscale.method import MethodModel, describe_method
-from scale_cli.upscale.run import MethodFolder
-from scale_cli.upscale.tokenizer import copy_grown_tokenizer
+from scale_cli.upscale.run import MethodFolder, copy_grown_tokenizer
 
 # By file name the tensors of a checkpoint as they were at one instant: copies on the CPU, so that training may go on.
 Snapshot = dict[str, dict[str, Tensor]]
@@ -58,7 +55,6 @@ class TrainingRun:
 
     start: MethodFolder  # `upscaled/` of the run
     corpora: list[TokenisedCorpus]  # that it trains on, one for every source
-    contents: list[str]  # what was read of every source, by hash
     batches: Batches  # of the whole run
     accelerator: Accelerator  # processes and devices
     model: MethodModel  # what is trained
@@ -163,7 +159,7 @@ class TrainingRun:
         describe_method(folder, self.model, self.method, self.start.record)
         copy_grown_tokenizer(self.config, folder)
         state.save(folder)
-        write_json(folder / CORPORA, self.contents)
+        write_json(folder / CORPORA, [corpus.folder.name for corpus in self.corpora])
         if self.branch_point is not None:
             self.branch_point.save(folder)
         sources, trained = self.config.corpus.sources, self.batches.trained_tokens(state.step)

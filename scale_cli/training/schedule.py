@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from scale_cli.config.training import TrainConfig
 
-# Of max_steps: a phase whose length a config leaves out.
-_SHARE_OF_A_PHASE = 0.2
+# Of max_steps: a decay whose length a config leaves out.
+_SHARE_OF_DECAY = 0.2
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
@@ -22,11 +22,11 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def _cosine(step: int, train: TrainConfig) -> float:
-    return _between(1.0, train.min_lr_ratio, _progress(step, train), "cosine")
+    return _down_to(train.min_lr_ratio, _progress(step, train), "cosine")
 
 
 def _linear(step: int, train: TrainConfig) -> float:
-    return _between(1.0, train.min_lr_ratio, _progress(step, train), "linear")
+    return _down_to(train.min_lr_ratio, _progress(step, train), "linear")
 
 
 def _progress(step: int, train: TrainConfig) -> float:
@@ -39,39 +39,14 @@ def _constant(_step: int, _train: TrainConfig) -> float:
 
 
 def _wsd(step: int, train: TrainConfig) -> float:
-    """Constant, decay (Hu et al. 2024, arXiv 2404.06395)."""
+    """Constant, decay (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
     decay_steps = train.decay_steps
     if decay_steps is None:
-        decay_steps = min(round(_SHARE_OF_A_PHASE * train.max_steps), train.max_steps - train.warmup_steps)
-    rate = _decayed(step, train, 1.0, decay_steps)
-    return 1.0 if rate is None else rate
-
-
-def _infinite(step: int, train: TrainConfig) -> float:
-    """Cool-down, constant, decay (Ibrahim et al. 2024, arXiv 2403.08763); what is left out takes what is left at most.
-
-    The last step of a cool-down is at the constant rate, and the last one of all at the minimum; so the first step of a
-    phase has left the rate of the one before, also where that phase was another run's (`init_from`).
-    """
-    usual, free = round(_SHARE_OF_A_PHASE * train.max_steps), train.max_steps - train.warmup_steps
-    cooldown_steps, decay_steps = train.cooldown_steps, train.decay_steps
-    if cooldown_steps is None:
-        cooldown_steps = min(usual, free - (decay_steps or 0))
-    if decay_steps is None:
-        decay_steps = min(usual, free - cooldown_steps)
-    constant = train.constant_lr_ratio
-    if (rate := _decayed(step, train, constant, decay_steps)) is not None:
-        return rate
-    cooled = step + 1 - train.warmup_steps
-    return _between(1.0, constant, cooled / cooldown_steps, "cosine") if cooled < cooldown_steps else constant
-
-
-def _decayed(step: int, train: TrainConfig, constant: float, decay_steps: int) -> float | None:
-    """Return the rate of a step of the last phase; None before it."""
+        decay_steps = min(round(_SHARE_OF_DECAY * train.max_steps), train.max_steps - train.warmup_steps)
     decayed = step + 1 - (train.max_steps - decay_steps)
     if decayed <= 0:
-        return None
-    return _between(constant, train.min_lr_ratio, decayed / decay_steps, train.shape_of_decay)
+        return 1.0
+    return _down_to(train.min_lr_ratio, decayed / decay_steps, train.decay_shape or "1-sqrt")
 
 
 # From a step after the warm-up to its rate, relative to `train.lr`.
@@ -80,16 +55,16 @@ SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
     "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
-    "infinite": _infinite,
 }
 
 
-def _between(high: float, low: float, progress: float, shape: str) -> float:
+def _down_to(low: float, progress: float, shape: str) -> float:
+    """Return what is between 1 and a minimum after a part of the way."""
     if shape == "exponential":
-        return high * (low / high) ** progress
+        return low**progress
     remaining = {
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
         "1-sqrt": 1.0 - math.sqrt(progress),
     }[shape]
-    return low + (high - low) * remaining
+    return low + (1.0 - low) * remaining

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
-from scale_cli.methods.hooks import local_part
+from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel, plain_of
 from scale_cli.training.optimiser import trainable_parameters

@@ -17,8 +17,7 @@ from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
 from scale_cli.errors import GradientOverflow, NonFiniteError
-from scale_cli.methods.hooks import Hook, Training, Update
-from scale_cli.methods.recipes import make_hooks
+from scale_cli.methods.recipes import Hook, Training, Update, make_hooks
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.processes import autocast

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from scale_cli.config.same_run import leaves
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, one_line, require
-from scale_cli.storage.metrics import MetricsLog, MetricsRecord
+from scale_cli.storage.records import MetricsLog, MetricsRecord
 
 
 def check_trackers(names: Sequence[str]) -> None:

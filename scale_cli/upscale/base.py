@@ -104,7 +104,6 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def _quantising(model: ModelConfig) -> dict[str, Any]:
-    """Return what `from_pretrained` takes to quantise each weight as it is read, on the device of this process."""
     if model.quantisation is None:
         return {}
     require("torchao", f"model.quantisation {model.quantisation}")

@@ -66,7 +66,6 @@ class NewPieces:
 
     @classmethod
     def unknown(cls, count: int) -> NewPieces:
-        """Return as many as there will be, for sizes alone."""
         return cls(["0"] * count, [])
 
     @property

@@ -13,31 +13,35 @@ anything is found by `Run.check`: no weight is loaded and little text is read, s
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
 from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
-from scale_cli.config.schema import MethodConfig, RunConfig
-from scale_cli.config.sources import TextSource
+from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.corpora import cache_dir
+from scale_cli.config.vocabulary import Script
+from scale_cli.data.corpora import cache_of
 from scale_cli.data.files import check_source
-from scale_cli.data.tokens import DocumentMarkers, check_sample
-from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
+from scale_cli.data.tokens import DocumentMarkers, check_sample, tokenizer_sha256
+from scale_cli.errors import BaseModelError, ChangedBaseError, ConfigError, RunFolderError, one_line
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.layout import RunFolder, check_folder
 from scale_cli.storage.records import BaseRecord, TrainState
-from scale_cli.upscale.base import check_weights, load_base_config, stage_folder
+from scale_cli.upscale.base import REMEDY, check_weights, load_base_config, stage_folder, stages_below
 from scale_cli.upscale.method import (
     MethodModel,
     any_base_without_weights,
@@ -49,8 +53,11 @@ from scale_cli.upscale.method import (
     read_method,
     set_router,
 )
-from scale_cli.upscale.tokenizer import check_tokenizer, learned_on, load_tokenizer
-from scale_cli.vocabulary.tokenizer import Extension, load_grown
+from scale_cli.vocabulary.extension import SENTENCEPIECE, Spelling, with_new_pieces
+from scale_cli.vocabulary.proofs import check_extension
+from scale_cli.vocabulary.tokenizer import TOKENIZER_FILES, Extension, load_grown, read_texts, write_grown
+
+_BYTES_RETURNED = 1 << 22  # of every source that new tokens are learned on: text that has to come back from them
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,8 @@ class Run:
             raise BaseModelError(
                 f"method.vocabulary: {config.model.base} is widened; only a plain base takes new tokens"
             )
-        base, sources = self.base_tokenizer, learned_on(config)
-        return Extension(base, self.base_config.vocab_size, vocabulary, sources, config.corpus, cache_dir(config))
+        cache = cache_of(config, self.base_tokenizer)
+        return Extension(self.base_config.vocab_size, vocabulary, learned_on(config), cache)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a run that is about to be upscaled, whatever was before."""
@@ -98,7 +105,7 @@ class Run:
         extension = self.extension
         if extension is None or extension.vocabulary.folder is not None or self._has_grown:
             return self.tokenizer
-        if not any(extension.cache_dir.glob("vocabulary.*")):
+        if not any(extension.cache.folder.glob("vocabulary.*")):
             return None  # and no text has to be looked at
         return load_grown(extension.folder) if is_whole(extension.folder) else None
 
@@ -234,7 +241,6 @@ def open_folder(path: Path, run: Run | None = None) -> MethodFolder:
 
 
 def check_context(config: RunConfig, base_config: Any) -> None:
-    """Refuse windows longer than the base was made for."""
     asked = config.evaluation.continuations
     lengths = {
         "corpus.sequence_length": config.corpus.sequence_length,
@@ -247,10 +253,100 @@ def check_context(config: RunConfig, base_config: Any) -> None:
 
 
 def check_processes(sizes: TrainConfig, num_processes: int) -> None:
-    """Refuse a batch that does not divide among the processes."""
     at_once = sizes.sequences_at_once(num_processes)
     if sizes.global_batch_size % (at_once * num_processes):
         raise ConfigError(
             f"train.global_batch_size {sizes.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{at_once} x {num_processes} processes"
         )
+
+
+# Tokenizers: a model's, wherever it comes from, and a run's own, where its method adds tokens
+
+
+@dataclass(frozen=True)
+class TokenizerPlace:
+    """Where a tokenizer lies."""
+
+    key: str  # of the config, that says so
+    name: str  # hub id or folder
+    revision: str | None  # on the hub
+    of_run: bool = False  # whether a run with new tokens has it
+
+
+def tokenizer_place(model: ModelConfig) -> TokenizerPlace:
+    """Return where a model's tokenizer lies; of a widened base without new tokens, that of what it stands on."""
+    for folder, config in stages_below(model):
+        if model.tokenizer is not None:
+            break
+        if config.method.vocabulary is not None:
+            return TokenizerPlace("model.base", str(folder), None, of_run=True)
+        model = config.model
+    if model.tokenizer is not None:
+        return TokenizerPlace("model.tokenizer", model.tokenizer, None)
+    return TokenizerPlace("model.base", model.base, model.revision)
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer: the one that the config names, or the base's own."""
+    place = tokenizer_place(model)
+    try:
+        if place.of_run:
+            return load_grown(Path(place.name))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place.name, revision=place.revision, trust_remote_code=False
+        )
+    except Exception as error:  # of a damaged folder it may say anything
+        raise BaseModelError(
+            f"{place.key}: the tokenizer of {place.name} cannot be loaded; say in model.tokenizer where one is: "
+            f"{one_line(error)}"
+        ) from None
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, record: BaseRecord) -> None:
+    now = tokenizer_sha256(tokenizer)
+    if record.tokenizer_sha256 and now != record.tokenizer_sha256:
+        raise ChangedBaseError(
+            f"model.base: the tokenizer of {tokenizer.name_or_path} is not the one at `scale upscale` (SHA-256 "
+            f"{record.tokenizer_sha256[:12]} -> {now[:12]}); {REMEDY}"
+        )
+
+
+def learned_on(config: RunConfig) -> list[CorpusSource]:
+    assert config.method.vocabulary is not None
+    named = config.method.vocabulary.sources
+    return [source for source in config.corpus.sources if source.name in named] if named else config.corpus.new
+
+
+def write_grown_tokenizer(folder: Path, base: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a tokenizer that has new tokens; where its base has a SentencePiece model too, that with them."""
+    write_grown(folder, tokenizer)
+    place = tokenizer_place(base)
+    found = None
+    with suppress(OSError):  # it has none, or it is not at hand
+        found = cached_file(place.name, SENTENCEPIECE, revision=place.revision)
+    if found is not None and not Spelling.of(tokenizer.backend_tokenizer, base.base).byte_level:
+        first_id = load_base_config(base).vocab_size
+        grown = with_new_pieces(Path(found).read_bytes(), tokenizer.backend_tokenizer, first_id)
+        (folder / SENTENCEPIECE).write_bytes(grown)
+
+
+def copy_grown_tokenizer(config: RunConfig, folder: Path) -> None:
+    if config.method.vocabulary is not None:
+        for name in TOKENIZER_FILES:
+            if (file := RunFolder(config.output_dir).upscaled / name).is_file():
+                shutil.copyfile(file, folder / name)
+
+
+def prove_vocabulary(config: RunConfig, base: PreTrainedTokenizerBase, grown: PreTrainedTokenizerBase) -> int:
+    assert config.method.vocabulary is not None
+    kept: list[TextSource] = [source for source in config.evaluation.perplexity if source.role == "retention"]
+    return check_extension(
+        base.backend_tokenizer,
+        grown.backend_tokenizer,
+        Script.named(config.method.vocabulary.script),
+        read_texts([*kept, *config.corpus.replay], config.corpus),
+        read_texts(learned_on(config), config.corpus, _BYTES_RETURNED),
+        config.seed,
+    )

@@ -15,7 +15,7 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.config.vocabulary import ROWS_MULTIPLE, TAKEN_FOR_OTHERS, Script, VocabularyConfig
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
-from scale_cli.data.tokens import content_name
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
 from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, extended
@@ -42,12 +42,14 @@ _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 class Extension:
     """The tokens that a config adds to a base's tokenizer."""
 
-    base: PreTrainedTokenizerBase
     first_id: int  # of the new tokens: how many rows the base's embedding has
     vocabulary: VocabularyConfig
     sources: Sequence[TextSource]  # the texts that they are learned on
-    reading: ReadingConfig
-    cache_dir: Path  # where what was learned lies, with the tokenised corpora
+    cache: TokenCache  # as the base's tokenizer reads them; what was learned lies beside
+
+    @property
+    def base(self) -> PreTrainedTokenizerBase:
+        return self.cache.tokenizer
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the base's tokenizer with the new tokens: from the cache, where they were learned before."""
@@ -64,13 +66,13 @@ class Extension:
     def folder(self) -> Path:
         learned = {
             "format": _FORMAT_VERSION,
-            "sources": [content_name(source, self.base, self.cache_dir, self.reading) for source in self.sources],
+            "sources": [self.cache.name_of(source) for source in self.sources],
             "script": Script.named(self.vocabulary.script).ranges,
             "new_tokens": num_added(self.first_id, self.vocabulary),
             "first_id": self.first_id,
             "min_count": self.vocabulary.min_count,
         }
-        return self.cache_dir / f"vocabulary.{json_sha256(learned)[:16]}"
+        return self.cache.folder / f"vocabulary.{json_sha256(learned)[:16]}"
 
     def sketched(self, num_bytes: int) -> Tokenizer:
         """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens.
@@ -107,7 +109,7 @@ class Extension:
         num_new = num_added(self.first_id, self.vocabulary)
         check_size(self.first_id + num_new)
         words, num_read = Counter[str](), 0
-        for text in read_texts(self.sources, self.reading, num_bytes):
+        for text in read_texts(self.sources, self.cache.reading, num_bytes):
             words.update(count_words([text], backend, script))
             num_read += len(text.encode())
         new = learn(words, backend, spelling, script, most=num_new, min_count=min_count)

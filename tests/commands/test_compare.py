@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -10,22 +9,17 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import yaml
 from transformers import AutoModelForCausalLM
 
-from scale_cli.commands.compare import compare, notes
+from scale_cli.commands.compare import compare
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.commands.verify import verify
-from scale_cli.config.load import load_config
-from scale_cli.config.schema import RunConfig
-from scale_cli.errors import RunFolderError, StorageError, VerificationError
+from scale_cli.errors import RunFolderError, StorageError
 from scale_cli.storage.atomic import verify_folder
-from scale_cli.storage.records import AveragedMember, AverageRecord
 from tests.command_line import Scale
+from tests.export.conftest import configured
 from tests.finished_run import Made, write_json, write_run
-from tests.widening import lower_stories
 
 TASKS = {"blimp": (-0.06, 0.001), "kobest_copa": (0.04, 0.5)}
 SCRIPT = "<script>alert(1)<|script>"  # a folder's name cannot hold a slash
@@ -68,7 +62,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
         SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
         "얼린 층": Made("freeze", 0.3, 0.8, curve_steps=0),
         "llama-pro": Made("llama-pro", None, None),
-        "preserve": Made("preserve", 0.1, 0.7, has_cost=False),
+        "preserve": Made("preserve", 0.1, 0.7),
         "adapt": Made("adapt", 0.35, 0.9),
         "route": Made("route", 0.2, 0.85, benchmarks=TASKS, continued=True),
     }
@@ -122,15 +116,6 @@ def test_figures_are_well_formed_and_stand_alone(compared: tuple[list[Path], Pat
     assert "<script>" not in text.replace(r"\<script", "")
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
-
-
-def test_a_comparison_is_good_whatever_its_folder_is_called(compared: tuple[list[Path], Path], tmp_path: Path) -> None:
-    for name in ("final", "evaluation", "upscaled"):
-        shutil.copytree(compared[1], tmp_path / name)
-        verify(tmp_path / name).require()
-        (tmp_path / name / "report.md").unlink()
-        with pytest.raises(VerificationError):
-            verify(tmp_path / name).require()
 
 
 def edit_report(folder: Path, edit: Callable[[dict[str, object]], object]) -> None:
@@ -247,45 +232,12 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
     assert sorted(folders[0].rglob("*")) == before
 
 
-def test_a_mean_of_runs_is_compared_without_a_training_of_its_own(folders: list[Path], tmp_path: Path) -> None:
-    mean = write_run(tmp_path / "runs" / "mean", Made("full", 0.3, 0.9, has_cost=False))
-    (mean / "metrics.jsonl").unlink()
-    with pytest.raises(RunFolderError, match=r"metrics.jsonl is missing \(`scale train` writes it\)"):
-        compare([folders[0], mean], tmp_path / "out")
-    members = tuple(AveragedMember(str(folder), "c" * 64, 100, 0.5) for folder in folders)
-    AverageRecord(members).save(mean / "final")
-    told = "\n".join(notes(compare([folders[0], mean], tmp_path / "out")))
-    assert "Means of weights: mean (of 2)" in told
-    runs = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["runs"]
-    assert [bool(run["curves"]) for run in runs] == [True, False]
-
-
-def real_config(shared: Path, folder: Path, variant: str) -> RunConfig:
-    def source(name: str, path: str, language: str, **more: object) -> dict[str, object]:
-        return {"name": name, "path": str(shared / path), "language": language, "max_documents": 4, **more}
-
-    petitions = "ko-petitions/valid.txt.xz"
-    tree = {
-        "output_dir": str(folder / variant),
-        "model": {"base": str(lower_stories(shared))},
-        "method": {"variant": variant},
-        "corpus": {"sequence_length": 32, "sources": [source("web", petitions, "ko")]},
-        "train": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 2, "eval_every_steps": 2},
-        "evaluation": {
-            "bootstrap_resamples": 100,
-            "perplexity": [
-                source("tiny", "en-tinystories/tinystories_val.txt", "en", role="retention", max_documents=2),
-                source("petitions", petitions, "ko", role="acquisition", max_documents=2),
-            ],
-        },
-    }
-    path = folder / f"{variant}.yaml"
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return load_config(path)
-
-
 def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scale) -> None:
-    configs = [real_config(shared_data, tmp_path, variant) for variant in ("full", "route")]
+    train_keys = {"max_steps": 4, "eval_every_steps": 2}
+    configs = [
+        config.model_copy(update={"train": config.train.model_copy(update=train_keys)})
+        for config in (configured(shared_data, tmp_path / name, {"variant": name}) for name in ("full", "route"))
+    ]
     for config in configs:
         upscale(config)
         train(config, None, print)
@@ -301,7 +253,9 @@ def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scal
         assert run["cost"] == json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))
         assert run["cost"]["trainable_parameters"] > 0
         assert run["cost"]["peak_memory_bytes"] > 10_000_000
-        assert [[point["num_tokens"] for point in points] for points in run["curves"].values()] == [[0, 128, 256]] * 2
+        trained_on = run["report"]["num_tokens_trained"]
+        for points in run["curves"].values():
+            assert [point["num_tokens"] for point in points] == [0, trained_on / 2, trained_on]
     full, route = (run["cost"] for run in written["runs"])
     assert full["trainable_parameters"] == full["total_parameters"]
     assert route["total_parameters"] == route["trainable_parameters"] + full["total_parameters"]

@@ -19,7 +19,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
-from scale_cli.data.tokens import tokenised
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.generation.generator import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -303,4 +303,4 @@ def test_texts_of_the_base_are_drawn_anew_by_every_seed_and_are_a_source_to_repl
     greedy, base = drawn("greedy.jsonl", "--temperature", "0", "--max-new-tokens", "8"), Generator(run.model)
     assert set(greedy) == {base.continue_all([""], Sampling(max_new_tokens=8))[0].completion}
     source = CorpusSource(name="drawn", language="en", role="replay", path=str(tmp_path / "one.jsonl"))
-    assert len(tokenised(source, base.tokenizer, tmp_path / "tokens", show_progress=False)) == 5
+    assert len(TokenCache(tmp_path / "tokens", base.tokenizer).open(source)) == 5

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scale_cli.commands.join as commands_join
-from scale_cli.cli import main
 from scale_cli.commands.export import export
 from scale_cli.commands.join import join
 from scale_cli.commands.upscale import upscale
@@ -32,8 +28,8 @@ from scale_cli.join.report import score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder
-from scale_cli.storage.layout import RunFolder
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
+from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained
 from tests.widening import load_widened, lower_stories
@@ -101,20 +97,11 @@ def test_a_prior_and_a_switch_rate_are_the_models_own(runs: Runs, tmp_path: Path
     assert (config.router_prior, config.router_switch_rate) == (0.9, 0.01)
 
 
-def test_the_verb_prints_a_table_and_the_folder_is_whole(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [str(runs[name].output_dir) for name in ("korean", "writer")]
-    for command, told in (
-        (["join", *given, "--output", str(tmp_path / "out")], "1.099 at most"),
-        (["generate", str(tmp_path / "out"), "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads"], "spoken by"),
-    ):
-        monkeypatch.setattr("sys.argv", ["scale", *command])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        captured = capsys.readouterr()
-        assert told in captured.out + captured.err
+def test_the_verb_prints_a_table_and_the_folder_is_whole(runs: Runs, tmp_path: Path, scale: Scale) -> None:
+    given = [runs[name].output_dir for name in ("korean", "writer")]
+    assert "1.099 at most" in scale("join", *given, "--output", tmp_path / "out").stdout
+    done = scale("generate", tmp_path / "out", "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
+    assert "spoken by" in done.stderr
     (check,) = verify(tmp_path / "out").checks
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
     (continued,) = Generator(tmp_path / "out").continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
@@ -165,46 +152,25 @@ def test_a_joined_folder_whose_base_is_another_is_found(joined: Path, tmp_path: 
     assert "its base is SHA-256" in check.failed[0]
 
 
-_OPEN_ELSEWHERE = """
-import sys
-sys.modules["scale_cli"] = None  # importing it is an error from here on
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
-for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    ids = load_file(f"{folder}/ids.safetensors")["ids"]
-    answers = {"logits": model(input_ids=ids, use_cache=False).logits.detach()}
-    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    answers["generated"] = model.generate(ids[:, :12], **greedy)
-    answers["generated_uncached"] = model.generate(ids[:, :12], **greedy, use_cache=False)
-    save_file(answers, f"{folder}/answers.safetensors")
-"""
-
-
-def test_a_joined_model_and_a_stack_open_elsewhere_without_this_package(
-    runs: Runs, joined: Path, tmp_path: Path
+def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
+    runs: Runs, joined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That code imports torch and transformers alone, as the contracts of `make layers` hold it to."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     config = runs["upon"].model_copy(
         update={"export": runs["upon"].export.model_copy(update={"format": "transformers"})}
     )
     ids = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
-    folders = {tmp_path / "joined": joined, tmp_path / "stack": export(config).folder}
-    for folder, source in folders.items():
-        shutil.copytree(source, folder)
-        save_file({"ids": ids}, folder / "ids.safetensors")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
-    environment |= {"HF_HOME": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-I", "-c", _OPEN_ELSEWHERE, *map(str, folders)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    classes: tuple[Any, Any] = (JoinedForCausalLM, ScaleForCausalLM)
-    for folder, ours in zip(folders, classes, strict=True):
-        answers = load_file(folder / "answers.safetensors")
-        model = ours.from_pretrained(folder).eval()
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for folder, ours in ((joined, JoinedForCausalLM), (export(config).folder, ScaleForCausalLM)):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(model) is not ours and type(model).__name__ == ours.__name__
+        assert "scale_cli" not in "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
         with torch.no_grad():
-            torch.testing.assert_close(answers["logits"], model(input_ids=ids, use_cache=False).logits)
-        assert torch.equal(answers["generated"], answers["generated_uncached"])
+            expected = ours.from_pretrained(folder).eval()(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+        said = [model.generate(ids[:, :12], **greedy, use_cache=cached) for cached in (True, False)]
+        assert torch.equal(*said)
 
 
 def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(shared_data: Path, tmp_path: Path) -> None:
@@ -248,16 +214,6 @@ def test_unfinished_runs_other_folders_baselines_and_runs_that_measured_nothing_
     for name, error, message in refused:
         with pytest.raises(error, match=message):
             join([tmp_path / name], tmp_path / "out", None, 0.0)
-
-
-def test_an_output_that_is_something_else_is_left_alone(runs: Runs, tmp_path: Path) -> None:
-    run = runs["korean"].output_dir
-    (tmp_path / "notes.txt").write_text("mine")
-    for output in (tmp_path, RunFolder(run).final):
-        before = sorted(output.iterdir())
-        with pytest.raises(RunFolderError, match="holds something other than a scale join"):
-            join([run], output, None, 0.0)
-        assert sorted(output.iterdir()) == before
 
 
 def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,28 +11,16 @@ from scale_cli.data import tokens
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import CorpusError
 from scale_cli.processes import Share
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
+from tests.one_step import write_config
 
 
-def write_config(folder: Path, base: Path, lines: list[str]) -> RunConfig:
+def prepared_from(folder: Path, base: Path, lines: list[str]) -> RunConfig:
+    """Return a config of a .jsonl to train on, and of two documents held out."""
     (folder / "news.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / "tales.txt").write_text("Once upon a time.\n\nThe end.\n", encoding="utf-8")
-    config = {
-        "output_dir": str(folder / "run"),
-        "model": {"base": str(base)},
-        "corpus": {
-            "sequence_length": 32,
-            "sources": [{"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}],
-        },
-        "train": {"max_steps": 1},
-        "evaluation": {
-            "perplexity": [
-                {"name": "tales", "path": str(folder / "tales.txt"), "language": "en", "role": "retention"},
-            ]
-        },
-    }
-    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    return load_config(folder / "config.yaml")
+    news = {"name": "news", "path": str(folder / "news.jsonl"), "language": "en"}
+    held_out = {"name": "tales", "path": str(folder / "news.txt"), "language": "en", "role": "retention"}
+    return load_config(write_config(folder, base, corpus={"sources": [news]}, evaluation={"perplexity": [held_out]}))
 
 
 GOOD = ['{"text": "A cat sat."}'] * 3
@@ -45,7 +32,7 @@ def base(shared_data: Path) -> Path:
 
 
 def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_config(tmp_path, base, GOOD)
+    config = prepared_from(tmp_path, base, GOOD)
     summary = prepare(config)
     lines = summary.lines()
     assert any("news (trained on): 3 documents, 30 bytes" in line for line in lines)
@@ -63,7 +50,7 @@ def test_what_is_prepared_is_not_tokenised_again(tmp_path: Path, base: Path, mon
 def test_shares_of_the_files_are_prepared_one_by_one_and_then_joined(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = write_config(tmp_path, base, GOOD)
+    config = prepared_from(tmp_path, base, GOOD)
     shares = [prepare_part(config, Share(index, 2)) for index in range(2)]
     monkeypatch.setattr(tokens, "tokenise", None)
     joined = prepare(config).corpora
@@ -76,7 +63,7 @@ def test_shares_of_the_files_are_prepared_one_by_one_and_then_joined(
 
 
 def test_what_was_dropped_is_said(tmp_path: Path, base: Path) -> None:
-    config = write_config(tmp_path, base, [*GOOD, "{"])
+    config = prepared_from(tmp_path, base, [*GOOD, "{"])
     with pytest.raises(CorpusError, match=r"news \(.*\): 25\.000 % .*1 not JSON: .*news\.jsonl:4"):
         prepare(config)
     lenient = config.model_copy(update={"corpus": config.corpus.model_copy(update={"max_bad_fraction": 0.25})})

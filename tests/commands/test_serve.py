@@ -16,10 +16,9 @@ from scale_cli.commands.serve import serve
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import ScaleError
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import write_plain
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.command_line import Scale
 from tests.widening import as_if_trained, widen
 

@@ -25,8 +25,8 @@ def config(tmp_path: Path) -> Path:
     return write_config_of_two_steps(tmp_path, "sweep", [source], [held_out])
 
 
-def swept(config: Path, *arguments: str, max_runs: int | None = None) -> list[sweeping.Trial]:
-    return sweeping.sweep(config, parse_grid(arguments, paired=False), max_runs, lambda _: None).trials
+def swept(config: Path, *arguments: str) -> list[sweeping.Trial]:
+    return sweeping.sweep(config, parse_grid(arguments, paired=False), lambda _: None).trials
 
 
 def test_runs_rank_by_what_they_learned_and_none_is_run_again(config: Path, tmp_path: Path) -> None:
@@ -53,13 +53,6 @@ def test_a_run_that_cannot_go_on_ranks_last_and_the_others_run(config: Path, mon
     monkeypatch.setattr("scale_cli.commands.sweep.run_pipeline", stops_at_a_high_rate)
     first, last = swept(config, "train.lr=10,1e-3")
     assert (first.failure, last.failure) == (None, "step 2: loss is nan")
-
-
-def test_a_budget_draws_the_same_runs_every_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "_trial", lambda values, *_: sweeping.Trial(values, "", 1.0))
-    drawn = swept(config, "train.lr=1,2,3,4,5", "seed=1,2,3", max_runs=4)
-    assert len({trial.values for trial in drawn}) == 4
-    assert swept(config, "train.lr=1,2,3,4,5", "seed=1,2,3", max_runs=4) == drawn
 
 
 def test_runs_of_different_tokens_rank_by_what_a_byte_costs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,11 @@ import torch
 from scale_cli import planning as speed
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.errors import Interrupted, RunFolderError
+from scale_cli.errors import Interrupted
 from scale_cli.planning import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import read_records
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
 from scale_cli.training.observing import Observer
@@ -61,7 +60,6 @@ OTHERWISE = (
     "train.embedding_norm=bounded",
     "corpus.sources.1.weight=1.0",
     "train.log_every_steps=4",
-    "corpus.sources.0.select={by: ngram, keep: 0.5, side: middle}",
 )
 TO_THE_BASE = (
     "method.variant=osf",
@@ -74,8 +72,8 @@ TO_THE_BASE = (
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), OTHERWISE, ("train.log_every_steps=4",)],
-    ids=["adamw", "muon, distilled, averaged, lookahead, staged", "logged seldom"],
+    [(), OTHERWISE],
+    ids=["adamw", "muon, distilled, averaged, lookahead, logged seldom"],
 )
 def test_interrupted_and_resumed_twice_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
@@ -153,7 +151,7 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
     petitions = f"{shared_data}/ko-petitions/valid.txt.xz, language: ko"
     stories = f"{shared_data}/en-tinystories/tinystories_val.txt, language: en"
     sources = (
-        f"{{name: petitions, path: {petitions}, max_documents: 8, select: {{by: ngram, keep: 0.7}}}}",
+        f"{{name: petitions, path: {petitions}, max_documents: 8, select: null}}",
         f"{{name: tiny, path: {stories}, max_documents: 30, role: replay, order: shuffled}}",
         f"{{name: talks, path: {tmp_path}/talks.jsonl, language: en, messages_field: m}}",
     )
@@ -172,13 +170,15 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
         "corpus.isolate_documents=true",
         "corpus.max_unknown_fraction=1.0",
         f"evaluation.perplexity=[{', '.join(held_out)}]",
+        "evaluation.sequence_length=64",
+        "evaluation.batch_size=64",
         "train.average={kind: tail, steps: 5}",
         "train.lookahead={every_steps: 2}",
         "train.embedding_norm=bounded",
         "train.lr_multipliers={head: 3.0}",
         "train.mixed_precision=bf16",
         "train.activation_checkpointing=true",
-        "train.schedule=infinite",
+        "train.schedule=wsd",
         "train.on_nonfinite=skip",
         "train.eval_every_steps=4",
         "train.max_forgetting=0.5",
@@ -186,12 +186,12 @@ def everything(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("kind", ["adapt", "osf, averaged, lookahead, to the base", "adept", "everything"])
+@pytest.mark.parametrize("kind", ["osf, averaged, lookahead, to the base", "adept", "everything"])
 def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, kind: str
 ) -> None:
     """Steps after the last checkpoint are done again; the log shows none of them twice. One step is not finite."""
-    overrides = {"adapt": (), "adept": ADEPT}.get(kind, TO_THE_BASE)
+    overrides = {"adept": ADEPT}.get(kind, TO_THE_BASE)
     if kind == "everything":
         overrides = request.getfixturevalue("everything")
     whole, cut = (make_config(name, *overrides) for name in ("whole", "cut"))
@@ -225,39 +225,6 @@ def test_killed_twice_without_warning_and_resumed_equals_uninterrupted_bitwise(
     assert_same_run(uninterrupted, run)
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(make_config: MakeConfig) -> None:
-    whole, cut = make_config("whole"), make_config("cut")
-    run = finished(cut)
-    damaged = run.checkpoint(9) / "optimiser.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(bytes(content))
-    run.final.rename(run.root / "put-aside")
-    assert any(run.checkpoint(9).name in line and "skipped" in line for line in go_on(cut))
-    assert_same_run(finished(whole), run)
-
-
-def test_a_run_that_exists_is_never_overwritten_nor_becomes_another(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config("run")
-    upscaled(config)
-    raise_signal_after(monkeypatch, signal.SIGTERM, 1)
-    with pytest.raises(Interrupted):
-        go_on(config)  # with nothing to resume it starts from the beginning
-    with pytest.raises(RunFolderError, match="--resume auto"):
-        train(config, None, print)
-    with pytest.raises(RunFolderError, match="training has begun"):
-        upscale(config)
-    for override in ("train.lr=1e-4", "seed=1", "corpus.sequence_length=16"):
-        with pytest.raises(RunFolderError, match=override.partition("=")[0]):
-            go_on(make_config("run", override))
-    take_steps(monkeypatch)
-    go_on(config)
-    with pytest.raises(RunFolderError, match="finished run"):
-        train(config, None, print)
-
-
 def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConfig) -> None:
     config = make_config("run")
     added = {name for name, parameter in upscale(config).model.named_parameters() if parameter.requires_grad}
@@ -269,18 +236,3 @@ def test_checkpoints_hold_the_expansion_and_nothing_frozen(make_config: MakeConf
     assert set(trained(kept[-1])) == added
     assert {name.partition(".")[2] for name in load_tensors(kept[-1] / "optimiser.safetensors")} == added
     assert not [file for file in run.root.rglob("*") if file.suffix in (".pt", ".bin", ".pkl", ".pth")]
-
-
-def test_text_that_changed_between_two_resumes_is_refused(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    text = tmp_path / "corpus.txt"
-    text.write_text("One text to begin with.\n" * 200, encoding="utf-8")
-    config = make_config("run", f"corpus.sources.0.path={text}")
-    upscaled(config)
-    raise_signal_after(monkeypatch, signal.SIGTERM, 1)
-    with pytest.raises(Interrupted):
-        train(config, None, print)
-    text.write_text("Another text to go on with.\n" * 200, encoding="utf-8")
-    with pytest.raises(RunFolderError, match="other text was trained on: petitions-"):
-        go_on(config)

@@ -17,8 +17,7 @@ from scale_cli.model.branches_scale import FinalStates
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.run import Run
-from scale_cli.upscale.tokenizer import check_tokenizer, load_tokenizer
+from scale_cli.upscale.run import Run, check_tokenizer, load_tokenizer
 from tests.widening import load_model
 
 ROUTE: dict[str, Any] = {"variant": "route", "collaboration": {"layers": "top:1"}}
@@ -57,8 +56,9 @@ def served(model: MethodModel) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", [{"variant": "preserve"}, {"variant": "adapt"}, ROUTE])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [({"variant": "preserve"}, "float32"), ({"variant": "adapt"}, "bfloat16"), (ROUTE, "bfloat16")]
+)
 def test_what_is_loaded_is_what_was_made_bit_for_bit(
     base: Path, tmp_path: Path, dtype: str, method: dict[str, Any]
 ) -> None:

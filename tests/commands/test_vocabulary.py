@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +20,12 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import CorpusConfig
-from scale_cli.errors import BaseModelError, ConfigError, Interrupted, PreservationError
-from scale_cli.export.router_keys import routed_class
-from scale_cli.storage.atomic import load_tensors
+from scale_cli.errors import BaseModelError, ConfigError, PreservationError
+from scale_cli.export.plain_folder import routed_class
 from scale_cli.upscale.run import Run
 from tests.command_line import ModelLoads, model_loads
-from tests.training.conftest import raise_signal_after
 from tests.vocabulary.grown_run import config_of
-from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
+from tests.vocabulary.tokenizers_at_hand import KOREAN
 
 pytestmark = pytest.mark.usefixtures("few_characters")
 
@@ -66,18 +62,6 @@ def test_every_verb_of_a_run_has_its_tokens(shared_data: Path, tmp_path: Path, v
     assert not told.keys() & {"backend", "is_local", "local_files_only"}
 
 
-def test_of_english_the_base_says_what_it_says_without_new_tokens(shared_data: Path, tmp_path: Path) -> None:
-    losses = []
-    without: dict[str, Any] = {"vocabulary": None}
-    for name, method in (("with", {}), ("without", without)):
-        (tmp_path / name).mkdir()
-        config = config_of(shared_data, tmp_path / name, **method)
-        english = evaluate(trained(config)).report.corpora[0].heads
-        losses.append({name: english[name].bits_per_byte or 0.0 for name in ("base", "posterior")})
-    assert losses[0]["base"] == pytest.approx(losses[1]["base"], rel=1e-5)
-    assert losses[0]["posterior"] <= losses[0]["base"] + 1 / len(ENGLISH.encode()) + 1e-5
-
-
 def upon(config: RunConfig, method: MethodConfig) -> RunConfig:
     """A run upon another run."""
     base = config.model.model_copy(update={"base": str(config.output_dir)})
@@ -94,22 +78,6 @@ def test_a_run_upon_one_with_new_tokens_has_them_in_every_verb_and_export(shared
     assert Run(config).open_final().tokenizer.get_vocab() == Run(below).open_final().tokenizer.get_vocab()
 
 
-def test_interrupted_and_resumed_equals_uninterrupted_bitwise(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = trained(config_of(shared_data, tmp_path))
-    cut = whole.model_copy(update={"output_dir": tmp_path / "cut"})
-    upscale(cut)
-    with monkeypatch.context() as patch:
-        raise_signal_after(patch, signal.SIGTERM, 1)
-        with pytest.raises(Interrupted):
-            train(cut, None, lambda _: None)
-    train(cut, "auto", lambda _: None)
-    one, other = (load_tensors(config.output_dir / "final/trained.safetensors") for config in (whole, cut))
-    assert one.keys() == other.keys() and "expansion.new_tokens.lm_head.weight" in one
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +90,7 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     def moved(*_: object) -> int:
         raise PreservationError("method.vocabulary: the tokens of 'x' are not what they were")
 
-    monkeypatch.setattr("scale_cli.upscale.tokenizer.check_extension", moved)
+    monkeypatch.setattr("scale_cli.upscale.run.check_extension", moved)
     again = config.model_copy(update={"output_dir": tmp_path / "again"})
     with pytest.raises(PreservationError):
         upscale(again)

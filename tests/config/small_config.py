@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 
-from scale_cli.config.load import load_config
+from scale_cli.config.load import _all_keys, load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 
@@ -45,16 +43,4 @@ def error_of(text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def _paths(model: type[BaseModel]) -> list[str]:
-    found = []
-    for name, field in model.model_fields.items():
-        found.append(name)
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for kind in kinds:
-            if issubclass(kind, BaseModel):
-                index = "" if kind is field.annotation else "0."
-                found += [f"{name}.{index}{path}" for path in _paths(kind)]
-    return found
-
-
-KEYS = _paths(RunConfig)
+KEYS = [key.replace("[]", ".0") for key in _all_keys(RunConfig)]

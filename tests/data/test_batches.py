@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 
 from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows
 from scale_cli.data.corpora import build_batches, open_sources
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.config.small_config import SMALLEST, load_text
 
 # A stream whose ids are their own positions says of every id in a batch where it came from.

@@ -23,10 +23,10 @@ from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.batches import IGNORED, PackedWindows
 from scale_cli.data.documents import CorpusReader, Messages
 from scale_cli.data.ledger import Rejected, TokenLedger
-from scale_cli.data.tokens import tokenised
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import read_records
+from scale_cli.storage.records import read_records
 from tests.training.conftest import make_config
 
 __all__ = ["make_config"]
@@ -92,7 +92,7 @@ def corpus_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
         (folder / "talks.jsonl").write_text("".join(lines), encoding="utf-8")
         path = str(folder / "talks.jsonl")
         source = TextSource(name="talks", path=path, language="ko", messages_field="messages")
-        return tokenised(source, tokenizer, folder, show_progress=False, reading=ReadingConfig(**reading))
+        return TokenCache(folder, tokenizer, ReadingConfig(**reading)).open(source)
 
     return corpus
 

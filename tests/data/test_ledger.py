@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
-from scale_cli.data.ledger import Ledger, PathCount, Reason, Record, Rejected, check_bad_fraction
-from scale_cli.data.tokens import tokenised
+from scale_cli.data.ledger import Ledger, Reason, Record, Rejected, check_bad_fraction
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import CorpusError
 
 DROPPED = st.builds(
@@ -124,13 +123,13 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
     path, read = str(folder / "corpus.jsonl"), read_of(lines, skip_documents, max_documents)
     limits = {"skip_documents": skip_documents, "max_documents": max_documents}
     source = TextSource.model_validate({"name": "source", "path": path, "language": "ko", **limits})
-    reading = ReadingConfig(max_bad_fraction=1.0)
+    cache = TokenCache(folder / "cache", tokenizer, ReadingConfig(max_bad_fraction=1.0))
     texts = [json.loads(line)["text"] for line in read if line.startswith(b'{"text": "')]
     if not texts:
         with pytest.raises(CorpusError, match=r"source \(.*\): no document (with text|is left)"):
-            tokenised(source, tokenizer, folder / "cache", show_progress=False, reading=reading)
+            cache.open(source)
         return
-    corpus = tokenised(source, tokenizer, folder / "cache", show_progress=False, reading=reading)
+    corpus = cache.open(source)
     ledger = corpus.ledger
     assert ledger.read.documents == len(read)
     assert ledger.kept.documents == len(texts) == len(corpus)
@@ -140,18 +139,3 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
         r: read.count(b) for r, b in bad.items() if b in read
     }
     assert ledger.num_tokens == len(corpus.ids) == corpus.offsets[-1]
-    assert ledger.paths == {path: PathCount(1, ledger.read, ledger.kept)}
-
-
-def test_every_path_of_a_source_is_a_line_and_a_file_counts_for_the_first_that_finds_it(tmp_path: Path) -> None:
-    for name, lines in (("a", 2), ("b", 3)):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * lines + "{\n")
-    paths = [str(tmp_path / name) for name in ("b.jsonl", "*.jsonl", "a.jsonl")]
-    reader = CorpusReader(TextSource(name="source", path=paths, language="ko"), 99)
-    assert len(list(reader)) == 7
-    ledger = reader.ledger
-    counts = {
-        path: (of_one.files, of_one.read.documents, of_one.kept.documents) for path, of_one in ledger.paths.items()
-    }
-    assert counts == dict(zip(paths, [(1, 4, 3), (1, 3, 2), (0, 0, 0)], strict=True))
-    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger

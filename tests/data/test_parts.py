@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, files, tokenise
 from scale_cli.data.encoding import Document, Encoded, Encoder
-from scale_cli.data.tokens import PARTS, TokenisedCorpus, tokenise_parts, tokenised
+from scale_cli.data.tokens import PARTS, TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError
 from scale_cli.processes import Share
 from scale_cli.storage import atomic
@@ -62,11 +62,11 @@ def write_files(folder: Path, num_files: int = 6) -> TextSource:
 
 
 def make(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path) -> TokenisedCorpus:
-    return tokenised(source, tokenizer, cache, show_progress=False, reading=READING)
+    return TokenCache(cache, tokenizer, READING).open(source)
 
 
 def make_part(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, index: int, number: int) -> None:
-    tokenise_parts(source, tokenizer, cache, READING, Share(index, number), show_progress=False)
+    TokenCache(cache, tokenizer, READING).tokenise_parts(source, Share(index, number))
 
 
 def contents(cache: Path) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data import encoding, tokenise
 from scale_cli.data.encoding import Document, Encoder, TokenizerSpec, encode_all
-from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import RunError
 from scale_cli.storage.atomic import verify_folder
 
@@ -52,8 +52,7 @@ def write_corpus(folder: Path) -> TextSource:
 
 
 def make(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1) -> TokenisedCorpus:
-    reading = ReadingConfig(num_workers=num_workers)
-    return tokenised(source, tokenizer, cache, show_progress=False, reading=reading)
+    return TokenCache(cache, tokenizer, ReadingConfig(num_workers=num_workers)).open(source)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.tokens import DocumentMarkers, TokenisedCorpus, tokenised, tokenizer_sha256
+from scale_cli.data.tokens import DocumentMarkers, TokenCache, TokenisedCorpus, tokenizer_sha256
 from scale_cli.errors import CorpusError
 
 # One has BOS and EOS, the other EOS alone.
@@ -39,9 +39,9 @@ def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:
 
 
 def open_corpus(path: Path | str, tokenizer: PreTrainedTokenizerBase, cache: Path, **options: Any) -> TokenisedCorpus:
-    reading = options.pop("reading", None)
+    reading = options.pop("reading", ReadingConfig())
     source = TextSource(name="source", path=str(path), language="ko", **options)
-    return tokenised(source, tokenizer, cache, show_progress=False, reading=reading)
+    return TokenCache(cache, tokenizer, reading).open(source)
 
 
 # Content
@@ -229,9 +229,9 @@ def test_a_dataset_is_tokenised_again_where_its_folder_has_changed_and_named_whe
     source = TextSource(name="source", dataset=str(folder), language="en")
     for text in ("one", "two", "one"):
         write_jsonl(folder / "train.jsonl", [text])
-        folders.append(tokenised(source, english, tmp_path / "cache", show_progress=False).folder)
+        folders.append(TokenCache(tmp_path / "cache", english).open(source).folder)
     assert folders[0] == folders[2] != folders[1]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = TextSource(name="source", dataset="no-such-owner/no-such-dataset", language="en")
     with pytest.raises(CorpusError, match="no-such-owner/no-such-dataset"):
-        tokenised(source, english, tmp_path, show_progress=False)
+        TokenCache(tmp_path, english).open(source)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.encoding import Document, Encoder, RoundTrip, TokenizerSpec
 from scale_cli.data.ledger import Ledger
-from scale_cli.data.tokens import TokenisedCorpus, check_sample, tokenised
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus, check_sample
 from scale_cli.errors import CorpusError
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, qwen
 
@@ -43,7 +43,7 @@ def source_of(folder: Path, texts: list[str], **options: Any) -> TextSource:
 
 def opened(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, **reading: float) -> TokenisedCorpus:
     limits = ReadingConfig.model_validate({"num_workers": 1, **reading})
-    return tokenised(source_of(folder, texts), tokenizer, folder / "cache", show_progress=False, reading=limits)
+    return TokenCache(folder / "cache", tokenizer, limits).open(source_of(folder, texts))
 
 
 @pytest.mark.parametrize("broken", BROKEN)

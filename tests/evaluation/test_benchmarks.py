@@ -151,7 +151,7 @@ def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
     assert json.loads(item.to_json_line())["heads"]["base"]["log_likelihoods"] == [-1.0, None]
 
 
-def test_no_difference_shown_is_said_where_that_is_the_truth_in_tables_that_line_up() -> None:
+def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
     better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
     results, averages = summarise_benchmarks(
         [
@@ -169,14 +169,3 @@ def test_no_difference_shown_is_said_where_that_is_the_truth_in_tables_that_line
     assert said["a_benchmark_of_a_long_name"].endswith("no difference shown")
     assert said["kobest_x"].endswith("no difference shown")
     assert sum("no difference shown" in line for line in page.splitlines() if line.startswith("|")) == 2
-
-    titles = [line for line in lines if not line.startswith(" ")]
-    assert [title.split("  ")[0] for title in titles] == ["English, benchmarks", "Korean, benchmarks"]
-    column = titles[0].index("routed") + len("routed")
-    for line in lines:
-        if line.startswith(" "):
-            assert line[:column].rstrip() == line[:column] and line[column] == " ", line
-    assert [line.split()[0] for line in lines if "average" in line] == ["average"], "one language has one benchmark"
-    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
-    assert all(len({row.count("|") for row in table}) == 1 for table in tables)
-    assert [len(table) - 2 for table in tables] == [4, 2]

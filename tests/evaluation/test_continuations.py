@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, ModelConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters, scripts_of
 from scale_cli.evaluation.results import HEADS
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
@@ -27,7 +27,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import cosine_log_weights, log_prior, logit_cosine, mix_log_probs, posterior_log_weights
 from scale_cli.processes import ALONE, Share
 from scale_cli.upscale.method import NewPieces, build_model
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, joined, real_base, tiny_llama, widen
 
@@ -145,7 +145,7 @@ def corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Token
     ]
     (folder / "texts.txt").write_text("\n\n".join(texts), encoding="utf-8")
     source = EvaluationSource(name="texts", path=str(folder / "texts.txt"), language="en", role="retention")
-    return tokenised(source, tokenizer_of(shared_data), folder / "tokens", show_progress=False)
+    return TokenCache(folder / "tokens", tokenizer_of(shared_data)).open(source)
 
 
 def tokenizer_of(shared_data: Path) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.evaluation.render import html, markdown, terminal_lines
-from scale_cli.evaluation.results import HEADS, CorpusResult, Report, summarise
+from scale_cli.evaluation.results import HEADS, CorpusResult, Report, guarantee, summarise
 from scale_cli.evaluation.scoring import DocumentLosses
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import Interval, with_interval
@@ -184,7 +184,11 @@ def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
     assert far.perplexity is None, "it is beyond floating point"
 
 
-def test_the_report_has_the_bound_of_its_router_and_none_where_it_may_switch() -> None:
+def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> None:
+    assert f"{math.log(2):.3f} nats over the better" in guarantee(RouterConfig())
+    told = guarantee(RouterConfig(prior=0.9))
+    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in told and "does not cover" in told
+    assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
     told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
     assert "0.105 at most" in told and "does not cover" in told
     switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
@@ -199,10 +203,3 @@ def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
     for lines in (told.splitlines(), terminal_lines(report())):
         assert sum(" a token." in line or "bytes/token" in line for line in lines) == len(corpora)
     assert f"{corpora[0].num_bytes / corpora[0].num_tokens:.2f} a token" in told
-
-
-def test_a_report_without_corpora_of_a_role_still_has_a_table() -> None:
-    made = report()
-    only_korean = Report(**{**vars(made), "corpora": made.with_role("acquisition")})
-    assert [line for line in terminal_lines(only_korean) if "retention" in line] == []
-    assert "petitions" in markdown(only_korean, ROUTE)

@@ -13,11 +13,11 @@ from scale_cli.config.schema import ModelConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.documents import CorpusReader
 from scale_cli.data.encoding import Document
-from scale_cli.data.tokens import TokenisedCorpus, tokenised
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.scoring import DocumentLosses, Passes, score_corpus
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import as_if_trained, real_base, widen
 
@@ -37,7 +37,7 @@ def open_corpus(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def opened(checkpoint: str, name: str) -> TokenisedCorpus:
         tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / checkpoint / "hf")))
-        return tokenised(source(shared_data, name), tokenizer, cache / checkpoint, show_progress=False)
+        return TokenCache(cache / checkpoint, tokenizer).open(source(shared_data, name))
 
     return opened
 
@@ -83,29 +83,6 @@ def test_the_bases_loss_is_transformers_own_document_by_document(
     np.testing.assert_allclose(losses.heads["base"], expected, rtol=1e-5)
 
 
-def open_stories(shared_data: Path, folder: Path, num_characters: int) -> TokenisedCorpus:
-    """The beginning of the validation stories as one document, its paragraphs parted as when the model was trained."""
-    excerpt = (shared_data / "en-tinystories/tinystories_val.txt").read_text(encoding="utf-8")[:num_characters]
-    (folder / "stories.txt").write_text(excerpt.replace("\n\n", "\n").rstrip("\n"), encoding="utf-8")
-    tokenizer = load_tokenizer(ModelConfig(base=str(shared_data / "ckpt-stories260K" / "hf")))
-    path = str(folder / "*.txt")
-    one = EvaluationSource(name="stories", path=path, language="en", role="retention", documents="file")
-    return tokenised(one, tokenizer, folder / "cache", show_progress=False)
-
-
-def test_a_file_read_as_one_document_is_scored_as_one_text(
-    model: ScaleForCausalLM, shared_data: Path, tmp_path: Path
-) -> None:
-    """BOS stands before the first window alone, and each window begins with the last token of the one before."""
-    corpus = open_stories(shared_data, tmp_path, 12_000)
-    losses = score(model, corpus, sequence_length=512)
-    ids = ids_to_score(corpus, 0)
-    assert len(ids) > 10 * 512
-    assert losses.num_tokens.tolist() == [len(ids) - 1]
-    assert losses.num_bytes.tolist() == [(tmp_path / "stories.txt").stat().st_size]
-    np.testing.assert_allclose(losses.heads["base"], [windowed_loss(model.base, ids, 512)], rtol=1e-5)
-
-
 def test_the_adaptation_heads_loss_is_transformers_own_of_a_model_that_serves_it(
     model: ScaleForCausalLM, open_corpus: OpenCorpus
 ) -> None:
@@ -128,29 +105,6 @@ def test_without_a_bos_the_first_token_is_scored_after_the_eos_that_ends_documen
     expected = [windowed_loss(model.base, ids_to_score(corpus, index), 512) for index in range(3)]
     np.testing.assert_allclose(losses.heads["base"], expected, rtol=1e-5)
     assert losses.num_tokens.tolist() == [len(corpus.document(index)) for index in range(3)]
-
-
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-@pytest.mark.parametrize("prior", [0.5, 0.9])
-@pytest.mark.parametrize("name", ["en", "ko"])
-def test_routing_loses_at_most_the_prior_to_either_head_on_every_long_document(
-    model: ScaleForCausalLM, open_corpus: OpenCorpus, name: str, prior: float, mixed_precision: str
-) -> None:
-    corpus = open_corpus("ckpt-stories260K", name)
-    losses = score(
-        model,
-        corpus,
-        router={"prior": prior},
-        sequence_length=24,
-        batch_size=16,
-        mixed_precision=mixed_precision,
-        max_documents=4,
-    )
-    assert (losses.num_tokens > 3 * 24).all(), "every document takes several windows"
-    assert (losses.rules["posterior"] <= losses.heads["base"] - math.log(prior) + 1e-9 * losses.heads["base"]).all()
-    assert (
-        losses.rules["posterior"] <= losses.heads["adapted"] - math.log(1.0 - prior) + 1e-9 * losses.heads["adapted"]
-    ).all()
 
 
 def recursion(base: np.ndarray, adapted: np.ndarray, prior: float, switch_rate: float) -> tuple[float, float]:

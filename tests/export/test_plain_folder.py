@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.sources import CorpusSource
-from scale_cli.data.tokens import DocumentMarkers, tokenised
+from scale_cli.data.tokens import DocumentMarkers, TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
-from scale_cli.upscale.tokenizer import load_tokenizer, tokenizer_place
+from scale_cli.upscale.run import load_tokenizer, tokenizer_place
 from tests.model.test_families import BASES, answered, tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
@@ -234,7 +234,7 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
     copy_tokenizer(trained, tokenizer_place(model), folder)
     (tmp_path / "corpus.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in ["The end.", *TEXTS]))
     source = CorpusSource(name="text", path=str(tmp_path / "corpus.jsonl"), language="en", weight=1.0)
-    corpus = tokenised(source, trained, tmp_path / "cache", show_progress=False)
+    corpus = TokenCache(tmp_path / "cache", trained).open(source)
     before = 0 if DocumentMarkers.of(trained).bos is not None else 1
     exported = AutoTokenizer.from_pretrained(folder)
     for index, text in enumerate(TEXTS, start=1):
@@ -244,5 +244,5 @@ def test_whoever_tokenises_a_prompt_with_an_export_gets_what_stood_in_training(
         asked = exported.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
         assert asked == trained(f"<|user|>{text}", add_special_tokens=False).input_ids
         assert exported(text, add_special_tokens=False).input_ids == trained(text, add_special_tokens=False).input_ids
-    again = tokenised(source, exported, tmp_path / "cache of the export", show_progress=False)
+    again = TokenCache(tmp_path / "cache of the export", exported).open(source)
     assert again.ids.tolist() == corpus.ids.tolist()

@@ -29,13 +29,12 @@ from scale_cli.commands.serve import serve
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.plain_folder import write_plain
-from scale_cli.export.router_keys import routed_class, router_keys
+from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.generation.server import create_app
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.vocabulary.grown_run import prove_on_few, two_scripts_in_one
 from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
 from tests.widening import as_if_trained, lower_stories, widen

@@ -17,7 +17,7 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import prompt_ids
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
-from scale_cli.export.router_keys import routed_class
+from scale_cli.export.plain_folder import routed_class
 from scale_cli.generation.generator import Generator, Sampling
 from scale_cli.join.members import join_runs
 from scale_cli.model.dense_blocks import dense_embedding

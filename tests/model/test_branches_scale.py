@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.model.heads import token_log_probs
-from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import mix_log_probs, posterior_log_weights
 from scale_cli.upscale.base import changed_tensors, record_base
@@ -179,29 +178,3 @@ def test_routing_costs_at_most_ln_of_the_number_of_heads_over_the_best_head_on_e
     sound_KBT = torch.where(said_KBT.isfinite(), weights_KBS[..., :-1], -torch.inf)
     exact_B = -mix_log_probs(sound_KBT - torch.logsumexp(sound_KBT, 0), said_KBT).sum(-1)
     torch.testing.assert_close(loss_B, exact_B, rtol=1e-5, atol=1e-4)
-
-
-def cached_models() -> dict[str, Any]:
-    base = tiny_llama()
-    first, second = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:2"), 2)
-    child = as_if_trained(widen(copy.deepcopy(second), "route", ratio=0.5), seed=3)
-    deeper = as_if_trained(widen(sibling(base, ("route", "all"), 4), "route", ratio=0.5), seed=5)
-    three: JoinedForCausalLM = joined(base, first=(0, first), second=(0, second), child=(2, child))
-    return {"stack": child, "stack on all layers": deeper, "joined": three}
-
-
-@pytest.mark.parametrize("name", ["stack", "stack on all layers", "joined"])
-def test_generation_with_a_cache_is_generation_without_one_also_in_a_left_padded_batch(name: str) -> None:
-    model = cached_models()[name]
-    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    cached, plain = (model.generate(IDS[:, :9], use_cache=use, **settings) for use in (True, False))
-    assert torch.equal(cached, plain)
-    padded = torch.zeros(2, 9, dtype=torch.long)
-    padded[0], padded[1, 5:] = IDS[0, :9], IDS[1, :4]
-    mask = torch.ones_like(padded)
-    mask[1, :5] = 0
-    together = model.generate(padded, attention_mask=mask, use_cache=True, **settings)[:, 9:]
-    alone = [model.generate(ids[None], use_cache=True, **settings)[0, len(ids) :] for ids in (IDS[0, :9], IDS[1, :4])]
-    assert torch.equal(together, torch.stack(alone))
-    beams = [model.generate(IDS[:, :7], num_beams=3, use_cache=use, **settings) for use in (True, False)]
-    assert torch.equal(*beams)

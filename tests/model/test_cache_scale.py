@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from scale_cli.model.cache_scale import ScaleCache
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 # Each set of layers that collaborate and each rule, once: a layer's cache knows nothing of the router.
 SERVED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
@@ -21,13 +22,28 @@ SERVED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
+TREES = ("stack", "stack on all layers", "joined")
+
+
+def upon(below: PreTrainedModel, variant: str, layers: str | None, seed: int) -> ScaleForCausalLM:
+    return as_if_trained(widen(copy.deepcopy(below), variant, layers, ratio=0.5), seed=seed)
+
+
 @pytest.fixture
-def model(request: pytest.FixtureRequest) -> ScaleForCausalLM:
-    variant, layers, rule = request.param
-    return as_if_trained(widen(tiny_llama(), variant, layers, **rule))
+def model(request: pytest.FixtureRequest) -> Any:
+    base = tiny_llama()
+    if request.param in SERVED:
+        variant, layers, rule = SERVED[request.param]
+        return as_if_trained(widen(base, variant, layers, **rule))
+    if request.param == "stack on all layers":
+        return upon(upon(base, "route", "all", 4), "route", None, 5)
+    first, second = upon(base, "preserve", None, 1), upon(base, "adapt", "top:2", 2)
+    child = upon(second, "route", None, 3)
+    return child if request.param == "stack" else joined(base, first=(0, first), second=(0, second), child=(2, child))
 
 
-served = pytest.mark.parametrize("model", SERVED.values(), ids=SERVED, indirect=True)
+served = pytest.mark.parametrize("model", SERVED, indirect=True)
+any_tree = pytest.mark.parametrize("model", [*SERVED, *TREES], indirect=True)
 
 
 def some_ids(*shape: int, seed: int = 0) -> Tensor:
@@ -49,7 +65,7 @@ def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-@served
+@any_tree
 def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: ScaleForCausalLM) -> None:
     prompts = [some_ids(length, seed=length) for length in (13, 1, 6)]
     input_ids, mask = left_padded(prompts)
@@ -59,7 +75,7 @@ def test_a_left_padded_batch_generates_what_its_prompts_do_one_by_one(model: Sca
         assert torch.equal(together, torch.stack(alone))
 
 
-@served
+@any_tree
 def test_beam_search_with_a_cache_is_beam_search_without_one(model: ScaleForCausalLM) -> None:
     cached, uncached = (
         generate(model, some_ids(2, 7), max_new_tokens=8, num_beams=3, num_return_sequences=2, use_cache=use_cache)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import dense_model
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model import routed_scale
 from scale_cli.model.modeling_scale import ScaleForCausalLM

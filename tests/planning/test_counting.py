@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.methods import METHODS
-from scale_cli.planning import Parameters, count_flops, count_saved_tensors, kept_for_backward
+from scale_cli.planning import Parameters, count_flops, count_saved_tensors, kept_for_backward, num_bytes
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import MethodModel, build_model, start_model
 from scale_cli.upscale.objective import for_training
@@ -107,23 +106,10 @@ def test_what_is_said_to_be_saved_is_what_autograd_saves(
     base, length = base_of(family, tmp_path), 120
     planned = count_saved_tensors(without_weights(base, method), mixed_precision)
     real = start_model(base, method, seed=0).train()
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    with kept_for_backward(real, "cpu", mixed_precision) as kept:
         for_training(real, TrainConfig(max_steps=1))(**window(61, length))
-    num_bytes = sum(storage.nbytes() for storage in saved.values())
     per_token = planned.bytes_per_token + planned.head_bytes_per_token
-    assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes, rel=1e-3)
+    assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes(kept.values()), rel=1e-3)
 
 
 def test_of_experts_the_active_ones_are_counted_and_nothing_of_them_is_kept() -> None:

@@ -117,8 +117,7 @@ def test_an_average_and_slow_weights_are_each_as_large_as_what_trains_and_what_i
     assert to_base.checkpoint_bytes == plain.checkpoint_bytes
 
 
-@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
-def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp_path: Path, quantisation: str) -> None:
+def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -129,7 +128,7 @@ def test_the_config_for_a_card_of_24_gb_fits_with_the_base_of_its_true_sizes(tmp
         "max_position_embeddings": 131072,
     }
     LlamaConfig(**sizes, tie_word_embeddings=False).save_pretrained(tmp_path)  # as Llama-3.1-8B has them
-    config = load_config(CARD_OF_24_GB, [f"model.base={tmp_path}", f"model.quantisation={quantisation}"])
+    config = load_config(CARD_OF_24_GB, [f"model.base={tmp_path}"])
     planned = memory_of_run(config, num_processes=1, device_type="cuda")
-    assert planned.frozen == pytest.approx({"int8": 9.09e9, "nf4": 5.70e9}[quantisation], rel=0.01)
+    assert planned.frozen == pytest.approx(9.09e9, rel=0.01)
     assert planned.total < 0.9 * 24 * 2**30  # the rest is for the allocator, the libraries and W made anew

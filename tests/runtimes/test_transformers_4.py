@@ -22,15 +22,13 @@ from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.data.tokens import prompt_ids
 from scale_cli.export.dense import plain_model
 from scale_cli.export.parity import served_logits
-from scale_cli.export.plain_folder import write_plain
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.preservation import trained_logits
-from scale_cli.upscale.run import Run
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import Run, load_tokenizer
 from tests.vocabulary.grown_run import config_of
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN
 from tests.widening import TINY, as_if_trained, lower_stories

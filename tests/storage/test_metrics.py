@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.metrics import MetricsLog, MetricsRecord, read_records
+from scale_cli.storage.records import MetricsLog, MetricsRecord, read_records
 
 
 def record(step: int) -> MetricsRecord:

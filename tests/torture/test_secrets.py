@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import os
 import pickle
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,40 +33,49 @@ def write_whole_config(folder: Path, base: Path) -> Path:
     return write_config(folder, base, folder / "news.txt", evaluation=evaluation, export={"format": "transformers"})
 
 
-def test_a_token_in_the_environment_is_in_nothing_that_is_written_or_said(
-    tmp_path: Path, shared_data: Path, in_full: bool, record_property: Callable[[str, object], None]
-) -> None:
-    config = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """Put tokens into the environment, and one where `hf auth login` leaves it; return all of them."""
     planted = {name: f"hf_{secrets.token_hex(17)}" for name in NAMES}
-    stored = f"hf_{secrets.token_hex(17)}"  # as `hf auth login` leaves it
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "token").write_text(stored, encoding="utf-8")
-    environment = os.environ | planted | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    commands = [["run", str(config)]]
-    if in_full:
-        commands += [
-            ["verify", str(tmp_path / "run")],
-            ["generate", str(tmp_path / "run"), "--prompt", "One"],
-            ["compare", str(tmp_path / "run"), str(tmp_path / "run"), "--output", str(tmp_path / "run" / "compared")],
-            ["train", str(config)],
-            ["upscale", str(config), f"model.base={tmp_path / 'absent'}"],
-            ["prepare", str(config), "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
-            ["upscale", str(config), "model.base=nobody/nothing", f"output_dir={tmp_path / 'run' / 'other'}"],
-            ["export", str(config), "export.format=llama"],
-        ]
-    said = b""
+    stored = f"hf_{secrets.token_hex(17)}"
+    (folder / "hub").mkdir()
+    (folder / "hub" / "token").write_text(stored, encoding="utf-8")
+    for name, value in (planted | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}).items():
+        monkeypatch.setenv(name, value)
+    return [*planted.values(), stored]
+
+
+def files_of(run: Path) -> list[Path]:
+    return [file for file in run.rglob("*") if file.is_file()]
+
+
+def assert_not_repeated(planted: list[str], said: str, run: Path) -> None:
+    files = files_of(run)
+    searched = [said.encode(), *(file.read_bytes() for file in files), *(str(file).encode() for file in files)]
+    for secret in planted:
+        assert not any(secret.encode() in content for content in searched)
+
+
+def run_in_processes_of_their_own(config: Path, folder: Path) -> str:
+    """Run verbs, some of which are refused, that find the tokens as they start; return what they say."""
+    commands = [
+        ["run", str(config)],
+        ["verify", str(folder / "run")],
+        ["generate", str(folder / "run"), "--prompt", "One"],
+        ["compare", str(folder / "run"), str(folder / "run"), "--output", str(folder / "run" / "compared")],
+        ["train", str(config)],
+        ["upscale", str(config), f"model.base={folder / 'absent'}"],
+        ["prepare", str(config), "corpus.sources.0={name: x, dataset: nobody/nothing, language: en}"],
+        ["upscale", str(config), "model.base=nobody/nothing", f"output_dir={folder / 'run' / 'other'}"],
+        ["export", str(config), "export.format=llama"],
+    ]
+    said = ""
     for command in commands:
         done = subprocess.run(
-            [sys.executable, "-m", "scale_cli", *command], env=environment, capture_output=True, check=False
+            [sys.executable, "-m", "scale_cli", *command], capture_output=True, text=True, check=False
         )
         said += done.stdout + done.stderr
-        assert b"Traceback" not in done.stderr
-    written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
-    assert (tmp_path / "run" / "export" / "transformers" / "config.json") in written
-    searched = [said, *(file.read_bytes() for file in written), *(str(file).encode() for file in written)]
-    for secret in [*planted.values(), stored]:
-        assert not any(secret.encode() in content for content in searched)
-    record_property("files searched for planted tokens", len(written))
+        assert "Traceback" not in done.stderr
+    return said
 
 
 def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> None:
@@ -87,14 +96,8 @@ def test_a_password_in_a_url_is_not_repeated(scale: Scale, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-# No pickle
-
-
-def test_a_whole_run_neither_reads_nor_writes_a_pickle(
-    monkeypatch: pytest.MonkeyPatch, scale: Scale, tmp_path: Path, shared_data: Path
-) -> None:
+def refuse_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files, that is: several processes of one run talk to each other in pickles, which is not tried here."""
-    config = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf")
 
     def refused(*_: object, **__: object) -> Any:
         raise AssertionError("a pickle")
@@ -110,10 +113,31 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
         monkeypatch.setattr(pickle, name, instead)
     monkeypatch.setattr(torch, "load", refused)
     monkeypatch.setattr(torch, "save", refused)
-    for command in (["run", config], ["verify", tmp_path / "run"], ["export", config, "export.format=adapter"]):
-        done = scale(*command)
-        assert done.exit_code == 0, done.stderr
-    written = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+
+
+def test_a_whole_run_repeats_no_token_of_the_environment_and_neither_reads_nor_writes_a_pickle(
+    monkeypatch: pytest.MonkeyPatch,
+    scale: Scale,
+    tmp_path: Path,
+    shared_data: Path,
+    in_full: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    config, run = write_whole_config(tmp_path, shared_data / "ckpt-stories260K" / "hf"), tmp_path / "run"
+    planted = plant(monkeypatch, tmp_path)
+    if in_full:
+        assert_not_repeated(planted, run_in_processes_of_their_own(config, tmp_path), run)
+        shutil.rmtree(run)
+    said = ""
+    with monkeypatch.context() as patch:
+        refuse_pickles(patch)
+        for command in (["run", config], ["verify", run], ["export", config, "export.format=adapter"]):
+            done = scale(*command)
+            assert done.exit_code == 0, done.stderr
+            said += done.stdout + done.stderr
+    written = files_of(run)
+    assert run / "export" / "transformers" / "config.json" in written
+    assert_not_repeated(planted, said, run)
     assert {file.suffix for file in written} <= {
         *(".safetensors", ".json", ".jsonl", ".yaml", ".md", ".html", ".png", ".py", ".bin", ".jinja", ".lock", "")
     }
@@ -121,6 +145,7 @@ def test_a_whole_run_neither_reads_nor_writes_a_pickle(
         beginning = file.read_bytes()[:2]
         assert not (beginning[:1] == b"\x80" and beginning[1:] in (b"\2", b"\3", b"\4", b"\5")), file
         assert beginning != b"PK", file  # torch.save
+    record_property("files searched for planted tokens", len(written))
 
 
 def test_no_call_of_ours_asks_for_what_runs_code() -> None:

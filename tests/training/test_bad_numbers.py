@@ -13,8 +13,7 @@ from scale_cli.commands.train import train
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import Interrupted, TrainingError
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import read_records
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import TrainState, read_records
 from scale_cli.training.step import TakenStep
 from tests.training.conftest import MakeConfig, are_equal, around_steps, finished, go_on, trained, upscaled
 

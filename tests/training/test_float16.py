@@ -13,8 +13,7 @@ from torch.amp import GradScaler
 from scale_cli.commands.train import train
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import ConfigError, GradientOverflow, Interrupted, NonFiniteError
-from scale_cli.storage.metrics import read_records
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import TrainState, read_records
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.step import TakenStep, train_step
 from tests.training.conftest import MakeConfig, are_equal, around_steps, go_on, trained, upscaled

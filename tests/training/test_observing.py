@@ -18,18 +18,20 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.storage.atomic import file_sha256, remove_folder
-from scale_cli.storage.metrics import (
+from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
     EVALUATION,
     SAMPLES,
     SHARES,
+    TRAINED,
     Losses,
     MetricsLog,
     MetricsRecord,
+    Score,
+    TrainState,
     read_records,
 )
-from scale_cli.storage.records import TRAINED, Score, TrainState
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.upscale.run import Run

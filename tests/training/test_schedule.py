@@ -15,7 +15,7 @@ from transformers import get_wsd_schedule
 from scale_cli.config.training import TrainConfig
 from scale_cli.training.schedule import SCHEDULES, learning_rate
 
-DECAYING, PHASED = ("cosine", "linear"), ("wsd", "infinite")
+DECAYING = ("cosine", "linear")
 
 
 @st.composite
@@ -29,19 +29,11 @@ def trains(draw: st.DrawFn, /, **fixed: Any) -> TrainConfig:
         "schedule": draw(st.sampled_from(sorted(SCHEDULES))),
     }
     fields |= {name: draw(value) for name, value in fixed.items()}
-    if fields["schedule"] in PHASED:
-        fields |= draw(phases(fields["max_steps"] - fields["warmup_steps"], fields["schedule"]))
+    if fields["schedule"] == "wsd":
+        fields["decay_steps"] = draw(st.none() | st.integers(0, fields["max_steps"] - fields["warmup_steps"]))
+        fields["decay_shape"] = draw(st.sampled_from([None, "linear", "cosine", "1-sqrt", "exponential"]))
         fields["min_lr_ratio"] = max(fields["min_lr_ratio"], 1e-3)
-        fields["constant_lr_ratio"] = draw(st.floats(fields["min_lr_ratio"], 1.0))
     return TrainConfig.model_validate(fields)
-
-
-@st.composite
-def phases(draw: st.DrawFn, num_free: int, schedule: str) -> dict[str, Any]:
-    shapes = st.sampled_from([None, "linear", "cosine", "1-sqrt", "exponential"])
-    cooldown_steps = draw(st.none() | st.integers(0, num_free)) if schedule == "infinite" else None
-    decay_steps = draw(st.none() | st.integers(0, num_free - (cooldown_steps or 0)))
-    return {"cooldown_steps": cooldown_steps, "decay_steps": decay_steps, "decay_shape": draw(shapes)}
 
 
 def rates(train: TrainConfig) -> list[float]:
@@ -75,7 +67,7 @@ def test_the_rate_climbs_in_equal_steps_to_lr_never_rises_after_and_never_falls_
     assert warmup == pytest.approx([train.lr * (i + 1) / train.warmup_steps for i in range(train.warmup_steps)])
     assert all(later > earlier for earlier, later in pairwise(warmup))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
-    if train.schedule not in PHASED:  # whose first step is the first on a way down from lr
+    if train.schedule != "wsd":  # whose first step is the first on a way down from lr
         assert after[:1] in ([], [pytest.approx(train.lr)])
     assert all(0.0 < rate <= train.lr * (1 + 1e-12) for rate in found[:-1])
     assert all(train.lr * train.min_lr_ratio * (1 - 1e-12) <= rate <= train.lr * (1 + 1e-12) for rate in after)
@@ -113,26 +105,24 @@ def test_warm_up_and_decay_are_those_of_torch(train: TrainConfig) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(trains(schedule=st.sampled_from(PHASED)))
+@given(trains(schedule=st.just("wsd")))
 def test_a_schedule_in_phases_ends_at_its_minimum_and_is_constant_between(train: TrainConfig) -> None:
-    found, constant = rates(train), train.constant_lr_ratio if train.schedule == "infinite" else 1.0
+    found = rates(train)
     if train.decay_steps:
         assert found[-1] == pytest.approx(train.lr * train.min_lr_ratio)
-    if train.decay_steps is not None and (train.cooldown_steps is not None or train.schedule == "wsd"):
-        first = train.warmup_steps + max(0, (train.cooldown_steps or 0) - 1)
-        between = found[first : train.max_steps - train.decay_steps]
-        assert between == pytest.approx([train.lr * constant] * len(between))
+    if train.decay_steps is not None:
+        between = found[train.warmup_steps : train.max_steps - train.decay_steps]
+        assert between == pytest.approx([train.lr] * len(between))
 
 
 @settings(deadline=None, max_examples=60)
-@given(trains(schedule=st.sampled_from(PHASED)))
+@given(trains(schedule=st.just("wsd")))
 def test_phases_twice_as_long_are_the_same_curve_at_twice_as_many_points(train: TrainConfig) -> None:
     """So that no jump is left between two steps, however long the run."""
-    lengths = ("max_steps", "warmup_steps", "decay_steps", "cooldown_steps")
-    given_ones = {key: getattr(train, key) for key in lengths if getattr(train, key) is not None}
-    if train.decay_steps is None or (train.schedule == "infinite" and train.cooldown_steps is None):
+    if train.decay_steps is None:
         return
-    longer = train.model_copy(update={key: 2 * steps for key, steps in given_ones.items()})
+    lengths = ("max_steps", "warmup_steps", "decay_steps")
+    longer = train.model_copy(update={key: 2 * getattr(train, key) for key in lengths})
     assert rates(longer)[1::2] == pytest.approx(rates(train))
 
 
@@ -150,14 +140,6 @@ def test_warm_up_stable_decay_is_that_of_transformers(shape: str, decay_steps: i
         assert rates(train)[4:23] == pytest.approx(theirs[4:23])
 
 
-def test_the_infinite_schedule_is_that_of_its_paper() -> None:
-    keys = {"max_steps": 100, "warmup_steps": 10, "lr": 2.0, "min_lr_ratio": 0.1, "schedule": "infinite"}
-    found = rates(TrainConfig.model_validate({**keys, "cooldown_steps": 40, "decay_steps": 20}))
-    assert found[29] == pytest.approx(1.5)  # halfway down a cosine from 2 to 1
-    assert found[49:80] == pytest.approx([1.0] * 31)
-    assert found[80:] == pytest.approx([(0.2 / 1.0) ** (step / 20) for step in range(1, 21)])
-
-
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -165,9 +147,10 @@ def test_the_infinite_schedule_is_that_of_its_paper() -> None:
             {"schedule": "wsd", "warmup_steps": 6, "decay_steps": 5},
             "warmup_steps 6, decay_steps 5: more than max_steps",
         ),
-        ({"schedule": "infinite", "cooldown_steps": 11}, "cooldown_steps 11.*: more than max_steps 10"),
-        ({"schedule": "infinite", "min_lr_ratio": 0.6}, "constant_lr_ratio 0.5 is below min_lr_ratio 0.6"),
-        ({"schedule": "infinite", "min_lr_ratio": 0.0}, "exponential never gets to min_lr_ratio 0"),
+        (
+            {"schedule": "wsd", "decay_shape": "exponential", "min_lr_ratio": 0.0},
+            "exponential never gets to min_lr_ratio 0",
+        ),
     ],
 )
 def test_phases_that_do_not_fit_are_refused_by_name(keys: dict[str, Any], told: str) -> None:

@@ -27,12 +27,11 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.schema import ContinuationsConfig, MethodConfig, RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import StorageError
-from scale_cli.methods.hooks import local_part
+from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, EVALUATION_OF_AVERAGE
-from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.storage.records import EVALUATION, EVALUATION_OF_AVERAGE, TRAINED, TrainState
 from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training import loop, observing
 from scale_cli.training.optimiser import trainable_parameters

@@ -21,7 +21,7 @@ from scale_cli.errors import ConfigError, RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.methods import adept
 from scale_cli.methods.adept import rates_by
-from scale_cli.methods.hooks import Update
+from scale_cli.methods.recipes import Update
 from scale_cli.storage.atomic import load_tensors
 from scale_cli.storage.layout import RunFolder
 from scale_cli.training.beginning import check_init_from

@@ -10,7 +10,7 @@ import pytest
 
 from scale_cli.errors import ConfigError, MissingExtraError
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.metrics import EVALUATION, MetricsLog, read_records
+from scale_cli.storage.records import EVALUATION, MetricsLog, read_records
 from scale_cli.training.tracking import check_trackers, figures, tracked
 from tests.training.conftest import MakeConfig, finished
 

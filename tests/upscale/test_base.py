@@ -32,7 +32,7 @@ from scale_cli.upscale.base import (
     record_base,
     tensor_sha256,
 )
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import tiny_llama
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -19,7 +18,6 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.config.training import TrainConfig
-from scale_cli.data.batches import PackedWindows
 from scale_cli.errors import BaseModelError, ConfigError, StorageError
 from scale_cli.export.dense import dense_model
 from scale_cli.storage.atomic import load_tensors, new_folder, save_tensors
@@ -27,7 +25,6 @@ from scale_cli.storage.records import TRAINED
 from scale_cli.training.sharding import shard_model
 from scale_cli.upscale.base import root_model
 from scale_cli.upscale.method import load_any_base
-from scale_cli.upscale.objective import base_losses
 from tests.command_line import Scale
 from tests.export.conftest import configured
 from tests.join.conftest import trained
@@ -70,19 +67,6 @@ def test_every_verb_takes_a_finished_run_for_its_base(
     for mine, parents in zip(report["corpora"], of_parent["corpora"], strict=True):
         adapted = parents["heads"]["adapted"]["nats_per_token"]
         assert mine["heads"]["base"]["nats_per_token"] == adapted, "its base head is the parent's trained head"
-
-
-@torch.no_grad()
-def test_a_windows_score_is_the_loss_of_the_trained_head_of_a_run_below(below: RunConfig) -> None:
-    base = ModelConfig(base=str(below.output_dir))
-    ids = np.random.default_rng(0).integers(3, 500, 3 * 32 + 7).astype(np.uint16)
-    windows, model = PackedWindows(ids, 32), load_any_base(base).eval()
-    expected = []
-    for index in range(len(windows)):
-        inputs, targets = (torch.from_numpy(row).long() for row in windows.window(index))
-        logits = model.adaptation_logits(model.final_states(inputs[None], preserved=False))[0]
-        expected.append(torch.nn.functional.cross_entropy(logits, targets).item())
-    assert list(base_losses(windows, base, at_once=2)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("variant", "layers"), [("preserve", None), ("route", "top:1"), ("adapt", None)])

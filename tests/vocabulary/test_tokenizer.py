@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.config.sources import TextSource
 from scale_cli.config.vocabulary import VocabularyConfig
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, ScaleError
 from scale_cli.vocabulary import tokenizer as vocabulary_tokenizer
 from scale_cli.vocabulary.tokenizer import Extension, load_grown, write_grown
@@ -30,7 +31,7 @@ def grow(
     (tmp_path / "ko.txt").write_text(text, encoding="utf-8")
     source = TextSource(name="ko", path=str(tmp_path / "ko.txt"), language="ko")
     vocabulary = VocabularyConfig(**{"new_tokens": 64, "min_count": 1, **keys})
-    return Extension(base, first_id, vocabulary, [source], ReadingConfig(), tmp_path / "cache").tokenizer()
+    return Extension(first_id, vocabulary, [source], TokenCache(tmp_path / "cache", base)).tokenizer()
 
 
 def test_what_was_learned_is_kept_by_content(

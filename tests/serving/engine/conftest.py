@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.export.plain_folder import write_plain
-from scale_cli.export.router_keys import router_keys
+from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.upscale.base import load_base
-from scale_cli.upscale.tokenizer import load_tokenizer
+from scale_cli.upscale.run import load_tokenizer
 from tests.widening import train_steps, widen
 
 # A processor's engine, in one process, that compiles nothing.

@@ -8,8 +8,8 @@ from httpx2 import Request, Response
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from scale_cli.commands import export
 from scale_cli.errors import PublishError, UsageError
-from scale_cli.export import publish
 
 
 @pytest.fixture
@@ -24,20 +24,20 @@ def folder(tmp_path: Path) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> HfApi:
     """The hub's client, every call held to its signature, none of them made."""
     api: HfApi = create_autospec(HfApi, instance=True)
-    monkeypatch.setattr(publish, "HfApi", lambda: api)
-    monkeypatch.setattr(publish, "get_token", lambda: "hf_planted")
+    monkeypatch.setattr(export, "HfApi", lambda: api)
+    monkeypatch.setattr(export, "get_token", lambda: "hf_planted")
     return api
 
 
 def test_a_dry_run_lists_every_file_and_touches_no_hub(folder: Path, hub: HfApi) -> None:
-    lines = publish.publish(folder, "me/model", dry_run=True)
+    lines = export.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:3]] == ["README.md", "sub/x.json"]
     assert "nothing was sent" in lines[-1]
     assert not hub.mock_calls  # type: ignore[attr-defined]
 
 
 def test_what_is_sent_is_the_whole_folder_to_a_private_repository(folder: Path, hub: HfApi) -> None:
-    sent = publish.publish(folder, "me/model", dry_run=False)
+    sent = export.publish(folder, "me/model", dry_run=False)
     hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)  # type: ignore[attr-defined]
     call = hub.upload_folder.call_args.kwargs  # type: ignore[attr-defined]
     assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
@@ -47,13 +47,13 @@ def test_what_is_sent_is_the_whole_folder_to_a_private_repository(folder: Path, 
 def test_what_tells_of_this_machine_stays_here_but_for_what_an_adapter_needs(folder: Path, hub: HfApi) -> None:
     for name in ("scale.yaml", "parity.json", "manifest.json"):
         (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
-    lines = publish.publish(folder, "me/model", dry_run=True)
+    lines = export.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:-1]] == ["README.md", "sub/x.json"]
-    publish.publish(folder, "me/model", dry_run=False)
+    export.publish(folder, "me/model", dry_run=False)
     kept_back = hub.upload_folder.call_args.kwargs["ignore_patterns"]  # type: ignore[attr-defined]
     assert sorted(kept_back) == ["manifest.json", "parity.json", "scale.yaml"]
     (folder / "base.json").write_text("{}", encoding="utf-8")
-    adapter = "\n".join(publish.publish(folder, "me/model", dry_run=True))
+    adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
 
 
@@ -61,23 +61,23 @@ def test_a_refusal_of_the_hub_is_one_line(folder: Path, hub: HfApi) -> None:
     response = Response(403, request=Request("POST", "https://huggingface.co/api"))
     hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)  # type: ignore[attr-defined]
     with pytest.raises(PublishError, match="me/model: 403 Forbidden"):
-        publish.publish(folder, "me/model", dry_run=False)
+        export.publish(folder, "me/model", dry_run=False)
 
 
 def test_without_a_token_nothing_is_tried(folder: Path, hub: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "get_token", lambda: None)
+    monkeypatch.setattr(export, "get_token", lambda: None)
     with pytest.raises(PublishError, match="not logged in"):
-        publish.publish(folder, "me/model", dry_run=False)
+        export.publish(folder, "me/model", dry_run=False)
     assert not hub.mock_calls  # type: ignore[attr-defined]
 
 
 def test_a_repository_is_sent_one_format() -> None:
-    publish.check_repository("me/model", ["llama"])
+    export.check_repository("me/model", ["llama"])
     with pytest.raises(UsageError, match=r"of llama and transformers say which .*export\.format=transformers"):
-        publish.check_repository("me/model", ["llama", "transformers"])
+        export.check_repository("me/model", ["llama", "transformers"])
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", "me/mo del", "me/--x", ""])
 def test_what_is_no_repository_is_refused_before_anything_is_exported(name: str) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
-        publish.check_repository(name, ["llama"])
+        export.check_repository(name, ["llama"])
