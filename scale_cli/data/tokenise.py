@@ -40,9 +40,9 @@ def is_tokenised(folder: Path) -> bool:
     """Return whether a source is tokenised there, whole by its sizes: to hash it at every start would cost too much."""
     try:
         sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
-    except StorageError:
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (StorageError, FileNotFoundError):  # a part is removed as soon as another process has joined it
         return False
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
     return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
 
 

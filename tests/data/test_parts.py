@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -182,6 +183,19 @@ def test_what_all_tasks_have_made_is_joined_and_not_tokenised(
     with ThreadPoolExecutor(3) as threads:
         made = list(threads.map(lambda _: make(source, tokenizer, tmp_path / "cache"), range(3)))
     assert len({corpus.ids.tobytes() for corpus in made}) == 1
+
+
+def test_a_part_that_goes_while_one_looks_at_it_is_not_there(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has joined it, and removes it between its description and its files."""
+    make_part(write_files(tmp_path), tokenizer, tmp_path / "cache", 0, 1)
+    part = next((tmp_path / "cache" / PARTS).glob("[!.]*"))
+    assert tokenise.is_tokenised(part)
+    described = tokenise.described_files(part)
+    monkeypatch.setattr(tokenise, "described_files", lambda _: described)
+    shutil.rmtree(part)
+    assert not tokenise.is_tokenised(part)
 
 
 @pytest.mark.parametrize("counted", [{"skip_documents": 7}, {"max_documents": 20}])
