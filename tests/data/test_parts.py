@@ -192,7 +192,7 @@ def test_a_part_that_goes_while_one_looks_at_it_is_not_there(
     make_part(write_files(tmp_path), tokenizer, tmp_path / "cache", 0, 1)
     part = next((tmp_path / "cache" / PARTS).glob("[!.]*"))
     assert tokenise.is_tokenised(part)
-    described = tokenise.described_files(part)
+    described = atomic.described_files(part)
     monkeypatch.setattr(tokenise, "described_files", lambda _: described)
     shutil.rmtree(part)
     assert not tokenise.is_tokenised(part)
