@@ -74,6 +74,7 @@ def settings(folder: Path, data: Path, num_steps: int, korean: float) -> dict[st
             "warmup_steps": 100,
             "schedule": "cosine",
             "mixed_precision": "bf16",
+            "compile": True,
             "save_every_steps": 250,
         },
         "evaluation": {
