@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from transformers import PreTrainedModel
 
 from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, scored_otherwise
 from scale_cli.config.schema import RunConfig
@@ -30,7 +31,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import copy_start, of_final
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning import memory_of_run, peak_tokens_per_s
-from scale_cli.processes import device_name, main_first, on_main, process_state
+from scale_cli.processes import device_name, main_first, on_main, process_state, share_of_machine
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
@@ -51,8 +52,7 @@ from scale_cli.training.run import TrainingRun
 from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
-from scale_cli.upscale.base import load_base
-from scale_cli.upscale.method import MethodModel, beside_new_tokens, load_trained, two_headed
+from scale_cli.upscale.method import MethodModel, beside_base, beside_new_tokens, load_trained
 from scale_cli.upscale.objective import for_training, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
 
@@ -169,7 +169,12 @@ def _open_training(
     if begun is not None:
         check_same_text(begun.path, corpora)
     trunk = init_from(run) if begun is None else None
-    model: Any = start.load_to_train()
+    model: Any
+    untouched = None
+    if settings.observes and not config.method.definition.widens:
+        model, untouched = start.load_beside_base(share_of_machine())
+    else:
+        model = start.load_to_train()
     start_weights = copy_start(model, settings)
     if trunk is not None:
         load_trained(model, trunk.path)
@@ -192,7 +197,7 @@ def _open_training(
     peak = peak_tokens_per_s(config, device_name(accelerator.device), accelerator.num_processes) if main else None
     saved, observer = run.folder.checkpoint(state.step), None
     if settings.observes:
-        observed = _observed(model, config, accelerator)
+        observed = _observed(model, untouched, settings, accelerator)
         observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
     return TrainingRun(
         start=start,
@@ -280,13 +285,16 @@ def _with_best_to_compare(begun: MethodFolder, log: Callable[[str], None]) -> Tr
     return replace(state, best=None)
 
 
-def _observed(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> HeadedModel:
-    """Return what this process scores in a periodic evaluation."""
-    if not is_sharded(model) or config.method.definition.widens or config.train.sharding == "expansion":
-        return two_headed(model, config.model)
-    base = load_base(config.model)
-    beside = beside_new_tokens(base, model)
-    shard_for_evaluation(base, accelerator)
+def _observed(
+    model: Any, untouched: PreTrainedModel | None, train: TrainConfig, accelerator: Accelerator
+) -> HeadedModel:
+    """Return what this process scores in a periodic evaluation: both heads, of one model or of two."""
+    if untouched is None:
+        return model
+    if not is_sharded(model) or train.sharding == "expansion":
+        return beside_base(model, untouched)
+    beside = beside_new_tokens(untouched, model)
+    shard_for_evaluation(untouched, accelerator)
     return BaseAndTrained(beside, model)
 
 

@@ -302,15 +302,8 @@ def router_of(model: WidenedModel) -> RouterConfig:
     )
 
 
-def two_headed(model: MethodModel, base: ModelConfig) -> HeadedModel:
-    """Return a model whose base head and trained head are observed together.
-
-    A widened model is one already; any other gets the untouched base at its side, a second model in memory.
-    """
-    return model if isinstance(model, ScaleForCausalLM) else beside_base(model, load_base(base))
-
-
 def beside_base(model: Any, untouched: PreTrainedModel) -> HeadedModel:
+    """Return a plain model beside the untouched base, a second model in memory: two heads, observed together."""
     beside: BaseAndTrained = BaseAndTrained(beside_new_tokens(untouched, model), model).to(model.device)
     return beside.eval()
 

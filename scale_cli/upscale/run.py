@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
@@ -220,14 +220,19 @@ class MethodFolder:
         if self.method.definition.widens:
             widened: Any = self.load(of_machine)
             return widened
-        base = load_recorded_base(self.path, self.run.config.model, of_machine)
-        untouched = copy.deepcopy(base)
-        return beside_base(placed(put_on_base(self.path, base)), untouched)
+        model, untouched = self.load_beside_base(of_machine)
+        return beside_base(placed(model), untouched)
 
     def load_to_train(self) -> MethodModel:
         """Return the model where it was read to, to be placed or sharded; all processes have to call this."""
         config = self.run.config
         return load_onto_base(self.path, config.model, config.seed, share_of_machine())
+
+    def load_beside_base(self, of_machine: Share | None = None) -> tuple[MethodModel, PreTrainedModel]:
+        """Return the model and a copy of its base, which is read once, both where that was read to."""
+        base = load_recorded_base(self.path, self.run.config.model, of_machine)
+        untouched = copy.deepcopy(base)
+        return put_on_base(self.path, base, self.run.config.seed), untouched
 
 
 def open_folder(path: Path, run: Run | None = None) -> MethodFolder:

@@ -19,11 +19,12 @@ from scale_cli.data.batches import Batches, known_windows
 from scale_cli.errors import ConfigError, RunFolderError, StorageError, require
 from scale_cli.evaluation.results import HEADS
 from scale_cli.model.heads import HeadedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.processes import placed
 from scale_cli.report import percent
 from scale_cli.storage.atomic import new_folder, read_json, write_json, write_text
 from scale_cli.upscale.base import base_without_weights, load_base
-from scale_cli.upscale.method import MethodModel, build_model, start_model, two_headed
+from scale_cli.upscale.method import MethodModel, beside_base, build_model, start_model
 from scripts.biography.accuracy import first_token_accuracy
 from scripts.biography.config import BiographyConfig, ComparedMethod
 from scripts.biography.people import ATTRIBUTES
@@ -167,7 +168,7 @@ def _learn_task_1(
         training_s += time.monotonic() - resumed_s
         model.eval()
         if observed is None:
-            observed = two_headed(model, base)
+            observed = model if isinstance(model, ScaleForCausalLM) else beside_base(model, load_base(base))
             num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         steps.append(step)
         for task, measured in accuracy.items():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
@@ -18,6 +19,7 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.storage.atomic import file_sha256, remove_folder
+from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
@@ -126,12 +128,33 @@ def runs_that_choose(make_config: MakeConfig, shared_data: Path, tmp_path: Path,
     return [make_config(name, *settings) for name in names]
 
 
-def test_what_is_observed_on_the_way_changes_no_bit_of_what_is_trained(make_config: MakeConfig) -> None:
-    settings = ("train.max_steps=3", "train.global_batch_size=4", "evaluation.perplexity.0.max_documents=1")
-    hashes = []
+@pytest.mark.parametrize("variant", ["route", "full", "lora"])
+def test_what_is_observed_on_the_way_changes_no_bit_of_what_is_trained_and_the_base_is_read_once(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    method = (
+        "method={variant: route, expansion: {ratio: 0.25}}" if variant == "route" else f"method={{variant: {variant}}}"
+    )
+    settings = (method, "train.max_steps=3", "train.global_batch_size=4", "evaluation.perplexity.0.max_documents=1")
+    hashes, num_read = [], 0
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return from_pretrained(*args, **kwargs)
+
     for name, *more in (("unseen",), ("observed", "train.eval_every_steps=1")):
-        hashes.append(file_sha256(finished(make_config(name, *settings, *more)).final / TRAINED))
-    assert hashes[0] == hashes[1]
+        config = make_config(name, *settings, *more)
+        upscaled(config)
+        num_read = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+            train(config, None, print)
+        trained = RunFolder(config.output_dir).final
+        hashes.append({file.name: file_sha256(file) for file in trained.glob("*.safetensors")})
+        assert num_read == 1
+    assert hashes[0] and hashes[0] == hashes[1]
 
 
 def test_the_best_weights_outlive_later_checkpoints_are_final_and_a_resumed_run_chooses_the_same(
