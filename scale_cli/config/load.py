@@ -35,6 +35,7 @@ _REMOVED = {
     "evaluation.benchmarks.delimiter": "write it as target_delimiter in the task's .yaml, and give that as path",
     "train.constant_lr_ratio": "leave it out; it was of the schedule infinite",
     "train.cooldown_steps": "leave it out; it was of the schedule infinite",
+    "train.decay_shape": "leave it out; the decay of wsd is 1 - sqrt of the way",
     "method.elo": "leave it out; llama-pro and freeze train some of the layers too",
     "method.vocabulary.init": "new rows start as the mean of the old tokens that they are made of; leave it out",
 }

@@ -30,7 +30,7 @@ _MICRO_BATCH_SIZE = 8
 # Of max_steps: what is averaged, where a config leaves it open.
 _SHARE_AVERAGED = 0.1
 # Keys that mean nothing with other schedules.
-KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",), "decay_shape": ("wsd",)}
+KEYS_OF_SCHEDULES = {"decay_steps": ("wsd",)}
 # The order of a run's sequences is kept in memory: 18 bytes each.
 _MAX_SEQUENCES = 10**9
 
@@ -61,7 +61,7 @@ class LrMultipliers(Section):
 class TrainConfig(Section):
     """How it is trained."""
 
-    REMOVED: ClassVar[Mapping[str, Any]] = {"cooldown_steps": None, "constant_lr_ratio": 0.5}
+    REMOVED: ClassVar[Mapping[str, Any]] = {"cooldown_steps": None, "constant_lr_ratio": 0.5, "decay_shape": None}
 
     max_steps: Accepted[Steps] = Field(description="optimiser steps, one global batch each")
     global_batch_size: BatchSize = Field(default=32, description="sequences an optimiser step")
@@ -110,9 +110,6 @@ class TrainConfig(Section):
         ge=0,
         description="the last steps, of wsd, down to min_lr_ratio; null: a fifth of max_steps; 0: none, for a trunk "
         "that others branch off",
-    )
-    decay_shape: Accepted[Literal["linear", "cosine", "1-sqrt", "exponential"] | None] = Field(
-        default=None, description="of that decay; null: 1-sqrt"
     )
     weight_decay: Accepted[float] = Field(
         default=0.1, ge=0.0, le=100.0, description=f"by either optimiser; left out, {_left_out('weight_decay')}"
@@ -214,8 +211,6 @@ class TrainConfig(Section):
         if warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
             given = f"warmup_steps {warmup_steps:,}, decay_steps {decay_steps:,}"
             yield f"{given}: more than max_steps {self.max_steps:,} together"
-        if self.decay_shape == "exponential" and self.min_lr_ratio == 0.0:
-            yield "decay_shape: exponential never gets to min_lr_ratio 0; choose another, or give more"
 
     @property
     def observes(self) -> bool:

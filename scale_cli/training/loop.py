@@ -6,14 +6,15 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.profiler import profile, schedule
 from tqdm import tqdm
 
 from scale_cli.data.batches import Prefetched, StepBatches, batches_ahead
@@ -35,7 +36,6 @@ from scale_cli.storage.records import (
 from scale_cli.terminal import printable, progress_bar, shows_lines
 from scale_cli.training.interruption import StopNow, StopRequest, describe_stop, stop_requests
 from scale_cli.training.observing import better_of
-from scale_cli.training.profiling import profiled
 from scale_cli.training.run import TrainingRun
 from scale_cli.training.step import StepResult, TakenStep, train_step
 from scale_cli.upscale.objective import layer_ratios, measured_stream_ratios
@@ -63,11 +63,30 @@ def run_loop(run: TrainingRun) -> None:
         stop_requests(train.max_hours, alone=num_processes == 1) as stop,
         batches_ahead(run.batches, done, rank, num_processes, accelerator.device) as batches,
         run.saving(),
-        profiled(run) as count_step,
+        _profiled(run) as count_step,
     ):
         loop = _Loop(run, batches, stop, bar, count_step)
         loop.take_all_steps()
     loop.clock()
+
+
+@contextmanager
+def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
+    """Yield what is to be called after every step, and write a trace of `train.profile_steps`, where they are ahead.
+
+    Each process writes one, by torch.profiler, for Perfetto or TensorBoard.
+    """
+    done, steps = run.state.step, run.config.train.profile_steps
+    if steps is None or steps[1] <= done:
+        yield lambda: None
+        return
+    first, last = max(steps[0], done + 1), steps[1]
+    path = run.folder.profile / f"steps-{first}-{last}.process-{run.accelerator.process_index}.json.gz"
+    path.parent.mkdir(exist_ok=True)
+    warmup = min(first - done - 1, 1)
+    parts = schedule(wait=first - done - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1)
+    with profile(schedule=parts, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path))) as profiler:
+        yield profiler.step
 
 
 @dataclass

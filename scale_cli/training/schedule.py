@@ -22,11 +22,11 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def _cosine(step: int, train: TrainConfig) -> float:
-    return _down_to(train.min_lr_ratio, _progress(step, train), "cosine")
+    return _down_to(train.min_lr_ratio, 0.5 * (1.0 + math.cos(math.pi * _progress(step, train))))
 
 
 def _linear(step: int, train: TrainConfig) -> float:
-    return _down_to(train.min_lr_ratio, _progress(step, train), "linear")
+    return _down_to(train.min_lr_ratio, 1.0 - _progress(step, train))
 
 
 def _progress(step: int, train: TrainConfig) -> float:
@@ -39,14 +39,14 @@ def _constant(_step: int, _train: TrainConfig) -> float:
 
 
 def _wsd(step: int, train: TrainConfig) -> float:
-    """Constant, decay (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
+    """Constant, then down by 1 - sqrt (Hu et al. 2024, arXiv 2404.06395); the last step is at the minimum."""
     decay_steps = train.decay_steps
     if decay_steps is None:
         decay_steps = min(round(_SHARE_OF_DECAY * train.max_steps), train.max_steps - train.warmup_steps)
     decayed = step + 1 - (train.max_steps - decay_steps)
     if decayed <= 0:
         return 1.0
-    return _down_to(train.min_lr_ratio, decayed / decay_steps, train.decay_shape or "1-sqrt")
+    return _down_to(train.min_lr_ratio, 1.0 - math.sqrt(decayed / decay_steps))
 
 
 # From a step after the warm-up to its rate, relative to `train.lr`.
@@ -58,13 +58,6 @@ SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
 }
 
 
-def _down_to(low: float, progress: float, shape: str) -> float:
-    """Return what is between 1 and a minimum after a part of the way."""
-    if shape == "exponential":
-        return low**progress
-    remaining = {
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "1-sqrt": 1.0 - math.sqrt(progress),
-    }[shape]
+def _down_to(low: float, remaining: float) -> float:
+    """Return what is between a minimum and 1, `remaining` of the way above the minimum."""
     return low + (1.0 - low) * remaining

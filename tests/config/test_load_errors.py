@@ -110,10 +110,6 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         (["train.compile=true", "train.sharding=expansion"], "train: compile: true goes with sharding: none"),
         (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
         (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "more than max_steps 10 together"),
-        (
-            ["train={max_steps: 1, schedule: wsd, decay_shape: exponential, min_lr_ratio: 0}"],
-            "exponential never gets to",
-        ),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),
         (
             ["train.max_forgetting=0.1", "train.eval_every_steps=5"],
@@ -202,7 +198,7 @@ def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: 
 
 def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:
     of_text = ("corpus.sources.0.order=shuffled", "corpus.sources.0.select=null", "corpus.stages=[]")
-    of_training = ("train.cooldown_steps=null", "train.constant_lr_ratio=0.5")
+    of_training = ("train.cooldown_steps=null", "train.constant_lr_ratio=0.5", "train.decay_shape=null")
     assert load_text(SMALLEST, *of_text, *of_training) == load_text(SMALLEST)
 
 
