@@ -59,25 +59,18 @@ class Hook:
     def after(self, update: Update) -> None:
         """Do what comes after it."""
 
-    def exchange(self, optimiser: Any) -> bool:
-        """Put other weights in the parameters' place, which `final/` is to hold, or put them back.
-
-        Returns:
-            Whether there are such.
-        """
-        return False
+    def exchange(self, optimiser: Any) -> None:
+        """Put other weights in the parameters' place, which `final/` is to hold, or put them back."""
 
 
 @contextmanager
-def of_final(hooks: Sequence[Hook], optimiser: Any) -> Iterator[bool]:
-    """Let the parameters be for a while what `final/` would hold; yields whether that is anything else."""
+def of_final(hooks: Sequence[Hook], optimiser: Any) -> Iterator[None]:
+    """Let the parameters be for a while what `final/` would hold."""
     with ExitStack() as stack:
-        changed = False
         for hook in hooks:
-            if hook.exchange(optimiser):
-                stack.callback(hook.exchange, optimiser)
-                changed = True
-        yield changed
+            hook.exchange(optimiser)
+            stack.callback(hook.exchange, optimiser)
+        yield
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ class Average(Recipe):
                 parameters.append(local_part(parameter))
             get_swa_multi_avg_fn()(averages, parameters, num_before)
 
-    def exchange(self, optimiser: Any) -> bool:
+    def exchange(self, optimiser: Any) -> None:
         import torch
 
         kept = {parameter: state[self.name] for parameter, state in optimiser.state.items() if self.name in state}
@@ -172,7 +165,6 @@ class Average(Recipe):
                 before = one.clone()
                 one.copy_(other)
                 other.copy_(before)
-        return bool(kept)
 
 
 def first_averaged(train: Any) -> int | None:

@@ -207,11 +207,8 @@ def read_corpora(folder: Path) -> list[str]:
 
 
 EVALUATION: Final = "evaluation_nats_per_token"
-EVALUATION_OF_AVERAGE: Final = "evaluation_of_average_nats_per_token"
 BITS: Final = "evaluation_bits_per_byte"
-BITS_OF_AVERAGE: Final = "evaluation_of_average_bits_per_byte"
 SHARES: Final = "evaluation_base_share"
-SHARES_OF_AVERAGE: Final = "evaluation_of_average_base_share"
 SAMPLES: Final = "samples"
 BENCHMARKS: Final = "benchmark_accuracies"
 Losses = dict[str, dict[str, float | None]]  # by head, by corpus or benchmark; None: not finite
@@ -238,11 +235,8 @@ class MetricsRecord(TypedDict, total=False):
     log_every_steps: int  # it may change at a resume
     skipped: str  # why the step was left out
     evaluation_nats_per_token: Losses
-    evaluation_of_average_nats_per_token: Losses
     evaluation_bits_per_byte: Losses
-    evaluation_of_average_bits_per_byte: Losses
     evaluation_base_share: Shares
-    evaluation_of_average_base_share: Shares
     samples: dict[str, dict[str, str]]  # by corpus a prompt, and how the served head goes on
     benchmark_accuracies: Losses
     best_step: int  # of the evaluation whose weights are kept, where one is chosen

@@ -24,12 +24,9 @@ from scale_cli.processes import peak_memory_bytes, waiting_for_steps
 from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
-    BITS_OF_AVERAGE,
     EVALUATION,
-    EVALUATION_OF_AVERAGE,
     SAMPLES,
     SHARES,
-    SHARES_OF_AVERAGE,
     MetricsRecord,
     TrainState,
 )
@@ -243,7 +240,7 @@ class _Loop:
             )
 
     def _evaluate_what_is_due(self, done: int) -> None:
-        """Measure what is due after a step; where a signal comes meanwhile, leave it to the resumed run."""
+        """Measure the weights that `final/` would hold; where a signal comes meanwhile, leave it to the resumed run."""
         run, train, observer = self.run, self.run.config.train, self.run.observer
         chooses = train.max_forgetting is not None
         losses_due = _is_due(done, train.eval_every_steps) or (chooses and done == train.max_steps)
@@ -254,22 +251,15 @@ class _Loop:
         started_s, best = time.monotonic(), run.state.best
         record: MetricsRecord = {"step": done}
         try:
-            if losses_due:
-                with self.stop.at_once():
+            with of_final(run.hooks, run.optimiser), self.stop.at_once():  # a signal finds the weights put back
+                if losses_due:
                     losses, samples = observer.losses(), observer.samples()
-                record[EVALUATION], record[BITS], record[SHARES] = losses
-                if samples:
-                    record[SAMPLES] = samples
-                with of_final(run.hooks, run.optimiser) as is_average:  # a signal finds the weights put back
-                    if is_average:
-                        with self.stop.at_once():
-                            losses = observer.losses()
-                if is_average:
-                    record[EVALUATION_OF_AVERAGE], record[BITS_OF_AVERAGE], record[SHARES_OF_AVERAGE] = losses
-                if train.max_forgetting is not None:  # of the weights that final/ would hold
-                    best = better_of(best, observer.score(done, losses.bits_per_byte), train.max_forgetting)
-            if benchmarks_due:
-                with of_final(run.hooks, run.optimiser), self.stop.at_once():
+                    record[EVALUATION], record[BITS], record[SHARES] = losses
+                    if samples:
+                        record[SAMPLES] = samples
+                    if train.max_forgetting is not None:
+                        best = better_of(best, observer.score(done, losses.bits_per_byte), train.max_forgetting)
+                if benchmarks_due:
                     record[BENCHMARKS] = observer.accuracies()
         except StopNow:
             run.state = replace(run.state, evaluation_due=True)

@@ -31,7 +31,7 @@ from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import EVALUATION, EVALUATION_OF_AVERAGE, TRAINED, TrainState
+from scale_cli.storage.records import EVALUATION, TRAINED, TrainState
 from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training import loop, observing
 from scale_cli.training.optimiser import trainable_parameters
@@ -200,11 +200,9 @@ def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name
 def test_periodic_evaluation_is_that_of_one_process_whatever_is_sharded(runs: Runs, name: str) -> None:
     """Of the base bit for bit, where it is the base's own tokens."""
     one, two = f"{name}-one" if name in PAIRS else "one", f"{name}-two"
-    keys = (EVALUATION, EVALUATION_OF_AVERAGE) if name == "grown" else (EVALUATION,)
-    for key in keys:
-        (expected,), (found,) = runs.logged(one, key), runs.logged(two, key)
-        assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
-        assert name in ("grown", "full") or found["tiny"]["base"] == expected["tiny"]["base"]
+    (expected,), (found,) = runs.logged(one, EVALUATION), runs.logged(two, EVALUATION)
+    assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
+    assert name in ("grown", "full") or found["tiny"]["base"] == expected["tiny"]["base"]
 
 
 def test_machines_that_each_hold_all_parts_write_them_once(runs: Runs) -> None:
