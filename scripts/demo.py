@@ -4,15 +4,19 @@ Writes English and Korean biographies of synthetic people, trains a tiny English
 runs configs/demo.yaml on it: upscale, train on the Korean ones, evaluate, export, and a few generations.
 """
 
+# ruff: noqa: E402 (libraries are silenced before any is imported)
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from typing import Any
 
+from scale_cli.console import quieten_libraries
+
+quieten_libraries()
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from scale_cli.commands.run import run_pipeline
 from scale_cli.config.load import load_config
@@ -123,8 +127,6 @@ def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Ten
 def main() -> None:
     """Run the demo; what is already there is not made again."""
     started_s = time.monotonic()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     config = load_config(CONFIG)
     texts = write_biographies(config.output_dir / "text", config.seed)
     print(f"== base: a tiny English model, in {config.model.base}")
