@@ -172,13 +172,6 @@ def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, 
     assert refusal(f"{tmp_path}/text{end}").endswith(f"text is a folder, not a file; give {pattern}")
 
 
-def test_a_text_that_is_not_utf_8_is_refused_with_its_place_and_what_converts_it(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.txt"
-    file.write_bytes("모든 국민은 법 앞에 평등하다.".encode("cp949"))
-    told = refusal(file)
-    assert f"1 not UTF-8: {file}:1 (text is read as UTF-8; other text is converted by `iconv -f" in told
-
-
 def test_a_refusal_says_which_fields_there_are_and_which_key_is_meant(tmp_path: Path) -> None:
     for form, write in ((".jsonl", as_jsonl), (".json", as_json), (".parquet", as_parquet)):
         (tmp_path / f"x{form}").write_bytes(write(DOCUMENTS, "document"))

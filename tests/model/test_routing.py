@@ -134,16 +134,6 @@ def test_windows_with_carried_weights_are_the_whole_document(
     torch.testing.assert_close(torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10)
 
 
-@unhurried
-@given(documents(base_may_break=False), st.sampled_from(BROKEN), st.data())
-def test_once_the_other_heads_break_the_base_alone_is_served(said: Said, broken: float, data: st.DataObject) -> None:
-    first_broken = data.draw(st.integers(0, said.log_probs_KT.shape[1] - 1))
-    log_probs_KT = _zero_for_nan(said.log_probs_KT)
-    log_probs_KT[1:, first_broken:] = broken
-    weights = Said(log_probs_KT, said.base_prior).weights()
-    assert weights[0, first_broken + 1 :].tolist() == [0.0] * (log_probs_KT.shape[1] - first_broken)
-
-
 def test_documents_of_a_batch_do_not_touch_each_other() -> None:
     log_probs_KBT = -10.0 * torch.rand(2, 5, 20, dtype=torch.float64)
     log_probs_KBT[1, 3, 7] = -math.inf

@@ -271,14 +271,3 @@ def test_control_characters_of_a_file_name_do_not_reach_the_terminal(scale: Scal
     assert kept.exit_code == 0
     for done in (refused, kept):
         assert not {"\x1b", "\x07", "\x9b"} & set(done.stdout + done.stderr.replace("\x1b[A", ""))
-
-
-def test_a_run_is_named_in_a_report_as_text(scale: Scale, finished: Configured, tmp_path: Path) -> None:
-    name = "<script>alert(1)</script>\"'&"
-    other = tmp_path / name.replace("/", "-")
-    shutil.copytree(tmp_path / "run", other)
-    done = scale("compare", tmp_path / "run", other, "--output", tmp_path / "report")
-    assert done.exit_code == 0, done.stderr
-    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert" in page

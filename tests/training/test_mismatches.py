@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,16 +156,6 @@ def test_another_base_is_named_by_what_differs(make: Make, shared_data: Path, fo
         go_on(config)
     assert str(other) in str(caught.value)
     assert "in another output_dir" in str(caught.value)
-
-
-def test_another_tokenizer_is_named(make: Make, begun_once: Path, folder: Path) -> None:
-    shutil.copytree(begun_once / "base", folder / "moved")
-    tokenizer = json.loads((folder / "moved" / "tokenizer.json").read_text(encoding="utf-8"))
-    tokenizer["model"]["byte_fallback"] = not tokenizer["model"].get("byte_fallback", False)
-    (folder / "moved" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    message = refusal(make(f"model.base={folder / 'moved'}"), BaseModelError)
-    assert f"the tokenizer of {folder / 'moved'} is not the one at `scale upscale` (SHA-256 " in message
-    assert "in another output_dir" in message
 
 
 @pytest.mark.parametrize("finished", [False, True])

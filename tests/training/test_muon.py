@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from scale_cli.config.schema import MethodConfig
@@ -101,8 +100,3 @@ def test_a_first_step_that_is_not_finite_leaves_weights_as_they_were_and_moments
     optimiser.step()
     assert all(torch.equal(parameter, before[name]) for name, parameter in trainable_parameters(model).items())
     assert not any(tensor.any() for tensor in optimiser_tensors(optimiser, model).values())
-
-
-def test_muon_is_not_sharded() -> None:
-    with pytest.raises(ValidationError, match="muon goes with sharding: none, not with all"):
-        TrainConfig(max_steps=1, optimiser="muon", sharding="all")

@@ -37,7 +37,6 @@ from scale_cli.storage.records import (
 from scale_cli.training.checkpoint import checkpoints, step_of
 from scale_cli.training.observing import Observer, better_of
 from scale_cli.upscale.run import Run
-from tests.config.small_config import EVALUATED, error_of
 from tests.evaluation.task_files import task_of
 from tests.training.conftest import MakeConfig, finished, go_on, upscaled
 
@@ -86,18 +85,6 @@ def test_the_score_is_of_the_served_head_and_of_the_corpus_that_lost_most() -> N
         assert score is not None and score.step == 7
         assert (score.acquisition, score.forgetting) == pytest.approx((acquisition, forgetting))
         assert observer.score(7, losses | {"c": {"base": 1.0, "adapted": None, "routed": None}}) is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("train.max_forgetting=0.1",), "train.eval_every_steps"),
-        (("train.max_forgetting=0.1", "train.eval_every_steps=5"), "no corpus of role acquisition"),
-        (("train.eval_benchmarks_every_steps=5",), "evaluation.benchmarks names none"),
-    ],
-)
-def test_what_could_not_be_measured_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    assert said in error_of(EVALUATED, *overrides)
 
 
 class Killed(Exception):
