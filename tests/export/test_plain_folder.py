@@ -19,7 +19,7 @@ from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_p
 from scale_cli.upscale.base import load_base, load_written
 from scale_cli.upscale.method import start_model
 from scale_cli.upscale.run import load_tokenizer, tokenizer_place
-from tests.model.test_families import BASES, answered, tiny
+from tests.model.test_families import BASES, answered, write_tiny
 from tests.widening import as_if_trained, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -113,7 +113,7 @@ def test_config_json_is_the_bases_own_but_for_the_sizes_with_rope_and_dtype_spel
 def test_of_every_family_it_computes_what_was_written_and_has_no_key_that_the_base_has_not(
     shared_data: Path, tmp_path: Path, family: str, variant: Any
 ) -> None:
-    tiny(family, tmp_path / "base")
+    write_tiny(family, tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(shared_data / "ckpt-stories260K" / "hf" / name, tmp_path / "base" / name)
     model = start_model(load_base(ModelConfig(base=str(tmp_path / "base"))), MethodConfig(variant=variant), seed=0)

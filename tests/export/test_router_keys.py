@@ -16,7 +16,7 @@ from scale_cli.export.plain_folder import router_keys, write_plain
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer
-from tests.model.test_families import IDS, tiny
+from tests.model.test_families import IDS, tiny, write_tiny
 from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 
@@ -45,8 +45,8 @@ def heads_of(plain: Any, router: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", ["mistral, gelu, linear rope", "qwen3"])
 @torch.no_grad()
-def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str, tmp_path: Path) -> None:
-    base = tiny(family, tmp_path / "base")
+def test_of_a_tree_of_expansions_one_dense_model_has_the_logits_of_every_head(family: str) -> None:
+    base = tiny(family)
     one = as_if_trained(widen(base, "preserve"))
     upon = as_if_trained(widen(one, "preserve", ratio=0.5), seed=2)
     two = as_if_trained(widen(base, "preserve", ratio=0.75), seed=3)
@@ -78,7 +78,8 @@ def test_where_one_row_does_not_hold_both_heads_or_no_posterior_rule_mixes_them_
 def test_an_export_that_serves_as_a_base_hands_its_router_on_to_nothing_that_is_made_of_it(
     shared_data: Path, tmp_path: Path
 ) -> None:
-    model = as_if_trained(widen(tiny("qwen3", tmp_path / "base"), "route"))
+    write_tiny("qwen3", tmp_path / "base")
+    model = as_if_trained(widen(tiny("qwen3"), "route"))
     base = folder_of(model, tmp_path / "base", tmp_path / "export", shared_data)
     again = as_if_trained(widen(load_base(ModelConfig(base=str(base))), "preserve"))
     folder = folder_of(again, base, tmp_path / "again", shared_data)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -176,9 +175,9 @@ def test_random_numbers_do_not_depend_on_torchs_own_seed_or_the_bases_dtype() ->
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo3, yarn in full layers", "exaone4, tied"])
 @torch.no_grad()
 def test_the_embedding_begins_as_large_as_the_last_stream_and_is_let_through_at_the_size_of_one(
-    tmp_path: Path, family: str
+    family: str,
 ) -> None:
-    base = tiny(family, tmp_path)
+    base = tiny(family)
     model = widen(base, "preserve", ratio=0.5, embedding_scale=1.4)
     stream_rms, embedding_rms = measured_stream_rms(base, seed=0), model.config.expansion_embedding_rms
     assert embedding_rms == pytest.approx(1.4 * stream_rms["norm"], rel=0.05)
@@ -194,8 +193,8 @@ def test_the_embedding_begins_as_large_as_the_last_stream_and_is_let_through_at_
 
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo2, biases"])
 @torch.no_grad()
-def test_what_a_layer_writes_and_asks_by_begins_at_the_size_that_the_base_gives_it(tmp_path: Path, family: str) -> None:
-    base: Any = tiny(family, tmp_path)
+def test_what_a_layer_writes_and_asks_by_begins_at_the_size_that_the_base_gives_it(family: str) -> None:
+    base: Any = tiny(family)
     expansion: Any = widen(base, "preserve").expansion
     read = {*measured_stream_rms(base, seed=0)}
     made = {n: m for n, m in expansion.named_modules() if isinstance(m, ExpansionNorm) and n not in read}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,8 +75,8 @@ def test_with_either_or_both_loaded_base_logits_are_the_bases_and_every_head_is_
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_every_family_serves_two_siblings_and_a_child_from_one_forward(tmp_path: Path, family: str) -> None:
-    base = tiny(family, tmp_path)
+def test_every_family_serves_two_siblings_and_a_child_from_one_forward(family: str) -> None:
+    base = tiny(family)
     expected = answered(base)
     first, second = sibling(base, ("preserve", None), 1), sibling(base, ("adapt", "top:1"), 2)
     child = as_if_trained(widen(copy.deepcopy(second), "preserve", ratio=0.5), seed=3)

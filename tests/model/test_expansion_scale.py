@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,10 +58,10 @@ class Kernel:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("family", BASES)
 def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_added_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, attention: str
+    monkeypatch: pytest.MonkeyPatch, family: str, attention: str
 ) -> None:
     kernel = Kernel()
-    model = as_if_trained(widen(tiny(family, tmp_path), "preserve", ratio=0.5))
+    model = as_if_trained(widen(tiny(family), "preserve", ratio=0.5))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention, kernel)
     model.root.config._attn_implementation = attention
     for inputs in INPUTS.values():
@@ -102,13 +101,11 @@ def dense_flash_of_many(
 
 @pytest.mark.parametrize("family", ["mistral, window 8", "qwen2, upper layers windowed", "qwen3, yarn, one key head"])
 @pytest.mark.parametrize("isolated", [True, False])
-def test_flash_attention_says_what_sdpa_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, isolated: bool
-) -> None:
+def test_flash_attention_says_what_sdpa_says(monkeypatch: pytest.MonkeyPatch, family: str, isolated: bool) -> None:
     options = flash._lazy_define_process_function(dense_flash)
     kernels = dense_flash, dense_flash_of_many, None, flash._pad_input, flash._unpad_input
     monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_: (kernels, (options, options)))
-    model: Any = as_if_trained(widen(tiny(family, tmp_path), "route", "top:1", ratio=0.5))
+    model: Any = as_if_trained(widen(tiny(family), "route", "top:1", ratio=0.5))
     # Flash attention tells sequences apart in a batch of one alone; the schema refuses more.
     inputs = {"input_ids": IDS[:1], "position_ids": ISOLATED[:1]} if isolated else {"input_ids": IDS}
     heads = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +27,8 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 @families
 @pytest.mark.parametrize("isolated", [False, True])
 @torch.no_grad()
-def test_of_siblings_and_children_every_head_says_what_plain_torch_says(
-    tmp_path: Path, family: str, isolated: bool
-) -> None:
-    base: Any = tiny(family, tmp_path)
+def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: str, isolated: bool) -> None:
+    base: Any = tiny(family)
     reads = as_if_trained(widen(copy.deepcopy(base), "preserve", ratio=0.5), seed=1)
     writes = as_if_trained(widen(copy.deepcopy(base), "adapt", "top:2", ratio=0.5), seed=2)
     upon_reads = as_if_trained(widen(copy.deepcopy(reads), "route", ratio=1.0), seed=3)
@@ -48,8 +45,8 @@ def test_of_siblings_and_children_every_head_says_what_plain_torch_says(
 
 @families
 @pytest.mark.parametrize("upon_another", [False, True])
-def test_a_gradient_is_plain_autograds_through_all_of_it(tmp_path: Path, family: str, upon_another: bool) -> None:
-    base: Any = tiny(family, tmp_path)
+def test_a_gradient_is_plain_autograds_through_all_of_it(family: str, upon_another: bool) -> None:
+    base: Any = tiny(family)
     model: Any = as_if_trained(widen(base, "adapt", ratio=0.5), seed=2)
     below = []
     if upon_another:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +29,8 @@ methods = pytest.mark.parametrize(
 )
 
 
-def base_of(family: str, folder: Path) -> PreTrainedModel:
-    return tiny_llama() if family == "llama" else tiny(family, folder)
+def base_of(family: str) -> PreTrainedModel:
+    return tiny_llama() if family == "llama" else tiny(family)
 
 
 def without_weights(base: PreTrainedModel, method: MethodConfig) -> MethodModel:
@@ -47,12 +46,12 @@ def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
 @methods
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
-    tmp_path: Path, family: str, method: MethodConfig, dtype: torch.dtype
+    family: str, method: MethodConfig, dtype: torch.dtype
 ) -> None:
     def described(model: MethodModel) -> list[tuple[Any, ...]]:
         return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
-    base = base_of(family, tmp_path)
+    base = base_of(family)
     base.to(dtype=dtype)  # type: ignore[call-arg]
     planned = without_weights(base, method)
     assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
@@ -60,10 +59,8 @@ def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
 
 
 @methods
-def test_products_without_numbers_are_counted_as_those_of_the_real_model(
-    tmp_path: Path, family: str, method: MethodConfig
-) -> None:
-    base, length = base_of(family, tmp_path), 24
+def test_products_without_numbers_are_counted_as_those_of_the_real_model(family: str, method: MethodConfig) -> None:
+    base, length = base_of(family), 24
     counted = count_flops(without_weights(base, method), length)
     real = start_model(base, method, seed=0).train()
     for parameter in real.parameters():
@@ -101,9 +98,9 @@ def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant:
 @methods
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_what_is_said_to_be_saved_is_what_autograd_saves(
-    tmp_path: Path, family: str, method: MethodConfig, mixed_precision: str
+    family: str, method: MethodConfig, mixed_precision: str
 ) -> None:
-    base, length = base_of(family, tmp_path), 120
+    base, length = base_of(family), 120
     planned = count_saved_tensors(without_weights(base, method), mixed_precision)
     real = start_model(base, method, seed=0).train()
     with kept_for_backward(real, "cpu", mixed_precision) as kept:
