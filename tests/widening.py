@@ -36,17 +36,22 @@ def real_base(shared_data: Path, checkpoint: str, dtype: Any = "float32") -> Pre
     return load_base(ModelConfig(base=str(shared_data / checkpoint / "hf"), dtype=dtype))
 
 
-@cache
 def lower_stories(shared_data: Path) -> Path:
     """Write stories260K without its two upper layers, for runs that need a real base, and not all of one."""
+    return lower_layers(shared_data, "ckpt-stories260K", 3)
+
+
+@cache
+def lower_layers(shared_data: Path, checkpoint: str, num_layers: int) -> Path:
     root = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    folder = root / "ckpt-stories260K" / "hf"
-    shutil.copytree(shared_data / "ckpt-stories260K" / "hf", folder)
+    folder = root / checkpoint / "hf"
+    shutil.copytree(shared_data / checkpoint / "hf", folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}), encoding="utf-8")
     weights = load_file(folder / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if "layers.3." not in name and "layers.4." not in name}
+    above = [f"layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"])]
+    kept = {name: weight for name, weight in weights.items() if not any(layer in name for layer in above)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -46,7 +46,7 @@ for folder in sys.argv[1:]:
     assert not hasattr(model, "root") or not any(parameter.requires_grad for parameter in model.base.parameters())
     ids = load_file(f"{folder}/ids.safetensors")["ids"]
     answers = {"logits": model(input_ids=ids, use_cache=False).logits.detach()}
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for use_cache in (True, False):
         answers[f"generated_{use_cache}"] = model.generate(ids[:, :12], use_cache=use_cache, **options)
     save_file(answers, f"{folder}/answers.safetensors")
@@ -95,7 +95,7 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         torch.testing.assert_close(answers["logits"], expected, rtol=rounding, atol=rounding)
         assert torch.equal(answers["generated_True"], answers["generated_False"])
         generated = trained.generate(
-            IDS[:, :12], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
+            IDS[:, :12], max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
         )
         assert torch.equal(answers["generated_True"], generated)
 

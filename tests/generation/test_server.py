@@ -131,8 +131,7 @@ def test_a_prompt_is_continued_as_by_scale_generate_and_framed_as_by_the_folders
     folder = folders(kind)
     client = openai.OpenAI(base_url=served(folder), api_key="none")
     generator, tokenizer = Generator(folder), AutoTokenizer.from_pretrained(folder)
-    for prompt in PROMPTS:
-        (wanted,) = generator.continue_all([prompt], Sampling(max_new_tokens=NUM_NEW))
+    for prompt, wanted in zip(PROMPTS, generator.continue_all(PROMPTS, Sampling(max_new_tokens=NUM_NEW)), strict=True):
         assert text_of(client, prompt) == wanted.completion
         assert tokenizer(prompt).input_ids == generator.prompt_ids(prompt).tolist()
     for prompt in PROMPTS[:4]:

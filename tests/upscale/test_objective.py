@@ -141,7 +141,7 @@ def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def make() -> MethodModel:
-        return grown() if name == "grown" else start(name, num_hidden_layers=1 if name == "lora" else 2)
+        return grown() if name == "grown" else start(name, num_hidden_layers=1)
 
     expected = losses(make())
     trace_alone(monkeypatch)

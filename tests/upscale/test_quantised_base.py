@@ -28,7 +28,7 @@ from scale_cli.upscale.objective import for_training
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import Run
 from tests.export.conftest import configured
-from tests.widening import real_ids
+from tests.widening import lower_layers, real_ids
 
 # nf4 holds blocks of 64 x 256 weights, which the matrices of stories260K are too small for.
 HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
@@ -52,10 +52,11 @@ def loaded_plainly(model: ModelConfig) -> Any:
 
 
 def run_config(
-    shared_data: Path, folder: Path, quantisation: str, variant: str = "route", dtype: str = "bfloat16", **train: Any
+    shared_data: Path, folder: Path, quantisation: Any, variant: str = "route", dtype: Any = "bfloat16", **train: Any
 ) -> RunConfig:
     config = configured(shared_data, folder, {"variant": variant}).model_dump()
-    config["model"] |= named(shared_data, "ckpt-eltec", quantisation, dtype).model_dump()
+    base = lower_layers(shared_data, "ckpt-eltec", 2)
+    config["model"] |= ModelConfig(base=str(base), dtype=dtype, quantisation=quantisation).model_dump()
     config["train"] |= {"max_steps": 4, "save_every_steps": 2, "keep_checkpoints": 2, **train}
     return RunConfig.model_validate(config)
 
