@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ from scale_cli.training.sharding import changed_parts, hash_parts, shard_model, 
 from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.objective import for_training
 from tests.torture.verbs import ended_group, start_group
-from tests.training.conftest import configs_in
+from tests.training.conftest import MakeConfig, configs_in
+from tests.vocabulary.grown_run import prove_on_few
 from tests.widening import load_model, tiny_llama
 
 pytestmark = pytest.mark.long
 
+VARIANTS = ["preserve", "adapt", "full", "freeze", "lora", "llama-pro"]
 _SAVED_STEP, _LAST_STEP = 2, 3
 _LENGTH = (f"train.max_steps={_LAST_STEP}", f"train.save_every_steps={_SAVED_STEP}")
 EVALUATED = (f"train.eval_every_steps={_LAST_STEP}",)
@@ -55,28 +57,22 @@ _NEW_TOKENS = (
 )
 # LoRA of rank 1 has matrices of one row: only one of several processes holds any of it.
 _LORA = ("method.variant=lora", "method.lora.rank=1", "train.lookahead={every_steps: 2}")
-BASELINES = {
-    "full": ("all", "method.variant=full", *_NEW_TOKENS),
-    "freeze": ("expansion", "method.variant=freeze", "method.freeze.num_layers=1", *EVALUATED),
-    "lora": ("all", *_LORA, *EVALUATED),
-    "llama-pro": ("expansion", "method.variant=llama-pro"),
-}
-# What is trained in one process, and how it is sharded among two.
+# What is trained in one process, and how it is sharded among two; more of them in tests/integration.
 PAIRS: dict[str, tuple[str, ...]] = {
-    **BASELINES,
-    # Of batches cut alike: bfloat16 products, and Muon's, show how they are cut.
-    "lowered": ("all", "train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2"),
-    "muon": ("none", "train.optimiser=muon", "train.micro_batch_size=2"),
+    "full": ("all", "method.variant=full", *_NEW_TOKENS),
+    "lora": ("all", *_LORA, *EVALUATED),
     "grown": ("all", "train.embedding_norm=bounded", "train.average={kind: ema, steps: 3}", *_NEW_TOKENS),
 }
-GOES_ON = (*(f"{first}-two-then-one" for first in ("none", "expansion", "all", "lora")), "all-two-then-four")
+GOES_ON = tuple(f"{first}-two-then-one" for first in ("none", "expansion", "all", "lora"))
 
 
 @dataclass
 class Runs:
-    """Finished runs, by name: `-one`, `-two` or `-four` processes."""
+    """Runs, by name: `-one`, `-two` or `-four` processes."""
 
-    configs: dict[str, RunConfig]
+    make: MakeConfig
+    root: Path
+    configs: dict[str, RunConfig] = field(default_factory=dict)
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(self.configs[name].output_dir)
@@ -88,6 +84,42 @@ class Runs:
         lines = self.folder(name).metrics.read_text(encoding="utf-8").splitlines()
         return [record[key] for record in map(json.loads, lines) if key in record]
 
+    def add(self, name: str, *overrides: str, like: str | None = None) -> RunConfig:
+        """Make a run's config and its start, that of the run that it is `like`, where there is one."""
+        self.configs[name] = self.make(name, *_LENGTH, *overrides)
+        if like is None:
+            upscale(self.configs[name])
+        else:
+            shutil.copytree(self.folder(like).upscaled, self.root / name / "upscaled")
+        return self.configs[name]
+
+    def add_pair(self, name: str, sharding: str, *overrides: str) -> None:
+        self.add(f"{name}-one", *overrides)
+        sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}")
+        self.add(f"{name}-two", *overrides, *sharded, like=f"{name}-one")
+
+    def add_cut(self, name: str, **settings: Any) -> None:
+        """Add a copy of a finished run as it was when it had just saved its first checkpoint, `whole-then-number`."""
+        whole, root = self.configs[name.partition("-then-")[0]], self.root / name
+        shutil.copytree(whole.output_dir, root)
+        shutil.rmtree(RunFolder(root).final)
+        shutil.rmtree(RunFolder(root).checkpoint(_LAST_STEP))
+        train_section = whole.train.model_copy(update=settings)
+        self.configs[name] = whole.model_copy(update={"output_dir": root, "train": train_section})
+
+    @contextmanager
+    def training_in_processes(self, num_processes: int) -> Iterator[None]:
+        """Train those of a number, one after another, in one group of processes, while the body goes on."""
+        paths = []
+        for name, config in self.configs.items():
+            if name.endswith({2: "two", 4: "four"}[num_processes]):
+                paths.append(self.root / f"{name}-in-processes.yaml")
+                paths[-1].write_text(dump_config(config), encoding="utf-8")
+        group = start_group("-h", num_processes=num_processes, hook=partial(train_each, paths))
+        yield
+        for ended in ended_group(group):
+            assert ended.exit_code == 0, ended.printed
+
 
 def train_each(configs: Iterable[Path]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # four processes are two machines of two
@@ -96,79 +128,46 @@ def train_each(configs: Iterable[Path]) -> None:
         train(load_config(config), "auto", print)
 
 
-@contextmanager
-def training_in_processes(configs: Iterable[RunConfig], num_processes: int, folder: Path) -> Iterator[None]:
-    """Train some runs, one after another, in one group of processes, while the body goes on."""
-    paths = []
-    for config in configs:
-        paths.append(folder / f"{config.output_dir.name}-{num_processes}.yaml")
-        paths[-1].write_text(dump_config(config), encoding="utf-8")
-    group = start_group("-h", num_processes=num_processes, hook=partial(train_each, paths))
-    yield
-    for ended in ended_group(group):
-        assert ended.exit_code == 0, ended.printed
-
-
-def cut_after_saved_step(whole: RunConfig, name: str, **settings: Any) -> RunConfig:
-    """Return a copy of a finished run as it was when it had just saved its first checkpoint."""
-    root = whole.output_dir.with_name(name)
-    shutil.copytree(whole.output_dir, root)
-    shutil.rmtree(RunFolder(root).final)
-    shutil.rmtree(RunFolder(root).checkpoint(_LAST_STEP))
-    train_section = whole.train.model_copy(update=settings)
-    return whole.model_copy(update={"output_dir": root, "train": train_section})
+def no_runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("sharding")
+    return Runs(configs_in(root, shared_data, tmp_path_factory.getbasetemp() / "tokens"), root)
 
 
 @pytest.fixture(scope="module")
 def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("sharding")
-    make = configs_in(folder, shared_data, tmp_path_factory.getbasetemp() / "tokens")
-    configs: dict[str, RunConfig] = {}
-
-    def add(name: str, *overrides: str, like: str | None = None) -> RunConfig:
-        """Make a run's config and its start, that of the run that it is `like`, where there is one."""
-        configs[name] = make(name, *_LENGTH, *overrides)
-        if like is None:
-            upscale(configs[name])
-        else:
-            shutil.copytree(RunFolder(configs[like].output_dir).upscaled, folder / name / "upscaled")
-        return configs[name]
-
-    train(add("one", *EVALUATED), None, print)
+    made = no_runs(shared_data, tmp_path_factory)
+    train(made.add("one", *EVALUATED), None, print)
     for sharding in ("none", "expansion", "all"):
-        add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, like="one")
-    for name, (sharding, *overrides) in PAIRS.items():
-        add(f"{name}-one", *overrides)
-        sharded = ("train.micro_batch_size=2", f"train.sharding={sharding}")
-        add(f"{name}-two", *overrides, *sharded, like=f"{name}-one")
-    trunk = RunFolder(configs["all-two"].output_dir).checkpoint(_SAVED_STEP)
+        made.add(f"{sharding}-two", "train.micro_batch_size=2", f"train.sharding={sharding}", *EVALUATED, like="one")
+    with pytest.MonkeyPatch.context() as patch:
+        prove_on_few(patch)
+        for name, pair in PAIRS.items():
+            made.add_pair(name, *pair)
+    trunk = made.folder("all-two").checkpoint(_SAVED_STEP)
     tales = f"path: {shared_data}/en-tinystories/tinystories_val.txt, language: en, max_documents: 2"
     held_out = ", ".join(f"{{name: {role}, role: {role}, {tales}}}" for role in ("acquisition", "retention"))
     # At this rate a step before the last has lost least, and is kept.
     chooses = ("train.eval_every_steps=1", "train.max_forgetting=0", f"evaluation.perplexity=[{held_out}]")
     branch = (f"train.init_from={trunk}", "train.init_moments=kept", "seed=3", "train.lr=1e-2", *chooses)
-    add("branch-one", *branch)
-    add("branch-two", *branch, "train.micro_batch_size=2", "train.sharding=all", like="branch-one")
-    for name, *settings in (("node", "sharding=all", "sharded_within=node"), ("expansion", "sharding=expansion")):
-        overrides = [f"train.{setting}" for setting in (*settings, "micro_batch_size=1")]
-        add(f"{name}-four", *overrides, like="one")
-    configs["one-then-two"] = cut_after_saved_step(configs["one"], "one-then-two", sharding="all", micro_batch_size=2)
-    with training_in_processes([config for name, config in configs.items() if name.endswith("two")], 2, folder):
+    made.add_pair("branch", "all", *branch)
+    node = ("train.sharding=all", "train.sharded_within=node", "train.micro_batch_size=1")
+    made.add("node-four", *node, like="one")
+    made.add_cut("one-then-two", sharding="all", micro_batch_size=2)
+    with made.training_in_processes(2):
         for name in PAIRS:
-            train(configs[f"{name}-one"], None, print)
+            train(made.configs[f"{name}-one"], None, print)
     for name in GOES_ON:
-        first, _, number = name.partition("-then-")
-        configs[name] = cut_after_saved_step(configs[first], name, micro_batch_size={"one": 4, "four": 1}[number])
-    with training_in_processes([config for name, config in configs.items() if name.endswith("four")], 4, folder):
-        for name in ("branch-one", *(name for name in GOES_ON if name.endswith("one"))):
-            train(configs[name], "auto", print)
-    return Runs(configs)
+        made.add_cut(name, micro_batch_size=4)
+    with made.training_in_processes(4):
+        for name in ("branch-one", *GOES_ON):
+            train(made.configs[name], "auto", print)
+    return made
 
 
 @pytest.mark.parametrize(
     ("name", "as_in"),
     [
-        *((name, "one") for name in ("none-two", "expansion-two", "all-two", "expansion-four", "node-four")),
+        *((name, "one") for name in ("none-two", "expansion-two", "all-two", "node-four")),
         *((f"{name}-two", f"{name}-one") for name in (*PAIRS, "branch")),
         *((name, name.partition("-then-")[0]) for name in GOES_ON),
         ("one-then-two", "one"),
@@ -183,7 +182,7 @@ def test_any_number_of_processes_sharded_or_gone_on_gives_the_losses_of_one(runs
 @pytest.mark.parametrize(
     ("name", "as_in"),
     [
-        *((name, "one") for name in ("expansion-two", "all-two", "node-four", "all-two-then-four")),
+        *((name, "one") for name in ("expansion-two", "all-two", "node-four")),
         *((f"{name}-two", f"{name}-one") for name in ("grown", "full", "branch")),
     ],
 )
@@ -196,7 +195,7 @@ def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["none", "expansion", "all", "full", "freeze", "lora", "grown"])
+@pytest.mark.parametrize("name", ["none", "expansion", "all", "full", "lora", "grown"])
 def test_periodic_evaluation_is_that_of_one_process_whatever_is_sharded(runs: Runs, name: str) -> None:
     """Of the base bit for bit, where it is the base's own tokens."""
     one, two = f"{name}-one" if name in PAIRS else "one", f"{name}-two"
@@ -222,7 +221,7 @@ def test_sharded_processes_keep_the_best_weights_that_one_process_keeps(runs: Ru
     assert not all(torch.allclose(tensor, final[name]) for name, tensor in trainable_parameters(last).items())
 
 
-@pytest.mark.parametrize("name", ["all-two", "lora-two", "expansion-four"])
+@pytest.mark.parametrize("name", ["all-two", "lora-two"])
 def test_one_process_loads_a_sharded_checkpoint_as_a_model(runs: Runs, name: str) -> None:
     model, expected = load_model(runs.folder(name).checkpoint(_LAST_STEP), runs.configs[name].model), runs.trained(name)
     trained = trainable_parameters(model)
@@ -324,7 +323,7 @@ def start(variant: str) -> MethodModel:
     return start_model(tiny_llama(), method, seed=0).train()
 
 
-@pytest.mark.parametrize("variant", ["preserve", "adapt", *BASELINES])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("keep_frozen_whole", [True, False])
 def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     accelerator: Accelerator, variant: str, keep_frozen_whole: bool
@@ -345,7 +344,7 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
 
 
-@pytest.mark.parametrize("variant", ["preserve", "adapt", *BASELINES])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_without_sharding_processes_exchange_the_gradient_of_what_trains_and_nothing_else(
     accelerator: Accelerator, variant: str
 ) -> None:

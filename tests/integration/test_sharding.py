@@ -1,0 +1,68 @@
+"""What tests/training/test_sharding.py leaves out: more methods, and four processes that shard or go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scale_cli.commands.train import train
+from scale_cli.storage.records import EVALUATION
+from scale_cli.training.optimiser import trainable_parameters
+from tests.training.test_sharding import EVALUATED, Runs, no_runs
+from tests.widening import load_model
+
+PAIRS = {
+    "freeze": ("expansion", "method.variant=freeze", "method.freeze.num_layers=1", *EVALUATED),
+    "llama-pro": ("expansion", "method.variant=llama-pro"),
+    # Of batches cut alike: bfloat16 products, and Muon's, show how they are cut.
+    "lowered": ("all", "train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2"),
+    "muon": ("none", "train.optimiser=muon", "train.micro_batch_size=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = no_runs(shared_data, tmp_path_factory)
+    train(made.add("one"), None, print)
+    for name, pair in PAIRS.items():
+        made.add_pair(name, *pair)
+    made.add("all-two", "train.micro_batch_size=2", "train.sharding=all", like="one")
+    made.add("expansion-four", "train.micro_batch_size=1", "train.sharding=expansion", like="one")
+    with made.training_in_processes(2):
+        for name in PAIRS:
+            train(made.configs[f"{name}-one"], None, print)
+    made.add_cut("all-two-then-four", micro_batch_size=1)
+    with made.training_in_processes(4):
+        pass
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "as_in"),
+    [*((f"{name}-two", f"{name}-one") for name in PAIRS), ("expansion-four", "one"), ("all-two-then-four", "one")],
+)
+def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(runs: Runs, name: str, as_in: str) -> None:
+    losses = runs.logged(name, "loss")
+    assert len(losses) == 3 and losses == pytest.approx(runs.logged(as_in, "loss"), rel=1e-5)
+    whole, sharded = (runs.folder(n).final for n in (as_in, name))
+    assert {file.name for file in sharded.iterdir()} == {file.name for file in whole.iterdir()}
+    expected, trained = runs.trained(as_in), runs.trained(name)
+    assert trained.keys() == expected.keys()
+    if name not in ("lowered-two", "muon-two"):  # whose rounding shows in the weights
+        for key, tensor in expected.items():
+            torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_periodic_evaluation_of_a_frozen_half_is_that_of_one_process(runs: Runs) -> None:
+    (expected,), (found,) = (runs.logged(f"freeze-{number}", EVALUATION) for number in ("one", "two"))
+    assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
+    assert found["tiny"]["base"] == expected["tiny"]["base"]
+
+
+def test_one_process_loads_a_checkpoint_of_four_as_a_model(runs: Runs) -> None:
+    model = load_model(runs.folder("expansion-four").checkpoint(3), runs.configs["expansion-four"].model)
+    trained, expected = trainable_parameters(model), runs.trained("expansion-four")
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[key], tensor) for key, tensor in expected.items())
