@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.command_line import Scale, command_line
 from tests.unwaited import let_nothing_wait_for_the_disk
+
+FORKS = {
+    "tests/test_processes.py",
+    "tests/training/test_sharding.py",
+    *(f"tests/torture/test_{name}.py" for name in ("damage", "full_disk", "kills", "signals", "stall")),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `make test`: files that fork processes go to one worker, since their server takes seconds to start."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    scheduling: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda test: "forks" if file_of(test) in FORKS else file_of(test)
+    return scheduling
 
 
 def pytest_collection_finish() -> None:

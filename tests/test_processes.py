@@ -58,7 +58,7 @@ ROUTE = (
 )
 # Every tensor's rate hangs on what the base says of text.
 ASKING_THE_BASE = (
-    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 3}}",
+    "method={variant: adept, adept: {num_blocks: 1, every_steps: 2, probe_windows: 5}}",
     "corpus.sources.1.role=replay",
     "corpus.sources.1.weight=0",
     "train.max_steps=4",
