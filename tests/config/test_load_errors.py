@@ -34,18 +34,6 @@ def test_any_value_of_any_key_gives_a_config_or_an_error_naming_the_key(key: str
         assert isinstance(config, RunConfig)
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "meant"),
-    [
-        ("sede=1", "sede", "seed"),
-        ("method.collaboration.layer=all", "method.collaboration.layer", "layers"),
-        ("evaluation.perplexity.0.rol=retention", "evaluation.perplexity.0.rol", "role"),
-    ],
-)
-def test_an_unknown_key_is_named_with_the_one_that_was_meant(override: str, key: str, meant: str) -> None:
-    assert f"{key}: unknown key (did you mean {meant}?)" in error_of(EVALUATED, override)
-
-
 @pytest.mark.parametrize("key", ["str", "int", "a[0]", "zzzzz"])
 @pytest.mark.parametrize("section", ["", "train.", "method.expansion.", "corpus.sources.0."])
 def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(section: str, key: str) -> None:
@@ -120,6 +108,17 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
             "evaluation.benchmarks names none",
         ),
         (["method.variant=adept"], "method.variant: adept measures on what the base knows"),
+        (["method.variant=adept", REPLAY, "train.sharding=all"], "adept trains unsharded only"),
+        (
+            ["train.decay_to_base=true", "train.sharding=all"],
+            "decay_to_base: true goes with sharding: none",
+        ),
+        (["train.profile_steps=[3,2]"], "the first step comes after the last"),
+        (
+            ["method.expansion={codes: cooccurrence, embedding_scale: null}"],
+            "codes: cooccurrence has the size that embedding_scale gives it",
+        ),
+        ([REPLAY.replace("role: replay", "weight: 0")], "0 is below 1e-06"),
         (["method.vocabulary={sources: [x]}"], "method.vocabulary.sources: 'x' is none of corpus.sources (news)"),
     ],
 )

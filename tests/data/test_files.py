@@ -25,11 +25,9 @@ from tests.data.corpus_files import (
     COMPRESSORS,
     DOCUMENTS,
     FORMATS,
-    LIMIT,
     as_json,
     as_jsonl,
     as_parquet,
-    as_txt,
     forms,
     read,
     source_of,
@@ -172,15 +170,10 @@ def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, 
     assert refusal(f"{tmp_path}/text{end}").endswith(f"text is a folder, not a file; give {pattern}")
 
 
-def test_a_refusal_says_which_fields_there_are_and_which_key_is_meant(tmp_path: Path) -> None:
+def test_a_refusal_says_which_fields_there_are(tmp_path: Path) -> None:
     for form, write in ((".jsonl", as_jsonl), (".json", as_json), (".parquet", as_parquet)):
         (tmp_path / f"x{form}").write_bytes(write(DOCUMENTS, "document"))
         assert "id, document" in refusal(tmp_path / f"x{form}")
-    (tmp_path / "large.txt").write_bytes(b"a" * (LIMIT + 1))
-    assert "corpus.max_document_bytes" in refusal(tmp_path / "large.txt")
-    (tmp_path / "three.txt").write_bytes(as_txt(DOCUMENTS))
-    told = refusal(tmp_path / "three.txt", skip_documents=32)
-    assert told.endswith("no document is left: skip_documents passes over all 3")
 
 
 # Hashes

@@ -68,19 +68,6 @@ def test_a_card_tells_where_the_base_is_by_no_more_than_its_last_two_names(train
     assert str(config.output_dir) not in text
 
 
-def test_the_forgetting_table_is_of_the_head_that_the_folder_answers_with(trained_run: TrainedRun) -> None:
-    config = trained_run(ROUTE)
-    report = evaluate(config).report
-    dense = (export(config).folder / "README.md").read_text(encoding="utf-8")
-    routed = config.model_copy(update={"export": config.export.model_copy(update={"format": "transformers"})})
-    served = (export(routed).folder / "README.md").read_text(encoding="utf-8")
-    for corpus in report.corpora:
-        assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['adapted'].bits_per_byte:.3f} |" in dense
-        assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['posterior'].bits_per_byte:.3f} |" in served
-        assert f"| {corpus.heads['base'].bits_per_byte:.3f} | {corpus.heads['posterior'].bits_per_byte:.3f} |" in dense
-    assert dense.index("With its router:") < dense.index("Loaded plainly:")
-
-
 def test_the_first_line_of_a_plain_card_tells_what_the_head_in_it_lost_and_what_keeps_it(
     trained_run: TrainedRun,
 ) -> None:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
@@ -68,11 +67,6 @@ def test_codes_by_cooccurrence_are_the_size_that_random_ones_are_and_nothing_els
     expected = dict(random.expansion.named_parameters())
     for name, parameter in counted.expansion.named_parameters():
         assert torch.equal(parameter, expected[name]) == (name != "embed_tokens.weight"), name
-
-
-def test_codes_without_a_size_are_refused() -> None:
-    with pytest.raises(ValidationError, match="codes: cooccurrence has the size that embedding_scale gives it"):
-        ExpansionConfig(codes="cooccurrence", embedding_scale=None)
 
 
 def test_codes_by_cooccurrence_are_the_same_whatever_the_dtype_of_the_ids() -> None:

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
@@ -127,15 +126,3 @@ def test_an_embedding_that_began_before_it_had_a_size_is_not_bounded() -> None:
     model = widen(tiny_llama(vocab_size=64), "route", embedding_scale=None)
     with pytest.raises(ConfigError, match=r"train\.embedding_norm: E' of this run began without a size"):
         BoundedRows(training_of(train_of(embedding_norm="bounded"), model))
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"decay_to_base": True, "sharding": "all"}, "decay_to_base: true goes with sharding: none, not with all"),
-        ({"lookahead": {"every_steps": 21}}, "lookahead.every_steps 21 is beyond max_steps 20"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
-        train_of(**keys)

@@ -143,16 +143,6 @@ def test_what_reads_the_expansion_starts_normal_at_the_bases_own_spread(start: s
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("embedding_scale", [None, 1.4])
-def test_every_start_can_learn(start: str, embedding_scale: float | None) -> None:
-    model = widen(tiny_llama(), "preserve", embedding_scale=embedding_scale, start=start).train()
-    ids = torch.arange(12).view(1, 12)
-    model(input_ids=ids, labels=ids).loss.backward()
-    head = model.expansion.lm_head.weight.grad
-    assert head is not None and head.abs().max() > 0, "H' is 0, so that all else follows it"
-
-
-@pytest.mark.parametrize("start", STARTS)
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(start: str) -> None:
     once, again, other = (
         widen(tiny_llama(), "adapt", embedding_scale=None, start=start, seed=seed).expansion.state_dict()

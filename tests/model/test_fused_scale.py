@@ -7,18 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from scale_cli.model import routing
 from scale_cli.model.fused_scale import (
     NormForm,
     add_product,
     frozen_norm,
-    gated,
     lower_weights,
-    rotate,
-    rotation_angles,
 )
 from tests.widening import tiny_llama, widen
 
@@ -42,15 +38,6 @@ def base_norm(size: int) -> Any:
     return norm
 
 
-def test_the_norm_is_the_formula_and_so_is_its_gradient() -> None:
-    norm, x = base_norm(12), random(2, 5, 12, seed=1).requires_grad_()
-    expected = norm(x), torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    outputs = frozen_norm(norm, NormForm(), x)
-    assert torch.equal(outputs[0], expected[0]), "the base stream keeps its bits"
-    torch.testing.assert_close(outputs, expected)
-    torch.testing.assert_close(gradients(outputs, [x]), gradients(expected, [x]))
-
-
 def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32() -> None:
     norm, x = base_norm(12).bfloat16(), random(2, 5, 12).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -58,20 +45,6 @@ def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32()
     assert torch.equal(normed, norm(x))
     assert inverse.dtype == torch.float32
     assert gradients((normed, inverse), [x])[0].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_key_value_heads", [4, 2])
-def test_a_rotation_is_transformers_own_bit_for_bit_and_its_gradient_autograds(
-    num_key_value_heads: int, dtype: torch.dtype
-) -> None:
-    q, k = (random(2, 5, heads, 8, seed=heads).to(dtype).requires_grad_() for heads in (4, num_key_value_heads))
-    angles = random(2, 5, 4, seed=2).repeat(1, 1, 2)
-    cos, sin = (1.3 * angles.cos()).to(dtype), (1.3 * angles.sin()).to(dtype)
-    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    outputs = rotate(q, k, (cos, sin), rotation_angles(cos, sin))
-    assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
-    torch.testing.assert_close(gradients(outputs, [q, k]), gradients(expected, [q, k]))
 
 
 def test_weights_are_lowered_and_their_gradients_raised_as_autocast_does_it() -> None:
@@ -108,14 +81,6 @@ def test_a_training_forward_of_sixteen_layers_launches_at_most_1500_kernels(monk
     with torch.autocast("cpu", torch.bfloat16), _Kernels() as kernels:
         model.train()(ids, labels=ids, shift_labels=ids, num_items_in_batch=128, token_losses=torch.empty(1, 128))
     assert kernels.count <= 1500
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated_channels_and_their_gradients_are_autograds(activation: str) -> None:
-    gate, up, act_fn = random(2, 5, 8).requires_grad_(), random(2, 5, 8, seed=1).requires_grad_(), ACT2FN[activation]
-    expected, channels = act_fn(gate) * up, gated(act_fn, gate, up)
-    assert torch.equal(channels, expected)
-    torch.testing.assert_close(gradients((channels,), [gate, up]), gradients((expected,), [gate, up]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -121,19 +121,6 @@ def test_below_the_first_collaborating_layer_autograd_records_nothing_of_the_bas
     assert seen["model.layers.2.self_attn.o_proj"].requires_grad
 
 
-@pytest.mark.parametrize(
-    ("variant", "layers", "expected"),
-    [("preserve", None, set()), ("route", None, set()), ("adapt", None, {0, 1, 2}), ("route", "top:2", {1, 2})],
-)
-def test_w12_exists_where_layers_collaborate_and_nowhere_else(
-    variant: str, layers: str | None, expected: set[int]
-) -> None:
-    model = widen(tiny_llama(), variant, layers)
-    names = [name for name in model.state_dict() if name.endswith("weight_12")]
-    assert {int(name.split(".")[2]) for name in names} == expected
-    assert len(names) == 7 * len(expected)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("layers", ["none", "top:2", "all"])
 @torch.no_grad()

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
-from scale_cli.methods.widened import CollaborationConfig, DistillationConfig
-from scale_cli.model.heads import BaseAndTrained, token_log_probs
+from scale_cli.methods.widened import CollaborationConfig
+from scale_cli.model.heads import BaseAndTrained
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routing import PieceShares
 from scale_cli.model.vocabulary_scale import BaseOfNewTokens
@@ -97,26 +97,6 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
 
 
-def test_what_is_distilled_is_the_say_of_the_base_that_the_router_hears() -> None:
-    model = grown("route", distillation=DistillationConfig(weight=1.0)).train()
-    ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(6))
-    weights = [0.7, 0.0]
-    model(input_ids=ids, labels=ids, distillation=weights).loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    states = model.final_states(ids, preserved=True)
-    base, adapted = (logits[:, :-1].log_softmax(-1) for logits in model.routed_logits(states))
-    divergences = (base.detach().exp() * (base.detach() - adapted)).sum((1, 2))
-    said = adapted.gather(-1, ids[:, 1:, None]).sum()
-    expected = (torch.tensor(weights) @ divergences - said) / ids[:, 1:].numel()
-    assert torch.allclose(model(input_ids=ids, labels=ids, distillation=weights).loss, expected, atol=1e-5)
-    expected.backward()
-    for name, gradient in gradients.items():
-        wanted = model.get_parameter(name).grad
-        assert wanted is not None
-        assert torch.allclose(gradient, wanted, atol=1e-5), name
-
-
 @families
 @pytest.mark.parametrize("collaborates", [False, True])
 def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(family: Any, collaborates: bool) -> None:
@@ -151,20 +131,6 @@ def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows(family
         mean = old[[int(piece) for piece in pieces.split()]].mean(0)
         assert torch.allclose(row, mean / mean.norm() * size, atol=1e-5)
     assert not rows.requires_grad
-
-
-def test_routing_with_new_tokens_keeps_the_bound_and_generation_goes_on_from_the_cache() -> None:
-    model = grown("route")
-    ids = torch.randint(ALL, (1, 12), generator=torch.Generator().manual_seed(3))
-    said = token_log_probs(model, ids[:, :-1], ids[:, 1:])
-    assert said.log_probs_KBT.isfinite().all()
-    routed = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum()
-    assert routed >= said.log_probs_KBT.sum(-1).max() - math.log(2) - 1e-4
-
-    whole = model(input_ids=ids).logits[:, -1]
-    part = model(input_ids=ids[:, :7], use_cache=True)
-    rest = model(input_ids=ids[:, 7:], past_key_values=part.past_key_values, use_cache=True)
-    assert torch.allclose(whole, rest.logits[:, -1], atol=1e-4)
 
 
 @families

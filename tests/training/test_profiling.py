@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 
-import pytest
-
-from scale_cli.errors import ConfigError
 from tests.training.conftest import MakeConfig, are_equal, finished, trained
 
 
@@ -20,8 +17,3 @@ def test_a_trace_has_the_steps_asked_for_and_the_run_the_same_bits(make_config: 
     steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#1", "ProfilerStep#2"}, "of the steps that this process has taken, from 0"
     assert are_equal(trained(run.final), trained(finished(make_config("plain", *short)).final))
-
-
-def test_steps_in_the_wrong_order_are_refused(make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="the first step comes after the last"):
-        make_config("run", "train.profile_steps=[3,2]")

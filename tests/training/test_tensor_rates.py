@@ -17,7 +17,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.ledger import TokenLedger
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.methods import adept
 from scale_cli.methods.adept import rates_by
@@ -121,18 +121,3 @@ def test_a_run_measures_when_it_is_due_keeps_what_it_found_and_is_a_plain_deeper
         train(branch, None, lambda _: None)
     assert "\n" not in str(caught.value)
     check_init_from(Run(make_config("named", *ADEPT, f"method.adept.layers={layers}", f"train.init_from={run.final}")))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("corpus.sources.1.role=new", "corpus.sources.1.weight=1"), "measures on what the base knows"),
-        (("train.sharding=all",), "adept trains unsharded only"),
-        (("corpus.sources.1.role=new",), "0 is below 1e-06"),
-    ],
-)
-def test_what_cannot_be_measured_or_sharded_is_refused(
-    make_config: MakeConfig, overrides: tuple[str, ...], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        make_config("run", *ADEPT, *overrides)
