@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scale_cli.methods import METHODS
+from scale_cli.values import language_name
 
 NOT_FINITE, DASH = "not finite", "—"
 NO_DIFFERENCE = "no difference shown"
@@ -239,7 +240,7 @@ def code(text: str) -> Markup:
 
 @cache
 def _environment(form: Literal["html", "markdown", "text"]) -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("scale_cli"),
         autoescape=form == "html",
         finalize=plain if form == "markdown" else None,
@@ -248,6 +249,9 @@ def _environment(form: Literal["html", "markdown", "text"]) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    shown = (language_name, number, percent, share_cell, with_interval, worst_document)
+    environment.globals |= {function.__name__: function for function in shown}
+    return environment
 
 
 COLOURS = {"base": "#555555"} | {method.name: method.colour for method in METHODS.values()}

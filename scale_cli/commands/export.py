@@ -112,7 +112,7 @@ def _export(config: RunConfig, final: MethodFolder, model: MethodModel, prompts:
         licence = base_licence(config.model)
         licence.copy_files(partial)
         architectures = read_json(partial / "config.json").get("architectures") or [""]
-        write_text(partial / "README.md", model_card(config, report, parity, licence, architectures[0]))
+        write_text(partial / "README.md", model_card(config, export_format, report, parity, licence, architectures[0]))
         write_text(partial / "scale.yaml", dump_config(config))
         made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
         ExportRecord(**vars(parity) | made_of).save(partial)

@@ -18,14 +18,13 @@ from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import NOT_COVERED
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.evaluation.statistics import Values, finite
-from scale_cli.export.card import Licence, base_title, loading, shared_values, tokens_by_source
+from scale_cli.export.card import Licence, Stage, card
 from scale_cli.join.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.report import Table, code, markdown, number, percent
+from scale_cli.report import Table, number, percent
 from scale_cli.storage.records import RunRecord
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS
-from scale_cli.values import language_name
 
 KIND = "scale join"
 
@@ -150,39 +149,17 @@ def _score(
 
 def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str:
     """Return the README.md: the base, what each expansion was taught, what they cost, and the licence."""
-    mean, config, record = report.rule == "mean", joined.model.config, joined.record
-    runs = [load_config(member.folder / "scale.yaml") for member in joined.members]
-    heads = ["base", *(member.name for member in joined.members)]
-    among = "between the base and the mean of the expansions' heads, " if mean else ""
-    making = [
-        ["base", f"{base_title(record)}, {record.dtype}"],
-        ["base, SHA-256", code(record.content_sha256)],
-        [
-            "router",
-            f"posterior rule, {among}weight of the base {config.router_prior:g}, "
-            f"switch rate {config.router_switch_rate:g}",
-        ],
-    ]
-    rows = []
-    for member, run in zip(joined.members, runs, strict=True):
-        trained_on = tokens_by_source(member.folder)
-        for source in run.corpus.sources:
-            count = f"{trained_on[source.name].num_trained:,}" if source.name in trained_on else "not known"
-            language = language_name(source.language)
-            named = [member.name, heads[member.parent], run.method.in_words, source.name, language]
-            rows.append([*named, count, code(member.sha256[:12])])
-    titles = ["head", "upon", "method", "source", "language", "tokens trained on", "SHA-256"]
-    kind = {"llama": "ensemble" if mean else "joined"}.get(report.format, report.format)
-    return markdown(
+    stages = [Stage(load_config(member.folder / "scale.yaml"), member.folder) for member in joined.members]
+    kind = {"llama": "ensemble" if report.rule == "mean" else "joined"}.get(report.format, report.format)
+    return card(
         "joined_card.md.j2",
-        **shared_values(record, runs, licence, "joined"),
-        loading=loading(kind),
-        is_plain=report.format == "llama",
-        num_expansions=len(joined.members),
-        has_new_tokens=bool(config.new_tokens),
-        making=Table(["", ""], making, "ll").markdown(),
-        expansions=Table(titles, rows, "l" * 7).markdown(),
-        figures=report.table().markdown(),
-        bound=report.bound_in_words(),
+        stages,
+        licence,
+        "joined",
+        kind,
+        config=joined.model.config,
+        members=list(zip(joined.members, stages, strict=True)),
+        heads=["base", *(member.name for member in joined.members)],
+        report=report,
         not_covered="" if report.max_cost_nats is None else NOT_COVERED,
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from scale_cli.export.card import loading
 from scale_cli.model import configuration_scale
+from scale_cli.report import markdown
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
@@ -27,4 +27,6 @@ def test_the_card_and_this_package_name_the_same_least_version() -> None:
     least = ".".join(map(str, configuration_scale.LEAST_TRANSFORMERS))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert f"transformers>={least}" in project["project"]["dependencies"]
-    assert f"transformers {least} or newer" in loading("transformers")
+    assert f"transformers {least} or newer" in markdown(
+        "card_loading.md.j2", kind="transformers", least_transformers=least
+    )
