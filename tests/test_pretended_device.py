@@ -177,7 +177,7 @@ def test_the_scores_of_documents_and_benchmarks(
             answers.head = head
             told.extend(score for score, _ in answers.loglikelihood(asked))
             told.extend(ord(letter) for text in answers.generate_until(until) for letter in text)
-        of_documents = [losses.num_tokens, *losses.heads.values(), *losses.rules.values(), *losses.served.values()]
+        of_documents = [losses.num_tokens, *losses.nats.values(), *losses.served.values()]
         return [torch.tensor(told), *map(torch.from_numpy, of_documents)]
 
     here, moved = scores(make()), make().to(device)

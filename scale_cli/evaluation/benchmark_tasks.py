@@ -135,9 +135,8 @@ class ObservedHeads(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         starts_B = ends_B - torch.tensor([len(continuation) for _, _, continuation in batch])
         at_T = torch.arange(int(ends_B.max()))
         scored_BT = (at_T >= starts_B[:, None]) & (at_T < ends_B[:, None])
-        scores = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router)
-        log_probs = scores.heads | scores.rules
-        said_BH = torch.stack([torch.where(scored_BT, log_probs[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
+        said = score_tokens(TokenLogProbs(tokens.log_probs_KBT.cpu(), tokens.cosine_BT.cpu()), self._router).log_probs
+        said_BH = torch.stack([torch.where(scored_BT, said[head], 0.0).sum(dim=-1) for head in HEADS], dim=1)
         return said_BH.split(1)
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scale_cli.config.load import load_config
 from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
-from scale_cli.evaluation.statistics import Values, finite, paired_difference
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import (
     DASH,
@@ -34,6 +34,9 @@ from scale_cli.storage.records import RunRecord, trained_sha256
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without
 
+Values = npt.NDArray[np.float64]
+
+_VALUES_AT_ONCE = 2**23  # numbers held at once, over all resamples of one batch
 _MAX_EXPONENT = 700.0  # the exponential of more overflows
 HEADS = ("base", "adapted", "posterior", "cosine")
 ROLES = {"retention": "what the base knew", "acquisition": "what it was taught"}  # of corpora, in words
@@ -207,6 +210,41 @@ class Report(RunRecord):
         return {**asdict(self), "base_share_by_language": shares}
 
 
+def finite(value: float) -> float | None:
+    """Return a figure, or None where it is not finite (JSON has no infinity)."""
+    return float(value) if math.isfinite(value) else None
+
+
+def paired_difference(before_N: Values, after_N: Values, units_N: Values, *, num_resamples: int, seed: int) -> Interval:
+    """Return (sum after - sum before) / sum units, with its paired bootstrap interval over documents.
+
+    Of nats under two heads; units are tokens, or bytes times ln 2 for bits per byte. The interval holds for the
+    corpus-level figure (a ratio of sums), not for a mean of per-document ones.
+    """
+    from scipy import stats  # takes half a second to import
+
+    difference_N = after_N - before_N
+    value = float(difference_N.sum() / units_N.sum())
+    if len(units_N) < 2 or not np.isfinite(difference_N).all():
+        return Interval(finite(value), None, None)
+
+    def ratio(numerator: Values, denominator: Values, axis: int) -> Values:
+        return numerator.sum(axis=axis) / denominator.sum(axis=axis)
+
+    result = stats.bootstrap(
+        (difference_N, units_N),
+        ratio,
+        paired=True,
+        vectorized=True,
+        n_resamples=num_resamples,
+        batch=max(1, _VALUES_AT_ONCE // len(units_N)),
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = result.confidence_interval
+    return Interval(value, float(low), float(high))
+
+
 def summarise(
     source: EvaluationSource,
     losses: DocumentLosses,
@@ -216,7 +254,7 @@ def summarise(
     seed: int,
 ) -> CorpusResult:
     """Return the figures of one corpus from its documents' losses, and from what was said after its prompts."""
-    bits, by_name = losses.num_bytes * math.log(2), losses.heads | losses.rules
+    bits = losses.num_bytes * math.log(2)
 
     def difference(before_N: Values, after_N: Values, units_N: Values) -> Interval:
         return paired_difference(before_N, after_N, units_N, num_resamples=num_resamples, seed=seed)
@@ -226,7 +264,7 @@ def summarise(
         return difference(np.zeros_like(found_P), found_P, letters_P) if len(found_P) else NO_INTERVAL
 
     def head(name: str) -> HeadResult:
-        base, nats, nats_per_token = by_name["base"], by_name[name], losses.nats_per_token(name)
+        base, nats, nats_per_token = losses.nats["base"], losses.nats[name], losses.nats_per_token(name)
         return HeadResult(
             nats_per_token=finite(nats_per_token),
             perplexity=math.exp(nats_per_token) if nats_per_token < _MAX_EXPONENT else None,

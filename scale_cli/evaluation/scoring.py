@@ -37,10 +37,9 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What every head and every routing rule says of tokens, by name, the base head first."""
+    """What every head and every routing rule says of tokens, by name, the heads first."""
 
-    heads: dict[str, Tensor]  # (B, T) nats
-    rules: dict[str, Tensor]  # (B, T) nats
+    log_probs: dict[str, Tensor]  # (B, T) nats
     log_weights: dict[str, Tensor]  # of every rule (K, B, T): how it weighs the heads
 
 
@@ -50,15 +49,14 @@ class DocumentLosses:
 
     num_tokens: Values  # (N,) scored: the document's and its closing marker
     num_bytes: Values  # (N,) UTF-8 bytes of the text
-    heads: dict[str, Values]  # (N,) nats of every head, by name
-    rules: dict[str, Values]  # (N,) nats of every rule
+    nats: dict[str, Values]  # (N,) of every head and rule, by name
     served: dict[str, Values]  # of every rule (K, N): tokens served by each head, its weights summed
 
     def nats_per_token(self, name: str) -> float:
-        return float((self.heads | self.rules)[name].sum() / self.num_tokens.sum())
+        return float(self.nats[name].sum() / self.num_tokens.sum())
 
     def bits_per_byte(self, name: str) -> float:
-        return float((self.heads | self.rules)[name].sum() / (self.num_bytes * math.log(2)).sum())
+        return float(self.nats[name].sum() / (self.num_bytes * math.log(2)).sum())
 
     def base_share(self, rule: str) -> float:
         return float(self.served[rule][0].sum() / self.num_tokens.sum())
@@ -93,7 +91,7 @@ def score_tokens(tokens: TokenLogProbs, router: RouterSettings, heads: Sequence[
     rules = ("posterior", "cosine") if len(heads) == 2 else ("posterior",)
     log_weights = {rule: tokens.log_weights(rule, router) for rule in rules}
     routed = {rule: mix_log_probs(weights_KBT, log_probs_KBT) for rule, weights_KBT in log_weights.items()}
-    return TokenScores(dict(zip(heads, log_probs_KBT, strict=True)), routed, log_weights)
+    return TokenScores(dict(zip(heads, log_probs_KBT, strict=True)) | routed, log_weights)
 
 
 def score_corpus(
@@ -117,12 +115,11 @@ def score_corpus(
             bar.update(len(documents))
     if not scores:
         raise CorpusError(f"{corpus.folder.name}: no document has a token that could be scored")
-    rules = scores[0][1].rules
+    names, rules = scores[0][1].log_probs, scores[0][1].log_weights
     return DocumentLosses(
-        num_tokens=np.asarray([of_one.heads[heads[0]].numel() for _, of_one in scores], dtype=np.float64),
+        num_tokens=np.asarray([of_one.log_probs[heads[0]].numel() for _, of_one in scores], dtype=np.float64),
         num_bytes=np.asarray([corpus.num_bytes[index] for index, _ in scores], dtype=np.float64),
-        heads={head: np.asarray([-of_one.heads[head].sum().item() for _, of_one in scores]) for head in heads},
-        rules={rule: np.asarray([-of_one.rules[rule].sum().item() for _, of_one in scores]) for rule in rules},
+        nats={name: np.asarray([-of_one.log_probs[name].sum().item() for _, of_one in scores]) for name in names},
         served={
             rule: torch.stack([of_one.log_weights[rule].exp().sum(dim=(1, 2)) for _, of_one in scores], dim=1).numpy()
             for rule in rules

@@ -15,9 +15,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.evaluation.results import NOT_COVERED
+from scale_cli.evaluation.results import NOT_COVERED, Values, finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.evaluation.statistics import Values, finite
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.join.members import JoinedRuns
 from scale_cli.model.joined_scale import JoinedForCausalLM
@@ -128,7 +127,7 @@ def _score(
 ) -> JoinedCorpus:
     names, progress = model.config.head_names, f"scoring {name}"
     losses = score_corpus(model, corpus, router_of(model), Passes.of(config), heads=names, progress=progress)
-    num_tokens, bits, routed = losses.num_tokens.sum(), losses.num_bytes.sum() * math.log(2), losses.rules["posterior"]
+    num_tokens, bits, routed = losses.num_tokens.sum(), losses.num_bytes.sum() * math.log(2), losses.nats["posterior"]
 
     def figures(nats: Values, share: float | None = None) -> HeadFigures:
         return HeadFigures(finite(nats.sum() / num_tokens), finite(nats.sum() / bits), share)
@@ -139,11 +138,9 @@ def _score(
         language=source.language,
         num_documents=len(routed),
         num_tokens=int(num_tokens),
-        heads={
-            head: figures(nats, float(share)) for (head, nats), share in zip(losses.heads.items(), shares, strict=True)
-        },
+        heads={head: figures(losses.nats[head], float(share)) for head, share in zip(names, shares, strict=True)},
         routed=figures(routed),
-        worst_document_nats=finite(float(np.max(routed - np.min(list(losses.heads.values()), axis=0)))),
+        worst_document_nats=finite(float(np.max(routed - np.min([losses.nats[head] for head in names], axis=0)))),
     )
 
 

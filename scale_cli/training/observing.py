@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from scale_cli.config.schema import ContinuationsConfig, RunConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, continuations, prompts_of
+from scale_cli.evaluation.results import finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.evaluation.statistics import finite
 from scale_cli.model.heads import HeadedModel
 from scale_cli.processes import ALONE, is_main, share
 from scale_cli.storage.records import Losses, Score, Shares

@@ -2,18 +2,30 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lm_eval.tasks.kobest.utils import macro_f1_score
+from sklearn.metrics import f1_score  # type: ignore[import-untyped]
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import BenchmarkSource
-from scale_cli.evaluation.benchmarks import BenchmarkItems, Item, ItemOutcome, summarise_benchmarks
+from scale_cli.evaluation.benchmarks import (
+    BenchmarkItems,
+    Item,
+    ItemOutcome,
+    holm,
+    macro_f1,
+    paired_p,
+    summarise_benchmarks,
+)
 from scale_cli.evaluation.render import markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, BenchmarkResult, Report
 from scale_cli.storage.layout import RunFolder
@@ -169,3 +181,45 @@ def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
     assert said["a_benchmark_of_a_long_name"].endswith("no difference shown")
     assert said["kobest_x"].endswith("no difference shown")
     assert sum("no difference shown" in line for line in page.splitlines() if line.startswith("|")) == 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
+    expected = f1_score(*np.array(pairs).T, average="macro", zero_division=0.0)
+    assert macro_f1(np.ones(len(pairs), dtype=np.int64), np.array(pairs)) == pytest.approx(expected)
+    rows, counts = np.unique(pairs, axis=0, return_counts=True)
+    assert macro_f1(counts, rows) == pytest.approx(expected)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_right_and_wrong_answers_are_tested_by_a_fair_coin_counted_out(gained: int, lost: int) -> None:
+    num_tosses = gained + lost
+    at_most = sum(math.comb(num_tosses, heads) for heads in range(min(gained, lost) + 1))
+    expected = min(Fraction(1), Fraction(2 * at_most, 2**num_tosses))
+    before, after = np.array([[0, 1]] * gained + [[1, 0]] * lost + [[1, 1], [0, 0]], dtype=np.float64).T
+    assert paired_p(before, after, np.random.default_rng(0)) == pytest.approx(float(expected))
+    assert paired_p(after, before, np.random.default_rng(0)) == pytest.approx(float(expected))
+
+
+def test_scores_in_between_are_tested_by_flipping_signs() -> None:
+    rng = np.random.default_rng(6)
+    before = rng.random(10)
+    after = before + rng.normal(0.05, 0.1, 10)
+    difference = after - before
+    signs = np.array(np.meshgrid(*[[-1, 1]] * 10)).reshape(10, -1)
+    flipped = difference @ signs / 10
+    expected = float((np.abs(flipped) >= abs(difference.mean()) - 1e-12).mean())
+    assert paired_p(before, after, rng) == pytest.approx(expected, abs=0.01)
+    assert paired_p(before, np.full(10, math.nan), rng) is None
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=8))
+def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
+    adjusted = holm([*p_values, None])
+    assert adjusted.pop() is None
+    for level in (0.01, 0.05, 0.2):
+        rejected, remaining = set(), sorted(range(len(p_values)), key=lambda index: p_values[index])
+        while remaining and p_values[remaining[0]] * len(remaining) <= level:
+            rejected.add(remaining.pop(0))
+        assert {index for index, p in enumerate(adjusted) if p is not None and p <= level} == rejected

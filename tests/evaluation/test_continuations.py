@@ -18,9 +18,8 @@ from scale_cli.config.schema import ContinuationsConfig, MethodConfig, ModelConf
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.evaluation.continuations import SelectableHeads, count_letters, scripts_of
-from scale_cli.evaluation.results import HEADS
+from scale_cli.evaluation.results import HEADS, Values
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
-from scale_cli.evaluation.statistics import Values
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM

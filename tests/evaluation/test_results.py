@@ -1,0 +1,185 @@
+"""The forgetting report: its figures are the documents' own, and what is shown is what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from html import unescape
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scale_cli.config.schema import MethodConfig
+from scale_cli.config.sources import EvaluationSource
+from scale_cli.evaluation.render import html, markdown, terminal_lines
+from scale_cli.evaluation.results import HEADS, CorpusResult, Report, Values, guarantee, paired_difference, summarise
+from scale_cli.evaluation.scoring import DocumentLosses
+from scale_cli.methods.widened import RouterConfig
+from scale_cli.report import Interval, with_interval
+
+ROUTE = MethodConfig(variant="route")
+OWN_TOKENS = MethodConfig.model_validate({"variant": "route", "vocabulary": {"new_tokens": 64}})
+KINDS = pytest.mark.parametrize(
+    "of_losses", [{}, {"broken": True}, {"count": 1}], ids=["usual", "broken", "one document"]
+)
+
+
+def losses(seed: int, gain: float, count: int = 12, broken: bool = False) -> DocumentLosses:
+    """Documents on which the trained head is `gain` nats a token better than the base."""
+    rng = np.random.default_rng(seed)
+    num_tokens = rng.integers(50, 500, count).astype(np.float64)
+    base = num_tokens * rng.normal(4.0, 0.3, count)
+    adapted = base - num_tokens * rng.normal(gain, 0.1, count)
+    if broken:
+        adapted[0] = math.inf
+    posterior = np.minimum(base, adapted) + math.log(2)
+    served = {"posterior": num_tokens * [[0.25], [0.75]], "cosine": num_tokens * [[1.0], [0.0]]}
+    nats = {"base": base, "adapted": adapted, "posterior": posterior, "cosine": base}
+    return DocumentLosses(num_tokens, 4.0 * num_tokens, nats, served)
+
+
+def corpus(
+    name: str, language: Any, role: Any, letters: dict[str, Values] | None = None, *, seed: int = 0, **of_losses: Any
+) -> CorpusResult:
+    source = EvaluationSource(name=name, path="unused.txt", language=language, role=role)
+    gain = -0.5 if role == "retention" else 2.0
+    return summarise(source, losses(seed, gain, **of_losses), letters, num_resamples=200, seed=0)
+
+
+def report(**of_losses: Any) -> Report:
+    corpora = [
+        corpus("tinystories", "en", "retention", **of_losses),
+        corpus("novels-of-the-nineteenth-century", "en", "retention", seed=1, **of_losses),
+        corpus("petitions", "ko", "acquisition", seed=2, **of_losses),
+    ]
+    return Report("route", "posterior", 1200, 4_915_200, "0" * 64, corpora)
+
+
+def read_back(made: Report) -> Report:
+    return Report.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
+
+
+@pytest.mark.parametrize("count", [5, 60])
+def test_the_interval_is_that_of_a_bootstrap_over_whole_documents(count: int) -> None:
+    rng = np.random.default_rng(0)
+    units = rng.integers(20, 400, count).astype(np.float64)
+    before = units * rng.normal(3.0, 0.5, count)
+    after = before + units * rng.normal(0.2, 0.1, count) + rng.normal(0.0, 5.0, count)
+    measured = paired_difference(before, after, units, num_resamples=4000, seed=0)
+    drawn = [rng.integers(0, count, count) for _ in range(4000)]
+    low, high = np.quantile([(after[at] - before[at]).sum() / units[at].sum() for at in drawn], [0.025, 0.975])
+    assert [measured.low, measured.high] == pytest.approx([low, high], abs=0.08 * (high - low))
+    assert measured.value == pytest.approx((after.sum() - before.sum()) / units.sum())
+
+
+def test_figures_are_the_documents_own() -> None:
+    scored, result = losses(0, 2.0), corpus("petitions", "ko", "acquisition")
+    assert result.num_tokens == scored.num_tokens.sum() and result.num_documents == 12
+    for name, nats in scored.nats.items():
+        head, beside_base = result.heads[name], nats - scored.nats["base"]
+        assert head.nats_per_token == pytest.approx(nats.sum() / scored.num_tokens.sum())
+        assert head.perplexity == pytest.approx(math.exp(nats.sum() / scored.num_tokens.sum()))
+        assert head.bits_per_byte == pytest.approx(nats.sum() / scored.num_bytes.sum() / math.log(2))
+        assert head.worst_document_nats == pytest.approx(beside_base.max())
+        difference = beside_base.sum() / scored.num_bytes.sum() / math.log(2)
+        assert head.bits_per_byte_difference.value == pytest.approx(difference)
+    assert [result.heads[name].base_share for name in HEADS] == [None, None, 0.25, 1.0]
+
+
+def test_a_loss_that_is_not_finite_is_no_figure_and_spoils_no_other() -> None:
+    heads = corpus("petitions", "ko", "acquisition", broken=True).heads
+    broken = heads["adapted"]
+    assert (broken.nats_per_token, broken.perplexity, broken.bits_per_byte, broken.worst_document_nats) == (None,) * 4
+    assert broken.bits_per_byte_difference == Interval(None, None, None)
+    assert heads["posterior"].bits_per_byte_difference.low is not None
+    source = EvaluationSource(name="x", path="x.txt", language="ko", role="acquisition")
+    far = summarise(source, losses(0, -1e4), num_resamples=100, seed=0).heads["adapted"]
+    assert far.nats_per_token == pytest.approx(1e4, rel=0.01) and far.perplexity is None, "beyond floating point"
+
+
+def test_the_share_of_letters_in_the_prompts_script_is_told_of_every_head_that_said_any() -> None:
+    said = {"base": [9.0, 0.0], "adapted": [1.0, 1.0], "posterior": [10.0, 10.0], "cosine": [0.0, 0.0]}
+    letters = {
+        name: np.array([counts, [0.0, 0.0] if name == "cosine" else [10.0, 10.0]]).T for name, counts in said.items()
+    }
+    of_corpus = corpus("petitions", "ko", "acquisition", letters)
+    shares = {name: head.in_script.value for name, head in of_corpus.heads.items() if head.in_script is not None}
+    assert shares == {"base": 0.45, "adapted": 0.1, "posterior": 1.0, "cosine": None}
+    measured = dataclasses.replace(report(), corpora=[of_corpus])
+    assert any("45.0 %" in line and "letters after 2 prompts" in line for line in terminal_lines(measured))
+    page = markdown(measured, ROUTE)
+    assert "45.0 % [0.0, 90.0]" in page and "of 2 documents" in page
+    assert read_back(measured) == measured
+
+
+@KINDS
+def test_every_form_has_every_corpus_and_both_rules_and_the_page_asks_for_nothing_from_outside(
+    of_losses: dict[str, Any],
+) -> None:
+    made = report(**of_losses)
+    assert read_back(made) == made
+    text, page = markdown(made, ROUTE), html(made, ROUTE)
+    assert not re.search(r"(src|href)=\"(?!data:)", page) and "<script" not in page
+    shown = " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("−", "-").split())
+    for result in made.corpora:
+        section = text.split(f"## {result.name}:")[1].split("\n## ")[0]
+        rows = [line.replace("*", "").replace("−", "-") for line in section.splitlines() if line.startswith("|")]
+        assert (
+            len(rows) == 2 + len(HEADS) and "| routed, cosine |" in section and "routed, posterior, served" in rows[4]
+        )
+        for row in (*rows[:1], *rows[2:]):
+            assert all(word.rstrip(",") in shown for word in row.replace("|", " ").split())
+        (line,) = [line for line in terminal_lines(made) if line.startswith(f"  {result.name} ")]
+        assert with_interval(result.heads["posterior"].bits_per_byte_difference, 4) in line
+    assert "not finite" in text or not of_losses.get("broken")
+    assert not re.search(r"\b(nan|inf|None)\b", text)
+    assert terminal_lines(made)[-1] == "base head served 25.0 % of English, 25.0 % of Korean tokens"
+
+
+@pytest.mark.parametrize(
+    ("role", "served", "ends", "verdict"),
+    [
+        ("retention", 1.9, (-0.2, -0.05), "kept and improved"),
+        ("acquisition", 2.1, (0.05, 0.2), "worse than the base, by 0.693 nats a document at most"),
+        ("acquisition", 1.9, (-0.2, -0.05), "learned"),
+        ("acquisition", 1.9, (-0.2, 0.05), "no difference shown"),
+        ("retention", 2.0001, (0.00005, 0.0002), "the same to three digits"),
+        ("retention", None, (None, None), "not finite"),
+    ],
+)
+def test_the_verdict_is_right_for_gains_losses_and_no_difference(
+    role: str, served: float | None, ends: tuple[float | None, float | None], verdict: str
+) -> None:
+    measured = corpus("x", "en", role)
+    change = Interval(None if served is None else served - 2.0, *ends)
+    heads = measured.heads | {
+        "base": dataclasses.replace(measured.heads["base"], bits_per_byte=2.0),
+        "posterior": dataclasses.replace(
+            measured.heads["posterior"],
+            bits_per_byte=served,
+            bits_per_byte_difference=change,
+            worst_document_nats=0.6931,
+        ),
+    }
+    made = dataclasses.replace(report(), corpora=[dataclasses.replace(measured, heads=heads)])
+    assert f": {verdict}.**" in markdown(made, ROUTE)
+
+
+def test_what_is_guaranteed_has_the_figures_of_the_router_and_nothing_is_where_nothing_holds() -> None:
+    assert f"{math.log(2):.3f} nats over the better" in guarantee(RouterConfig())
+    told = guarantee(RouterConfig(prior=0.9))
+    assert "0.105 nats over the base head, nor than 2.303 over the trained one" in told and "does not cover" in told
+    assert guarantee(RouterConfig(switch_rate=0.01)) == guarantee(RouterConfig(rule="cosine")) == ""
+    told = markdown(report(), MethodConfig(variant="route", router=RouterConfig(prior=0.9)))
+    assert "0.105 at most" in told and "does not cover" in told
+    switching = MethodConfig(variant="route", router=RouterConfig(switch_rate=0.1))
+    assert "at most (" not in markdown(report(), switching)
+
+
+def test_of_tokens_of_its_own_a_run_shows_what_compares_alone() -> None:
+    for method, shows in ((ROUTE, True), (OWN_TOKENS, False)):
+        told = markdown(report(), method)
+        assert ("nats/token" in told) == ("perplexity" in told) == shows and "bits/byte" in told
