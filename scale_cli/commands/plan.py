@@ -12,9 +12,8 @@ import torch
 
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.config.sources import BenchmarkSource, TextSource
-from scale_cli.data.corpora import every_source, idle_settings
+from scale_cli.data.corpora import check_sample, every_source, idle_settings
 from scale_cli.data.files import check_source
-from scale_cli.data.tokens import check_sample
 from scale_cli.errors import BaseModelError, ConfigError, CorpusError, MissingExtraError
 from scale_cli.evaluation.benchmarks import check_task_file
 from scale_cli.methods import METHODS

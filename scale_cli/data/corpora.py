@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path, PurePath
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.config.sources import CorpusConfig, CorpusSource, TextSource
+from scale_cli.config.sources import CorpusConfig, ReadingConfig, TextSource
 from scale_cli.config.training import KEYS_OF_SCHEDULES
 from scale_cli.data.batches import Batches, PackedWindows
-from scale_cli.data.encoding import Ids
+from scale_cli.data.documents import CorpusReader
+from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
+from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
@@ -24,7 +27,8 @@ from scale_cli.storage.records import read_corpora
 # Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
 # et al., arXiv 2305.16264).
 _OFTEN = 16
-_FEW_LOST = 1e-4
+_FEW_LOST, _PLAINLY_LOST = 1e-4, 0.1
+_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 1 << 10, 1 << 17
 _HASHES_AT_ONCE = 1 << 20
 _LARGE_DOCUMENT_BYTES = 1 << 16
 # Tokens of which the neighbours are counted: they and their pairs are held in memory.
@@ -71,6 +75,35 @@ def ids_to_count(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ids:
     return np.concatenate([corpus.ids[: _NUM_COUNTED // len(corpora)] for corpus in corpora], dtype=np.int64)
 
 
+def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
+    """Hold a tokenizer to giving back the first text of every path of a source; what lies elsewhere is not fetched."""
+    elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
+    if elsewhere or any("://" in path for path in source.paths):
+        return
+    conversations = source.messages_field is not None
+    encoder = Encoder(TokenizerSpec.of(tokenizer, conversations=conversations))
+    ledger, is_whole = Ledger(), True
+    parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
+    for part in parts:
+        reader = CorpusReader(part, reading.max_document_bytes, tokenizer if conversations else None, ledger)
+        room, sample = _SAMPLE_CHARACTERS, []
+        for record in islice(reader, _SAMPLE_RECORDS):
+            if isinstance(record, Document):
+                text = record.text[:room]
+                sample.append(Document(text, len(text.encode())))
+                room -= len(text)
+            if not room:
+                break
+        is_whole = is_whole and room > 0 and ledger.read.documents < _SAMPLE_RECORDS
+        ledger.round_trip += encoder.encode(sample).round_trip
+    all_skipped = ledger.num_skipped > 0 and len(parts) == 1
+    if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
+        check_bad_fraction(source, ledger, reading.max_bad_fraction)
+    # Of a part of the text the share is not known to a hundredth, but a script that is lost is seen in it.
+    least = 0.0 if is_whole else _PLAINLY_LOST
+    check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
+
+
 def windows_of(config: CorpusConfig, corpus: TokenisedCorpus) -> PackedWindows:
     offsets = corpus.offsets if config.isolate_documents else None
     lead = int(corpus.markers.bos is None)  # a document without a mark of its own is scored after the one before
@@ -100,23 +133,17 @@ def check_same_text(folder: Path, corpora: Sequence[TokenisedCorpus]) -> None:
             )
 
 
-def num_readings(config: RunConfig, source: CorpusSource, num_tokens: int) -> float:
-    """Return how often a run reads each window of a training source, the last of which may be mostly padding."""
-    train, share = config.train, config.corpus.shares[config.corpus.sources.index(source)]
-    num_windows = -(-(num_tokens - 1) // config.corpus.sequence_length)
-    num_read = share * train.max_steps * train.global_batch_size
-    return num_read / num_windows
-
-
 def corpus_warnings(
     config: RunConfig, training: Sequence[TokenisedCorpus], held_out: Sequence[TokenisedCorpus | None]
 ) -> list[str]:
     """Return a line for everything that is doubtful about some corpora; a held-out one is None where it is not open."""
     trained = {source.name: corpus for source, corpus in zip(config.corpus.sources, training, strict=True)}
     lines = idle_settings(config)
-    for source in config.corpus.sources:
+    for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
         num_tokens = len(trained[source.name].ids)
-        if (often := num_readings(config, source, num_tokens)) > _OFTEN:
+        num_windows = len(windows_of(config.corpus, trained[source.name]))  # the last may be mostly padding
+        often = share * config.train.max_steps * config.train.global_batch_size / num_windows
+        if often > _OFTEN:
             lines.append(
                 f"corpus {source.name}: its {num_tokens:,} tokens are read {often:,.0f} times over; beyond {_OFTEN} "
                 "times they teach little but themselves: give more text, a lower weight, fewer train.max_steps, or "

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, Spans
-from scale_cli.data.files import SourceFile, dataset_errors, dataset_rows, decompressed, source_files
+from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -35,11 +35,9 @@ _SKIPPED_AT_ONCE = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
 _ROWS_AT_ONCE = 256
 _TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 Messages = list[dict[str, Any]]
-
-
-_DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError, pa.ArrowException)
 
 
 class CorpusReader:
@@ -77,7 +75,7 @@ class CorpusReader:
         for record in records:
             kept, dropped = kept + isinstance(record, Document), dropped + isinstance(record, Rejected)
             if self._template_of is not None and isinstance(record, Document):
-                record = _written(record, self._template_of, self._limit)
+                record = _write_conversation(record, self._template_of, self._limit)
             self.ledger.enter(record)
             yield record
             # The latter is no corpus, and a dataset on the hub may be endless.
@@ -172,20 +170,13 @@ def _joined(lines: Iterable[tuple[int, str | Reason, int]], file: SourceFile, li
 
 def _read_jsonl(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     for number, line, length in _lines(stream, limit * _JSON_BYTES_PER_TEXT_BYTE):
-        record = _parse(line) if isinstance(line, str) else line
-        if isinstance(record, Reason):
-            yield Rejected(record, f"{file}:{number}", length)
-        else:
-            yield _picked(record, source, f"{file}:{number}", limit, length)
-
-
-def _parse(line: str) -> Any:
-    if not line.strip():
-        return Reason.EMPTY
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return Reason.NUL if "\0" in line else Reason.NOT_JSON
+        record: Any = line if isinstance(line, Reason) else Reason.EMPTY
+        if isinstance(line, str) and line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = Reason.NUL if "\0" in line else Reason.NOT_JSON
+        yield _picked(record, source, f"{file}:{number}", limit, length)
 
 
 def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) -> Iterator[Record]:
@@ -205,23 +196,20 @@ def _read_json(file: SourceFile, stream: Any, source: TextSource, limit: int) ->
 
 
 def _picked(record: Any, source: TextSource, place: str, limit: int, num_bytes: int = 0) -> Record:
-    """Return what a source takes of a record: its text, or its messages as JSON."""
-    field = source.messages_field or source.text_field
-    if not isinstance(record, dict) or field not in record:
+    """Return what a source takes of a record, or why it is none: its text, or its messages as JSON."""
+    name = source.messages_field or source.text_field
+    if isinstance(record, Reason):
+        return Rejected(record, place, num_bytes)
+    if not isinstance(record, dict) or name not in record:
         return Rejected(Reason.NO_FIELD, place, num_bytes, tuple(record) if isinstance(record, dict) else ())
-    value = record[field]
-    text: str | Reason = value if isinstance(value, str) else Reason.WRONG_TYPE
-    if source.messages_field is not None:
-        text = _messages(value)
-    return judge(text, place, limit, num_bytes=num_bytes)
-
-
-def _messages(value: Any) -> str | Reason:
+    value = record[name]
+    if source.messages_field is None:
+        return judge(value if isinstance(value, str) else Reason.WRONG_TYPE, place, limit, num_bytes=num_bytes)
     if not isinstance(value, list) or not all(map(_is_message, value)):
-        return Reason.WRONG_TYPE
+        return Rejected(Reason.WRONG_TYPE, place, num_bytes)
     if not any(message["role"] == "assistant" for message in value):
-        return Reason.NO_ANSWER
-    return json.dumps(value, ensure_ascii=False)
+        return Rejected(Reason.NO_ANSWER, place, num_bytes)
+    return judge(json.dumps(value, ensure_ascii=False), place, limit)
 
 
 def _is_message(value: Any) -> bool:
@@ -243,33 +231,46 @@ def _read_csv(file: SourceFile, stream: IO[bytes], source: TextSource, limit: in
         # As bytes: a value that is not UTF-8 is one record then, and not the end of the file.
         convert_options=pa.csv.ConvertOptions(include_columns=[field], column_types={field: pa.binary()}),
     )
-    number = 1  # of the titles
-    for batch in rows:
-        for value in batch.column(0).to_pylist():
-            number = next(later for later in count(number + 1) if later not in broken)
-            yield judge(_decode(value), f"{file}: row {number}", limit, num_bytes=len(value))
+    numbers = (number for number in count(2) if number not in broken)  # the first row has the titles
+    yield from _read_column((batch.column(0).to_pylist() for batch in rows), numbers, file, limit)
     yield from (Rejected(Reason.NOT_CSV, f"{file}: row {row}", 0) for row in broken)
 
 
 def _read_parquet(file: SourceFile, stream: IO[bytes], source: TextSource, limit: int) -> Iterator[Record]:
     # Buffered, and not ahead, a row group's column is read page by page instead of whole.
     table = pa.parquet.ParquetFile(stream, buffer_size=_SKIPPED_AT_ONCE, pre_buffer=False)
-    names, number = table.schema_arrow.names, count(1)
+    names = table.schema_arrow.names
     if names.count(source.text_field) != 1:
         raise OSError(f"not one column {source.text_field!r} in: {', '.join(names)}")
-    for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field]):
-        column = batch.column(0)
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        is_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
-        for value in column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column):
+    batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[source.text_field])
+    yield from _read_column((_encoded(batch.column(0)) for batch in batches), count(1), file, limit)
+
+
+def _encoded(column: Any) -> list[bytes | None]:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_text = any(is_kind(column.type) for is_kind in _TEXT_TYPES)
+    return column.cast(pa.large_binary()).to_pylist() if is_text else [None] * len(column)
+
+
+def _read_column(
+    blocks: Iterable[list[bytes | None]], numbers: Iterator[int], file: SourceFile, limit: int
+) -> Iterator[Record]:
+    """Read a table's texts, a block of rows at once; the rows have these numbers."""
+    for values in blocks:
+        for value, number in zip(values, numbers, strict=False):
             text = Reason.WRONG_TYPE if value is None else _decode(value)
-            yield judge(text, f"{file}: row {next(number)}", limit, num_bytes=len(value or b""))
+            yield judge(text, f"{file}: row {number}", limit, num_bytes=len(value or b""))
 
 
 def _read_dataset(source: TextSource, limit: int) -> Iterator[Record]:
+    import datasets  # takes seconds: only such sources need it
+
     with dataset_errors(source):
-        for number, row in enumerate(dataset_rows(source), start=1):
+        rows = datasets.load_dataset(
+            source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
+        )
+        for number, row in enumerate(rows, start=1):
             yield _picked(row, source, f"{source.dataset} row {number}", limit)
 
 
@@ -282,31 +283,22 @@ _READERS = {
 }
 
 
-def _written(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
-    """Return a document that is messages as JSON with the text that a tokenizer's template makes of them."""
-    try:
-        text, learned = write_conversation(json.loads(document.text), tokenizer)
-    except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
-        return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
-    if learned is None:
-        return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
-    return judge(text, document.place, limit, learned)
-
-
-def write_conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Spans | None]:
-    """Return a conversation's text, and from where to where in it the assistant speaks.
-
-    None: the template writes a turn otherwise when more follow.
-    """
+def _write_conversation(document: Document, tokenizer: PreTrainedTokenizerBase, limit: int) -> Record:
+    """Return a document that is messages as JSON with the text that a template makes of them, and where one answers."""
+    messages: Messages = json.loads(document.text)
 
     def text_of(messages: Messages, *, asks: bool = False) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
 
-    whole, learned = text_of(messages), []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = text_of(messages[:number], asks=True), text_of(messages[: number + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
-                return whole, None
-            learned.append((len(before), len(after)))
-    return whole, tuple(learned)
+    learned = []
+    try:
+        whole = text_of(messages)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = text_of(messages[:number], asks=True), text_of(messages[: number + 1])
+                if not (after.startswith(before) and whole.startswith(after)):
+                    return Rejected(Reason.REWRITTEN, document.place, document.num_bytes)
+                learned.append((len(before), len(after)))
+    except Exception:  # a template is a program: it may fail in any way, and refuses by an exception of its own
+        return Rejected(Reason.NOT_RENDERED, document.place, document.num_bytes)
+    return judge(whole, document.place, limit, tuple(learned))

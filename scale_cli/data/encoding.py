@@ -1,11 +1,12 @@
 """Text to framed token ids, in this process or in many.
 
-Worker processes import this file; it stands on numpy and tokenizers alone, so that they start in a moment.
+Worker processes import this file. It stands on numpy and tokenizers alone, so that they start in a moment.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import multiprocessing
 import os
@@ -19,12 +20,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from scale_cli.errors import RunError
+from scale_cli.errors import BaseModelError, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What one call tokenises: enough that handing it over costs nothing, little enough to share among many.
 _CHUNK_BYTES = 1 << 19
@@ -48,6 +53,31 @@ class Document:
 
 
 @dataclass(frozen=True)
+class DocumentMarkers:
+    """The tokenizer's own marks around a document; None where it has none."""
+
+    bos: int | None  # stands before every document; None too where it is the EOS, which then stands between two once
+    eos: int | None  # stands after every document
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        return cls(None if bos == eos else bos, eos)
+
+    @property
+    def context(self) -> int | None:
+        """What stands before a document's first token when it is scored: BOS, or else the EOS of the one before."""
+        return self.eos if self.bos is None else self.bos
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return a prompt's ids: the text, after what stands before a document in training."""
+    boundary = DocumentMarkers.of(tokenizer).context
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids if boundary is None else [boundary, *ids]
+
+
+@dataclass(frozen=True)
 class TokenizerSpec:
     """All that decides the ids of a text."""
 
@@ -55,8 +85,22 @@ class TokenizerSpec:
     before: tuple[int, ...]  # ids that stand before every document
     after: tuple[int, ...]  # ids that stand after it
     dtype: str  # of the ids
-    unknown: int | None = None  # the id that stands for what the tokenizer has no id for; None where it has none
     conversations: bool = False  # whether the texts are a chat template's, whose marks are special tokens
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, conversations: bool) -> TokenizerSpec:
+        if not tokenizer.is_fast:
+            raise BaseModelError(
+                f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)"
+            )
+        markers = DocumentMarkers.of(tokenizer)
+        return cls(
+            tokenizer.backend_tokenizer.to_str(),
+            before=() if markers.bos is None or conversations else (markers.bos,),  # which a template writes itself
+            after=() if markers.eos is None else (markers.eos,),
+            dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+            conversations=conversations,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +141,10 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
+        # What the model itself puts in the place of text that it does not know; a Unigram model says it by its id.
+        model = json.loads(spec.tokenizer_json)["model"]
+        unknown = model.get("unk_token")
+        self._unknown = model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
@@ -128,7 +176,7 @@ class Encoder:
 
     def _round_trip(self, texts: list[str], sizes: list[int], ids: list[list[int]]) -> RoundTrip:
         # What stands for unknown text is no text, whatever letters its own name has.
-        unknown = self._spec.unknown
+        unknown = self._unknown
         known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
         decoded_texts = self._tokenizer.decode_batch(known, skip_special_tokens=False)
         num_lost, example = 0, ""

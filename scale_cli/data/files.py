@@ -13,7 +13,7 @@ import lzma
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -166,38 +166,34 @@ def content_hashes(files: Sequence[SourceFile], cache_dir: Path) -> list[str]:
     inode, size, and the times of its last write and last change; the latter is the system's own and cannot be set back.
     A file that has changed just now is not remembered, for another change might fall into the same tick of that clock.
     """
-    known, new = _known_hashes(cache_dir), {}
-    hashes = []
+    remembered = cache_dir / _HASHES
+    hashes, known, new = [], _read_hashes(remembered), {}
     for file in files:
         if file.store is not None:
             hashes.append(file.told)
             continue
         path, started_ns = Path(file.name), time.time_ns()
         with named_errors(file.name):
-            stamp = _stamp(path)
-            sha256 = known.get(json.dumps(stamp))
-            if not isinstance(sha256, str):
-                sha256 = file_sha256(path)
-                _, _, num_bytes, *changes_ns = stamp
-                if _stamp(path) == stamp and num_bytes >= _LEAST_BYTES and max(changes_ns) + _SETTLED_NS < started_ns:
-                    new[json.dumps(stamp)] = sha256
-        hashes.append(sha256)
+            status = path.stat()
+            stamp = [str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            key = json.dumps(stamp)
+            if not isinstance(known.get(key), str):
+                known[key] = file_sha256(path)
+                is_settled = max(status.st_mtime_ns, status.st_ctime_ns) + _SETTLED_NS < started_ns
+                if is_settled and status.st_size >= _LEAST_BYTES:
+                    new[key] = known[key]
+        hashes.append(known[key])
     if new:
         with suppress(StorageError):  # it is computed again another time
-            write_json(cache_dir / _HASHES, _known_hashes(cache_dir) | new)  # others may have written meanwhile
+            write_json(remembered, _read_hashes(remembered) | new)  # others may have written meanwhile
     return hashes
 
 
-def _known_hashes(cache_dir: Path) -> dict[str, Any]:
+def _read_hashes(remembered: Path) -> dict[str, Any]:
     known: Any = None
     with suppress(StorageError):
-        known = read_json(cache_dir / _HASHES)
+        known = read_json(remembered)
     return known if isinstance(known, dict) else {}
-
-
-def _stamp(file: Path) -> tuple[str, int, int, int, int]:
-    status = file.stat()
-    return str(file.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def decompressed(file: SourceFile, raw: IO[bytes]) -> IO[bytes]:
@@ -240,15 +236,6 @@ class _XzStreams(io.RawIOBase):
             data = self._stream.decompress(more, len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-
-def dataset_rows(source: TextSource) -> Iterable[dict[str, Any]]:
-    import datasets  # takes seconds: only hub sources need it
-
-    rows: Iterable[dict[str, Any]] = datasets.load_dataset(
-        source.dataset, source.subset, split=source.split, revision=source.revision, streaming=True
-    )
-    return rows
 
 
 def dataset_builder(source: TextSource) -> Any:

@@ -33,6 +33,12 @@ class Reason(Enum):
     DAMAGED_FILE = "damaged file"  # whatever of it came before the damage is read
 
 
+_REMEDIES = {
+    Reason.TOO_LARGE.value: " (corpus.max_document_bytes says what is)",
+    Reason.NOT_UTF8.value: " (text is read as UTF-8; other text is converted by `iconv -f CP949 -t UTF-8` or the like)",
+}
+
+
 @dataclass(frozen=True)
 class Rejected:
     """Something that is no document."""
@@ -53,10 +59,6 @@ class Count:
     documents: int = 0
     num_bytes: int = 0  # UTF-8 bytes of their text; of a record without one, its bytes in its file
 
-    def add(self, record: Record) -> None:
-        self.documents += 1
-        self.num_bytes += record.num_bytes
-
     def take(self, later: Count) -> None:
         self.documents += later.documents
         self.num_bytes += later.num_bytes
@@ -73,11 +75,7 @@ class DropCount(Count):
         more = ", ..." if self.documents > len(self.places) else ""
         if self.fields:
             more += f" (it has {', '.join(self.fields)}; text_field or messages_field says which is read)"
-        if reason == Reason.TOO_LARGE.value:
-            more += " (corpus.max_document_bytes says what is)"
-        if reason == Reason.NOT_UTF8.value:
-            more += " (text is read as UTF-8; other text is converted by `iconv -f CP949 -t UTF-8` or the like)"
-        return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}"
+        return f"{self.documents:,} {reason}: {', '.join(self.places)}{more}{_REMEDIES.get(reason, '')}"
 
 
 @dataclass
@@ -101,11 +99,11 @@ class Ledger(RunRecord):
             self.num_damaged_files += 1
             self.damaged_files = (*self.damaged_files, record.place)[:_PLACES]
             return
-        self.read.add(record)
+        self.read.take(Count(1, record.num_bytes))
         if isinstance(record, Document):
-            self.kept.add(record)
+            self.kept.take(Count(1, record.num_bytes))
         else:
-            fields = tuple(field[:_LONGEST_FIELD] for field in record.fields[:_FIELDS])
+            fields = tuple(name[:_LONGEST_FIELD] for name in record.fields[:_FIELDS])
             self._drop(record.reason.value, DropCount(1, record.num_bytes, (record.place,), fields))
 
     def _drop(self, reason: str, later: DropCount) -> None:
@@ -137,12 +135,11 @@ class Ledger(RunRecord):
 
     def described_losses(self) -> str:
         """Return what was dropped and where, on one line; nothing where nothing was."""
-        losses = list(self.dropped.items())
+        losses = dict(self.dropped)
         if self.num_damaged_files:
-            damaged = DropCount(self.num_damaged_files, places=self.damaged_files)
-            losses.append((Reason.DAMAGED_FILE.value, damaged))
-        losses.sort(key=lambda loss: -loss[1].documents)
-        return "; ".join(count.described(reason) for reason, count in losses)
+            losses[Reason.DAMAGED_FILE.value] = DropCount(self.num_damaged_files, places=self.damaged_files)
+        most_first = sorted(losses.items(), key=lambda loss: -loss[1].documents)
+        return "; ".join(count.described(reason) for reason, count in most_first)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A corpus as token ids, tokenised once and then read from a memory map.
+"""A corpus as token ids: tokenised once, streamed to disk by many processes, and then read from a memory map.
 
 A folder of the cache is named after everything that decides its content (tokenizer, text, settings), so a change of any
 of them makes another folder and nothing stale is ever read:
@@ -10,6 +10,10 @@ of them makes another folder and nothing stale is ever read:
     learned.bin     (tokens,) bool: of conversations, which ids are learned
     ledger.json     what was read and what became of it (data/ledger.py)
 
+While it is made, it stands beside its place as .NAME.unfinished, and .NAME.progress.json says how much of its files is
+certain. A later run cuts them to that and goes on from there. One process writes and the workers only tokenise, each
+document alone, so the bytes do not depend on the number of workers or of interruptions.
+
 Many machines tokenise parts of a source's files, each to such a folder in `parts/`; who opens the source joins them.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,45 +37,31 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, Encoder, Ids, TokenizerSpec
+from scale_cli.data.encoding import Document, DocumentMarkers, Encoded, Ids, RoundTrip, TokenizerSpec, encode_all
 from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, file_parts, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
-from scale_cli.data.tokenise import HASHES, LEARNED, NUM_BYTES, OFFSETS, TOKENS, is_tokenised, join_parts, tokenise
-from scale_cli.errors import BaseModelError
+from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
-from scale_cli.storage.atomic import file_sha256, json_sha256, sole_user, writing
+from scale_cli.storage.atomic import (
+    described_files,
+    file_sha256,
+    json_sha256,
+    new_folder,
+    publish_folder,
+    read_json,
+    sole_user,
+    write_json,
+    writing,
+)
+from scale_cli.storage.records import RunRecord
+from scale_cli.terminal import progress_bar
 
 PARTS = "parts"  # in a cache: sources that many machines tokenise, part by part
+TOKENS, OFFSETS, NUM_BYTES, HASHES, LEARNED = "tokens.bin", "offsets.bin", "num_bytes.bin", "hashes.bin", "learned.bin"
 _FORMAT_VERSION = 5
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS, _PLAINLY_LOST = 1 << 10, 1 << 17, 0.1
+_TOKENS_A_SHARD = 1 << 22  # between two records of progress: what a kill can cost
 # What the saved configuration says of how the tokenizer was loaded, not of how it tokenises.
 _HOW_LOADED = ("is_local", "local_files_only", "name_or_path", "transformers_version")
-
-
-@dataclass(frozen=True)
-class DocumentMarkers:
-    """The tokenizer's own marks around a document; None where it has none."""
-
-    # stands before every document; None too where it is the EOS, which then stands between two documents once
-    bos: int | None
-    eos: int | None  # stands after every document
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> DocumentMarkers:
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        return cls(None if bos == eos else bos, eos)
-
-    @property
-    def context(self) -> int | None:
-        """What stands before a document's first token when it is scored: BOS, or else the EOS of the one before."""
-        return self.eos if self.bos is None else self.bos
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return a prompt's ids: the text, after what stands before a document in training."""
-    boundary = DocumentMarkers.of(tokenizer).context
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return ids if boundary is None else [boundary, *ids]
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class TokenCache:
 
     def open(self, source: TextSource) -> TokenisedCorpus:
         """Open a source's tokenised form, making it first where the cache does not hold it."""
-        folder, tokenizer = self.folder / self.name_of(source), self.tokenizer
+        folder = self.folder / self.name_of(source)
         if not is_tokenised(folder):
             files = file_parts(source) if (self.folder / PARTS).is_dir() else []
             parts = [self._part_folder(source, part) for part in files]
@@ -111,12 +103,12 @@ class TokenCache:
                 with sole_user(self.folder / PARTS):  # or another process makes anew what this one has joined
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # what is missing
-                        join_parts(source, _tokenizer_spec(source, tokenizer), parts, folder)
+                        join_parts(source, parts, folder)
                     for part in parts:
                         shutil.rmtree(part, ignore_errors=True)
             else:
-                self._tokenise(source, folder)
-        corpus = _opened(folder, tokenizer)
+                tokenise(source, self, folder)
+        corpus = self._opened(folder, source)
         check_bad_fraction(source, corpus.ledger, self.reading.max_bad_fraction)
         check_unknown_fraction(source, corpus.ledger.round_trip, self.reading.max_unknown_fraction)
         return corpus
@@ -126,7 +118,22 @@ class TokenCache:
         if not any(self.folder.glob(f"{source.name}-*")):
             return None  # and no file has to be hashed
         folder = self.folder / self.name_of(source)
-        return _opened(folder, self.tokenizer) if is_tokenised(folder) else None
+        return self._opened(folder, source) if is_tokenised(folder) else None
+
+    def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
+        maps = {
+            name: np.memmap(folder / name, dtype, mode="r") for name, dtype in _columns(self.spec_of(source)).items()
+        }
+        return TokenisedCorpus(
+            folder,
+            maps[TOKENS],
+            maps[OFFSETS],
+            maps[NUM_BYTES],
+            maps[HASHES],
+            Ledger.load(folder),
+            DocumentMarkers.of(self.tokenizer),
+            maps.get(LEARNED),
+        )
 
     def tokenise_parts(self, source: TextSource, share: Share = ALONE) -> Ledger:
         """Tokenise a share of the parts of a source's files, for `open` to join; return the account of that share.
@@ -137,36 +144,27 @@ class TokenCache:
         for part in file_parts(source)[share.index :: share.num_processes]:
             folder = self._part_folder(source, part)
             if not is_tokenised(folder):
-                self._tokenise(source, folder, part)
+                tokenise(source, self, folder, part)
             account.take(Ledger.load(folder))
         return account
 
-    def _tokenise(self, source: TextSource, folder: Path, part: Sequence[SourceFile] | None = None) -> None:
-        tokenise(
-            source,
-            _tokenizer_spec(source, self.tokenizer),
-            folder,
-            self.reading,
-            show_progress=self.show_progress,
-            template_of=self.tokenizer if source.messages_field else None,
-            part=part,
-        )
+    def spec_of(self, source: TextSource) -> TokenizerSpec:
+        return TokenizerSpec.of(self.tokenizer, conversations=source.messages_field is not None)
 
     def name_of(self, source: TextSource) -> str:
         """Return a name for a source's text and settings as the tokenizer reads them: another for other content."""
-        settings = {"content": _content(source, self.folder), **self._settings(source)}
-        return f"{source.name}-{json_sha256(settings)[:16]}"
+        return self._named(source, content=_content(source, self.folder))
 
     def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
         """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
         files = [file.name for file in part]
-        settings = {"files": files, "content": content_hashes(part, self.folder), **self._settings(source)}
-        return self.folder / PARTS / f"{source.name}-{json_sha256(settings)[:16]}"
+        return self.folder / PARTS / self._named(source, files=files, content=content_hashes(part, self.folder))
 
-    def _settings(self, source: TextSource) -> dict[str, object]:
+    def _named(self, source: TextSource, **text: object) -> str:
         # A new key of a source that decides its text has to be here, or a stale cache is read; and only where it is not
         # the default, or every cache that there is would be made again.
-        return {
+        settings = {
+            **text,
             "format": _FORMAT_VERSION,
             "text_field": source.text_field,
             "documents": source.documents,
@@ -176,35 +174,7 @@ class TokenCache:
             "max_document_bytes": self.reading.max_document_bytes,
             "tokenizer": tokenizer_sha256(self.tokenizer),
         }
-
-
-def check_sample(source: TextSource, tokenizer: PreTrainedTokenizerBase, reading: ReadingConfig) -> None:
-    """Hold a tokenizer to giving back the first text of every path of a source; what lies elsewhere is not fetched."""
-    elsewhere = source.dataset is not None and not Path(source.dataset).is_dir()
-    if elsewhere or any("://" in path for path in source.paths):
-        return
-    template_of = None if source.messages_field is None else tokenizer
-    encoder = Encoder(_tokenizer_spec(source, tokenizer))
-    ledger, is_whole = Ledger(), True
-    parts = [source.model_copy(update={"path": path}) for path in source.paths] or [source]
-    for part in parts:
-        reader = CorpusReader(part, reading.max_document_bytes, template_of, ledger)
-        room, sample = _SAMPLE_CHARACTERS, []
-        for record in islice(reader, _SAMPLE_RECORDS):
-            if isinstance(record, Document):
-                text = record.text[:room]
-                sample.append(Document(text, len(text.encode())))
-                room -= len(text)
-            if not room:
-                break
-        is_whole = is_whole and room > 0 and ledger.read.documents < _SAMPLE_RECORDS
-        ledger.round_trip += encoder.encode(sample).round_trip
-    all_skipped = ledger.num_skipped > 0 and len(parts) == 1
-    if not ledger.kept.documents and (all_skipped or ledger.bad_fraction > reading.max_bad_fraction):
-        check_bad_fraction(source, ledger, reading.max_bad_fraction)
-    # Of a part of the text the share is not known to a hundredth, but a script that is lost is seen in it.
-    least = 0.0 if is_whole else _PLAINLY_LOST
-    check_unknown_fraction(source, ledger.round_trip, max(least, reading.max_unknown_fraction))
+        return f"{source.name}-{json_sha256(settings)[:16]}"
 
 
 def _content(source: TextSource, cache_dir: Path) -> list[object]:
@@ -222,45 +192,6 @@ def _content(source: TextSource, cache_dir: Path) -> list[object]:
     return [source.dataset, source.subset, source.split, contents]
 
 
-def _opened(folder: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedCorpus:
-    ledger = Ledger.load(folder)
-    ids = np.memmap(folder / TOKENS, dtype=_id_dtype(tokenizer), mode="r")
-    offsets = np.memmap(folder / OFFSETS, dtype=np.int64, mode="r")
-    num_bytes = np.memmap(folder / NUM_BYTES, dtype=np.int64, mode="r")
-    hashes = np.memmap(folder / HASHES, dtype=np.uint64, mode="r")
-    learned = np.memmap(folder / LEARNED, dtype=np.bool_, mode="r") if (folder / LEARNED).is_file() else None
-    return TokenisedCorpus(folder, ids, offsets, num_bytes, hashes, ledger, DocumentMarkers.of(tokenizer), learned)
-
-
-def _id_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.uint16] | type[np.uint32]:
-    return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-
-
-def _tokenizer_spec(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
-    if not tokenizer.is_fast:
-        raise BaseModelError(f"{tokenizer.name_or_path}: its tokenizer has no tokenizer.json form (a fast tokenizer)")
-    markers, conversations = DocumentMarkers.of(tokenizer), source.messages_field is not None
-    tokenizer_json = tokenizer.backend_tokenizer.to_str()
-    return TokenizerSpec(
-        tokenizer_json=tokenizer_json,
-        before=() if markers.bos is None or conversations else (markers.bos,),  # which a template writes itself
-        after=() if markers.eos is None else (markers.eos,),
-        dtype=_id_dtype(tokenizer).__name__,
-        unknown=_unknown_id(tokenizer, tokenizer_json),
-        conversations=conversations,
-    )
-
-
-def _unknown_id(tokenizer: PreTrainedTokenizerBase, tokenizer_json: str) -> int | None:
-    """Return the id by which the tokenizer itself replaces what it does not know; not what transformers calls so."""
-    model = json.loads(tokenizer_json)["model"]
-    if model.get("unk_token") is None:
-        unknown: int | None = model.get("unk_id")  # of a Unigram model
-        return unknown
-    found: int | None = tokenizer.backend_tokenizer.token_to_id(model["unk_token"])
-    return found
-
-
 @lru_cache(maxsize=4)  # nobody changes a tokenizer that is loaded, and every source is named by it
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -276,3 +207,178 @@ def _tokenizer_content(file: Path) -> str:
         return file_sha256(file)
     settings = json.loads(file.read_text(encoding="utf-8"))
     return json.dumps({key: value for key, value in settings.items() if key not in _HOW_LOADED}, sort_keys=True)
+
+
+# Making a folder
+
+
+def _columns(spec: TokenizerSpec) -> dict[str, str]:
+    """Return the files of a tokenised source, and what is in each."""
+    columns = {TOKENS: spec.dtype, OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
+    return columns | {LEARNED: "bool"} if spec.conversations else columns
+
+
+def is_tokenised(folder: Path) -> bool:
+    """Return whether a source is tokenised there, whole by its sizes: to hash it at every start would cost too much."""
+    try:
+        sizes = {name: file["bytes"] for name, file in described_files(folder).items()}
+        whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (StorageError, FileNotFoundError):  # a part is removed as soon as another process has joined it
+        return False
+    return whole and sizes.keys() >= {TOKENS, OFFSETS, NUM_BYTES, HASHES, Ledger.FILE}
+
+
+def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence[SourceFile] | None = None) -> None:
+    """Tokenise a source to a folder that is whole or absent; of a `part` of its files there may be no text at all.
+
+    The folder is named after its content: what is unfinished beside it is taken to be of the same.
+    """
+    spec, reading = cache.spec_of(source), cache.reading
+    template_of = cache.tokenizer if spec.conversations else None
+    reader = CorpusReader(source, reading.max_document_bytes, template_of, files=part)
+    ledger, documents = reader.ledger, (record for record in reader if isinstance(record, Document))
+    unfinished, progress = _beside(folder)
+    with sole_user(unfinished):
+        if is_tokenised(folder):  # another process made it while this one waited
+            unfinished.rmdir()
+            return
+        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
+        with _Columns(unfinished, progress, spec) as columns, _bar(source, reader, cache.show_progress) as bar:
+            done = columns.written.documents
+            next(islice(documents, done, done), None)  # those are passed over
+            for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
+                columns.append(encoded)
+                bar.update(reader.position_bytes - bar.n)
+        ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
+        ledger.num_targets = _num_targets(unfinished)
+        try:
+            if part is None:
+                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+        except CorpusError:
+            shutil.rmtree(unfinished)
+            progress.unlink()
+            raise
+        ledger.save(unfinished)
+        publish_folder(unfinished, folder)
+        progress.unlink()
+
+
+def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
+    title, total = f"tokenising {source.name}", reader.total_bytes or None
+    return progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
+
+
+def join_parts(source: TextSource, parts: Sequence[Path], folder: Path) -> None:
+    """Write what `tokenise` writes of a source, from what it wrote of each part of the source's files."""
+    unfinished, progress = _beside(folder)
+    for place in (folder, unfinished):  # a damaged one, and of a process that began alone
+        shutil.rmtree(place, ignore_errors=True)
+    progress.unlink(missing_ok=True)
+    ledger = Ledger()
+    with new_folder(folder) as joined:
+        for name in (TOKENS, NUM_BYTES, HASHES, *([LEARNED] if source.messages_field else [])):
+            with (joined / name).open("wb") as column:
+                for part in parts:
+                    with (part / name).open("rb") as of_part:
+                        shutil.copyfileobj(of_part, column)
+        with (joined / OFFSETS).open("wb") as column:
+            column.write(np.int64(0).tobytes())
+            for part in parts:
+                offsets = np.fromfile(part / OFFSETS, np.int64)[1:] + ledger.num_tokens
+                column.write(offsets.tobytes())
+                ledger.take(Ledger.load(part))
+        ledger.num_targets = _num_targets(joined)
+        check_bad_fraction(source, ledger, max_bad_fraction=1.0)
+        ledger.save(joined)
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Return where a folder stands while it is tokenised, and the file that says how far."""
+    return folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.progress.json")
+
+
+def _num_targets(folder: Path) -> int | None:
+    """Count the ids that are learned, of conversations; what stands first in the stream is nobody's target."""
+    learned = folder / LEARNED
+    if not learned.exists():
+        return None
+    return int(np.memmap(learned, np.bool_, mode="r")[1:].sum()) if learned.stat().st_size else 0
+
+
+@dataclass(frozen=True)
+class _Written(RunRecord):
+    """How much of an unfinished folder there is."""
+
+    documents: int = 0
+    tokens: int = 0
+    round_trip: RoundTrip = field(default_factory=RoundTrip)
+
+
+class _Columns:
+    """The files of an unfinished folder, cut to what is certain and then appended to."""
+
+    def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
+        self._folder, self._progress, self._dtypes = folder, progress, _columns(spec)
+        self.written = self._certain()
+        self._recorded_tokens = self.written.tokens
+        self._files: dict[str, IO[bytes]] = {}
+
+    def _sizes(self, written: _Written) -> dict[str, int]:
+        lengths = {TOKENS: written.tokens, LEARNED: written.tokens, OFFSETS: written.documents + 1}
+        of_each = {name: lengths.get(name, written.documents) for name in self._dtypes}
+        return {name: of_each[name] * np.dtype(dtype).itemsize for name, dtype in self._dtypes.items()}
+
+    def _certain(self) -> _Written:
+        try:
+            written = _Written.from_json(read_json(self._progress))
+            held = all((self._folder / name).stat().st_size >= size for name, size in self._sizes(written).items())
+        except (StorageError, ValueError, FileNotFoundError):
+            return _Written()
+        return written if held else _Written()
+
+    def __enter__(self) -> _Columns:
+        with writing(self._folder):
+            for name, size in self._sizes(self.written).items():
+                self._files[name] = (self._folder / name).open("ab")
+                if not self.written.documents:
+                    self._files[name].truncate(0)
+                self._files[name].truncate(size)  # longer than before by the first offset, 0
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None or not issubclass(failed, StorageError):  # of a full disk nothing more is asked
+                self._record()
+        finally:
+            with writing(self._folder):
+                for file in self._files.values():
+                    file.close()
+
+    def append(self, part: Encoded) -> None:
+        """Write some documents; after enough of them, make what is written certain."""
+        arrays: dict[str, Any] = {
+            TOKENS: part.ids,
+            OFFSETS: self.written.tokens + np.cumsum(part.lengths),
+            NUM_BYTES: part.num_bytes,
+            HASHES: part.hashes,
+            LEARNED: part.learned,
+        }
+        with writing(self._folder):
+            for name, file in self._files.items():
+                file.write(arrays[name].tobytes())
+        # In one statement: a signal that ends the process here must not record one without the others.
+        self.written = _Written(
+            self.written.documents + len(part.lengths),
+            self.written.tokens + len(part.ids),
+            self.written.round_trip + part.round_trip,
+        )
+        if self.written.tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
+            self._record()
+
+    def _record(self) -> None:
+        with writing(self._folder):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        write_json(self._progress, self.written.to_json())
+        self._recorded_tokens = self.written.tokens

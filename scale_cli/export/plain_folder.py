@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_files
 
 from scale_cli.config.schema import ModelConfig
-from scale_cli.data.tokens import DocumentMarkers, prompt_ids
+from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.model import routed_scale, routing
 from scale_cli.model.joined_scale import JoinedForCausalLM

@@ -31,9 +31,10 @@ from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import Script
-from scale_cli.data.corpora import cache_of
+from scale_cli.data.corpora import cache_of, check_sample
+from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
-from scale_cli.data.tokens import DocumentMarkers, check_sample, tokenizer_sha256
+from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, ConfigError, RunFolderError, one_line
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise

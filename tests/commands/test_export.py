@@ -16,7 +16,7 @@ from scale_cli.commands.export import check_written_export, export, export_is_fi
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
-from scale_cli.data.tokens import prompt_ids
+from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
 from scale_cli.upscale.method import load_onto_base

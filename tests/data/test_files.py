@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig
 from scale_cli.data import files
+from scale_cli.data.corpora import check_sample
 from scale_cli.data.files import SourceFile, check_source, content_hashes, source_files
-from scale_cli.data.tokens import check_sample
 from scale_cli.errors import CorpusError
 from scale_cli.storage.atomic import file_sha256
 from tests.data.corpus_files import (

@@ -1,3 +1,5 @@
+"""Tokenising: the same bytes whatever the workers, the machines and the kills, in memory that does not grow."""
+
 from __future__ import annotations
 
 import gzip
@@ -5,15 +7,16 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -23,191 +26,309 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data import encoding, tokenise
-from scale_cli.data.encoding import Document, Encoder, TokenizerSpec, encode_all
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus
-from scale_cli.errors import RunError
+from scale_cli.data import encoding, files, tokens
+from scale_cli.data.encoding import Document, Encoded, Encoder, TokenizerSpec, encode_all
+from scale_cli.data.tokens import PARTS, TokenCache, TokenisedCorpus, is_tokenised
+from scale_cli.errors import CorpusError, RunError
+from scale_cli.processes import Share
+from scale_cli.storage import atomic
 from scale_cli.storage.atomic import verify_folder
 
+Written = tuple[TextSource, dict[str, bytes]]
 TEXTS = [f"Once upon a time there were {i} cats. 고양이 {i}마리." for i in range(400)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(shared_data: Path) -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf")
+    loaded.chat_template = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}{% endfor %}"
     return loaded
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is 10 documents, and progress is recorded about every 30."""
-    monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
-    monkeypatch.setattr(tokenise, "_TOKENS_A_SHARD", 1000)
+    """A chunk is 3 documents, a part of a source about 600 bytes, and progress is recorded about every 100 tokens."""
+    monkeypatch.setattr(files, "_PART_BYTES", 600)
+    monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr(tokens, "_TOKENS_A_SHARD", 100)
 
 
-def write_corpus(folder: Path) -> TextSource:
-    path = folder / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return TextSource(name="source", path=str(path), language="ko")
+def source_in(folder: Path, *patterns: str, **options: object) -> TextSource:
+    paths = [str(folder / pattern) for pattern in patterns or ("*.jsonl", "*.txt")]
+    return TextSource.model_validate({"name": "web", "path": paths, "language": "ko", **options})
+
+
+def write_files(folder: Path, num_files: int = 6) -> TextSource:
+    """Write files of different lengths, some without a document, two of the same text, with bad records between."""
+    for number in range(num_files):
+        lines = [
+            json.dumps({"text": f"{number} cats and {line} dogs. 고양이 {line}마리."}) for line in range(3 * number)
+        ]
+        if number % 3 == 1:
+            lines[1:1] = ["{", '{"text": 1}']
+        (folder / f"{number:02}.jsonl").write_text("".join(line + "\n" for line in lines))
+    (folder / f"{num_files:02}.jsonl").write_bytes((folder / f"{num_files - 1:02}.jsonl").read_bytes())
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "tales.txt").write_text("Once upon a time.\n\nThe end.\n")
+    return source_in(folder)
+
+
+def cache_in(folder: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int = 1) -> TokenCache:
+    return TokenCache(folder, tokenizer, ReadingConfig(num_workers=num_workers, max_bad_fraction=1.0))
 
 
 def make(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, num_workers: int = 1) -> TokenisedCorpus:
-    return TokenCache(cache, tokenizer, ReadingConfig(num_workers=num_workers)).open(source)
+    return cache_in(cache, tokenizer, num_workers).open(source)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def make_part(source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path, index: int, number: int) -> None:
+    cache_in(cache, tokenizer).tokenise_parts(source, Share(index, number))
+
+
+def contents(cache: Path) -> dict[str, bytes]:
+    """Return every file of a cache in which there is nothing but one tokenised source."""
+    [folder] = [entry for entry in cache.iterdir() if entry.name not in (PARTS, ".sources.json")]
     verify_folder(folder)
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert not list((cache / PARTS).glob("[!.]*"))
+    return {f"{folder.name}/{file.name}": file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Written:
+    """Files, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("one")
+    source = write_files(folder)
+    make(source, tokenizer, folder / "cache")
+    return source, contents(folder / "cache")
+
+
+# The same bytes
+
+
 def test_the_bytes_are_the_same_whatever_the_number_of_workers(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, num_workers: int
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written
 ) -> None:
-    source = write_corpus(tmp_path)
-    alone = make(source, tokenizer, tmp_path / "alone")
-    together = make(source, tokenizer, tmp_path / "together", num_workers)
-    assert contents(together.folder) == contents(alone.folder)
-    assert [folder.name for folder in (tmp_path / "together").iterdir()] == [together.folder.name]
+    source, by_one = written
+    make(source, tokenizer, tmp_path, 2)
+    assert contents(tmp_path) == by_one
     assert not multiprocessing.active_children()
+
+
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=st.integers(1, 5), data=st.data())
+def test_the_bytes_are_one_process_s_whatever_the_number_of_tasks_and_whichever_of_them_ran(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    written: Written,
+    number: int,
+    data: st.DataObject,
+) -> None:
+    cache, (source, by_one) = tmp_path_factory.mktemp("parts"), written
+    for index in data.draw(st.lists(st.integers(0, number - 1), unique=True)):
+        make_part(source, tokenizer, cache, index, number)
+    make(source, tokenizer, cache)
+    assert contents(cache) == by_one
+
+
+def test_conversations_learn_the_same_tokens_in_parts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for number in range(6):
+        turns = [{"role": role, "content": f"{role} {number} speaks"} for role in ("user", "assistant")]
+        (tmp_path / f"{number}.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 7 * number)
+    source = source_in(tmp_path, "*.jsonl", messages_field="messages")
+    one = make(source, tokenizer, tmp_path / "one")
+    make_part(source, tokenizer, tmp_path / "many", 0, 2)
+    make(source, tokenizer, tmp_path / "many")
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert one.learned is not None and one.ledger.num_targets == one.learned[1:].sum()
 
 
 class Killed(BaseException):
     pass
 
 
-@pytest.mark.usefixtures("small_parts")
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(survived=st.lists(st.integers(0, 39), max_size=3), torn=st.binary(max_size=20), data=st.data())
+def killed_after(num_chunks: int, act: Callable[[], object]) -> None:
+    """Do something that is killed after it has written some chunks, if it comes so far."""
+    calls, append = iter(range(num_chunks)), tokens._Columns.append
+    with pytest.MonkeyPatch.context() as patch:
+
+        def dying(self: tokens._Columns, part: Encoded) -> None:
+            if next(calls, None) is None:
+                patch.setattr(tokens._Columns, "_record", lambda _: None)  # a kill leaves no time for it
+                raise Killed
+            append(self, part)
+
+        patch.setattr(tokens._Columns, "append", dying)
+        with suppress(Killed):
+            act()
+
+
+def documents_encoded(act: Callable[[], object]) -> int:
+    """Return how many documents something tokenises."""
+    encoded, encode = list[Document](), Encoder.encode
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noting(self: Encoder, documents: list[Document]) -> Encoded:
+            encoded.extend(documents)
+            return encode(self, documents)
+
+        patch.setattr(Encoder, "encode", noting)
+        act()
+    return len(encoded)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(survived=st.lists(st.integers(0, 15), max_size=3), torn=st.binary(max_size=20), data=st.data())
 def test_a_run_goes_on_from_what_was_certain_however_it_was_killed(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PreTrainedTokenizerBase,
+    written: Written,
     survived: list[int],
     torn: bytes,
     data: st.DataObject,
 ) -> None:
-    """Killed after some chunks, any number of times, with bytes half written after what was recorded."""
-    folder = tmp_path_factory.mktemp("killed")
-    source = write_corpus(folder)
-    whole = contents(make(source, tokenizer, folder / "whole").folder)
-    encode, record = Encoder.encode, tokenise._Shards._record
+    """Killed after some chunks, any number of times, with bytes half written after what was recorded, or damaged."""
+    cache, (source, by_one) = tmp_path_factory.mktemp("killed"), written
     certain = 0
     for num_chunks in survived:
-        calls = iter(range(num_chunks))
-        with pytest.MonkeyPatch.context() as patch:
-
-            def dying(self: Encoder, texts: list[Document], calls: Iterator[int] = calls) -> encoding.Encoded:
-                if next(calls, None) is None:
-                    patch.setattr(tokenise._Shards, "_record", lambda _: None)  # a kill leaves no time for it
-                    raise Killed
-                return encode(self, texts)
-
-            patch.setattr(Encoder, "encode", dying)
-            with suppress(Killed):  # or it has enough time
-                make(source, tokenizer, folder / "cache")
-        assert tokenise._Shards._record is record
-        for place in (folder / "cache").glob(".*.unfinished"):
+        killed_after(num_chunks, lambda: make(source, tokenizer, cache))
+        for place in cache.glob(".*.unfinished"):
             name = data.draw(st.sampled_from(sorted(file.name for file in place.iterdir())))
             with (place / name).open("ab") as file:
                 file.write(torn)
-        for progress in (folder / "cache").glob(".*.progress.json"):
+        for progress in cache.glob(".*.progress.json"):
             now = json.loads(progress.read_text())["documents"]
             assert certain <= now
             certain = now
-    read: list[int] = []
-
-    def counting(self: Encoder, texts: list[Document]) -> encoding.Encoded:
-        read.append(len(texts))
-        return encode(self, texts)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Encoder, "encode", counting)
-        corpus = make(source, tokenizer, folder / "cache")
-    assert contents(corpus.folder) == whole
-    assert sum(read) in (len(TEXTS) - certain, 0)
-    assert [entry.name for entry in (folder / "cache").iterdir()] == [corpus.folder.name]
+    num_documents = len(make(source, tokenizer, tmp_path_factory.mktemp("whole")))
+    assert documents_encoded(lambda: make(source, tokenizer, cache)) in (num_documents - certain, 0)
+    assert contents(cache) == by_one
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "progress"])
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("damage", ["tokens.bin", "offsets.bin", "progress"])
 def test_unfinished_work_that_is_damaged_is_begun_again(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, damage: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written, damage: str
 ) -> None:
-    source = write_corpus(tmp_path)
-    whole = contents(make(source, tokenizer, tmp_path / "whole").folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenise, "publish_folder", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            make(source, tokenizer, tmp_path / "cache")
-    [unfinished] = (tmp_path / "cache").glob(".*.unfinished")
-    [progress] = (tmp_path / "cache").glob(".*.progress.json")
-    if damage == "missing":
-        (unfinished / "tokens.bin").unlink()
-    elif damage == "short":
-        os.truncate(unfinished / "offsets.bin", 80)
-    else:
+    source, by_one = written
+    killed_after(12, lambda: make(source, tokenizer, tmp_path))
+    [unfinished], [progress] = tmp_path.glob(".*.unfinished"), tmp_path.glob(".*.progress.json")
+    assert json.loads(progress.read_text())["tokens"]
+    if damage == "progress":
         progress.write_text("{")
-    assert contents(make(source, tokenizer, tmp_path / "cache").folder) == whole
+    else:
+        os.truncate(unfinished / damage, 8)
+    make(source, tokenizer, tmp_path)
+    assert contents(tmp_path) == by_one
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(survived=st.lists(st.integers(0, 12), min_size=1, max_size=2), alone_first=st.booleans(), joined=st.integers(1))
+def test_killed_in_a_part_or_while_they_are_joined_the_bytes_are_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    written: Written,
+    survived: list[int],
+    alone_first: bool,
+    joined: int,
+) -> None:
+    cache, (source, by_one) = tmp_path_factory.mktemp("killed"), written
+    if alone_first:
+        killed_after(survived[0], lambda: make(source, tokenizer, cache))
+    for share in (0, 1):
+        for num_chunks in (*survived, 10**6):
+            killed_after(num_chunks, partial(make_part, source, tokenizer, cache, share, 2))
+    copy, copies = shutil.copyfileobj, iter(range(joined % 20))
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
 
-if __name__ == "__main__":  # workers import this file too
-    from scale_cli.config.sources import ReadingConfig
-    from scale_cli.config.sources import TextSource
-    from scale_cli.data import encoding, tokenise
+        def dying(*files: object) -> None:
+            if next(copies, None) is None:
+                raise Killed
+            copy(*files)  # type: ignore[arg-type]
 
-    path, tokenizer, folder = sys.argv[1:]
-    tokenise._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 10_000, 10_000
-    source = TextSource(name="source", path=path, language="en")
-    spec = encoding.TokenizerSpec(Path(tokenizer).read_text(encoding="utf-8"), (1,), (2,), "uint16")
-    tokenise.tokenise(source, spec, Path(folder), ReadingConfig(num_workers=2), show_progress=False)
-"""
-
-
-def children_of(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [int(child) for child in listed.stdout.split()]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(condition: Any) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+        patch.setattr(shutil, "copyfileobj", dying)
+        make(source, tokenizer, cache)
+    make(source, tokenizer, cache)
+    assert contents(cache) == by_one
+    assert {entry.name for entry in cache.iterdir()} <= {PARTS, *(name.partition("/")[0] for name in by_one)}
 
 
-def test_killed_by_the_system_it_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path, shared_data: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    stories = shared_data / "en-tinystories/tinystories_val.txt"
-    tokenizer = shared_data / "ckpt-stories260K/hf/tokenizer.json"
-    command = [sys.executable, str(tmp_path / "script.py"), str(stories), str(tokenizer), str(tmp_path / "killed")]
-    killed = subprocess.Popen(command)
-    progress = tmp_path / ".killed.progress.json"
-    wait_until(progress.exists)
-    children = children_of(killed.pid)
-    assert len(children) >= 2
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    wait_until(lambda: all(gone(child) for child in children))
-    assert not (tmp_path / "killed").exists()
-    assert json.loads(progress.read_text())["tokens"] > 0
-    source = TextSource(name="source", path=str(stories), language="en")
-    spec = TokenizerSpec(tokenizer.read_text(encoding="utf-8"), (1,), (2,), "uint16")
-    for name in ("killed", "whole"):
-        tokenise.tokenise(source, spec, tmp_path / name, ReadingConfig(num_workers=1), show_progress=False)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    assert not progress.exists()
+# Who does what
+
+
+def test_a_task_reads_its_own_files_alone_and_what_all_have_made_is_joined_and_not_tokenised(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, opened, sha256 = write_files(tmp_path), list[str](), atomic.file_sha256
+
+    def noted(path: Path) -> str:
+        opened.append(path.name)
+        return sha256(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "file_sha256", noted)
+        for index in range(3):
+            make_part(source, tokenizer, tmp_path / "cache", index, 3)
+    assert sorted(opened) == sorted(Path(file.name).name for file in files.source_files(source))
+    monkeypatch.setattr(Encoder, "encode", None)
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(lambda _: make(source, tokenizer, tmp_path / "cache"), range(3)))
+    assert len({corpus.ids.tobytes() for corpus in made}) == 1
+
+
+def test_a_part_that_goes_while_one_looks_at_it_is_not_there(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has joined it, and removes it between its description and its files."""
+    make_part(write_files(tmp_path), tokenizer, tmp_path / "cache", 0, 1)
+    part = next((tmp_path / "cache" / PARTS).glob("[!.]*"))
+    assert is_tokenised(part)
+    described = atomic.described_files(part)
+    monkeypatch.setattr(tokens, "described_files", lambda _: described)
+    shutil.rmtree(part)
+    assert not is_tokenised(part)
+
+
+@pytest.mark.parametrize("counted", [{"skip_documents": 7}, {"max_documents": 20}])
+def test_where_documents_are_counted_one_process_reads_all(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, counted: dict[str, int]
+) -> None:
+    make_part(write_files(tmp_path).model_copy(update=counted), tokenizer, tmp_path / "many", 0, 2)
+    assert not (tmp_path / "many").exists()
+
+
+def test_a_source_without_text_is_refused_when_its_parts_are_joined(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text("{\n" * 600)
+    source = source_in(tmp_path, "*.jsonl")
+    make_part(source, tokenizer, tmp_path / "cache", 0, 1)
+    with pytest.raises(CorpusError, match="no document with text"):
+        make(source, tokenizer, tmp_path / "cache")
+
+
+def test_a_changed_file_is_tokenised_again_and_the_other_parts_are_not(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_files(tmp_path)
+    make_part(source, tokenizer, tmp_path / "many", 0, 1)
+    with (tmp_path / "07.jsonl").open("a") as file:
+        file.write('{"text": "A new one."}\n')
+    assert 0 < documents_encoded(lambda: make(source, tokenizer, tmp_path / "many")) < 30
+    assert len(list((tmp_path / "many" / PARTS).iterdir())) == 1  # of the file as it was
+    many, one = (make(source, tokenizer, tmp_path / name).folder for name in ("many", "one"))
+    assert all((many / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
+
+
+def test_several_that_want_the_same_corpus_make_it_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, written: Written
+) -> None:
+    source, by_one = written
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: make(source, tokenizer, tmp_path), range(4)))
+    assert contents(tmp_path) == by_one
+
+
+# Workers
 
 
 def documents_of(texts: list[str]) -> Iterator[Document]:
@@ -215,10 +336,9 @@ def documents_of(texts: list[str]) -> Iterator[Document]:
 
 
 def spec(tokenizer: PreTrainedTokenizerBase) -> TokenizerSpec:
-    return TokenizerSpec(tokenizer.backend_tokenizer.to_str(), (1,), (), "uint16")
+    return TokenizerSpec.of(tokenizer, conversations=False)
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RunError, match=r"^tokenising failed: .*$"):
         list(encode_all(documents_of([*TEXTS[:25], "\ud800", *TEXTS]), spec(tokenizer), 2))
@@ -232,16 +352,7 @@ def test_a_worker_that_fails_or_dies_is_one_error_here(tokenizer: PreTrainedToke
         list(encoded)
 
 
-def test_a_chunk_ends_at_its_bytes_whatever_the_script(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_CHUNK_BYTES", 300)
-    for text in ("a" * 30, "가" * 10):
-        encoded = encode_all(documents_of([text] * 25), spec(tokenizer), 1)
-        assert [len(part.num_bytes) for part in encoded] == [10, 10, 5]
-
-
-def test_texts_are_read_a_few_chunks_ahead_at_the_most(
+def test_a_chunk_ends_at_its_bytes_whatever_the_script_and_few_are_read_ahead(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_DOCUMENTS", 10)
@@ -254,57 +365,84 @@ def test_texts_are_read_a_few_chunks_ahead_at_the_most(
             yield document
 
     ahead = [read - 10 * done for done, _ in enumerate(encode_all(reading(), spec(tokenizer), 2))]
-    assert len(ahead) == 40
-    assert max(ahead) <= 80
+    assert len(ahead) == 40 and max(ahead) <= 80
     assert max(ahead[8:]) <= 10 * (2 * 2 + 1)
+    monkeypatch.setattr(encoding, "_CHUNK_BYTES", 150)
+    for text in ("a" * 30, "가" * 10):
+        encoded = encode_all(documents_of([text] * 12), spec(tokenizer), 1)
+        assert [len(part.num_bytes) for part in encoded] == [5, 5, 2]
 
 
-def test_two_that_want_the_same_corpus_make_it_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = write_corpus(tmp_path)
-    with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(lambda _: make(source, tokenizer, tmp_path / "cache"), range(4)))
-    assert len({corpus.folder for corpus in made}) == 1
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
-    assert len({corpus.ids.tobytes() for corpus in made}) == 1
-
-
-WORDS = [f"{number:02}" + "w" * 598 for number in range(100)]  # each a document, and a token
-PEAKS = """
+SCRIPT = """
 import json, os, re, sys
 from pathlib import Path
 
-from tokenizers import Tokenizer, models
-from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data import encoding, tokenise
+if __name__ == "__main__":  # workers import this file too
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from scale_cli.config.sources import ReadingConfig, TextSource
+    from scale_cli.data import encoding, tokens
 
-corpora, words = json.loads(sys.argv[1]), sys.argv[2:]
-tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[0]))
-spec = encoding.TokenizerSpec(tokenizer.to_str(), (), (0,), "uint16")
-for paths in corpora:
-    if child := os.fork():  # each form in a process of its own, whose allocators have kept nothing yet
-        assert os.waitpid(child, 0)[1] == 0
-        continue
+    paths, words, num_workers = json.loads(sys.argv[1]), sys.argv[3:], int(sys.argv[2])
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=words[0])
+    if num_workers > 1:
+        tokens._TOKENS_A_SHARD, encoding._CHUNK_BYTES = 1_000, 10_000
     for path in paths:
-        source = TextSource(name="source", path=path, language="en")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, without that of the imports
-        tokenise.tokenise(source, spec, Path(path + ".tokens"), ReadingConfig(num_workers=1), show_progress=False)
+        cache = tokens.TokenCache(Path(path).parent, tokenizer, ReadingConfig(num_workers=num_workers))
+        tokens.tokenise(TextSource(name="source", path=path, language="en"), cache, Path(path + ".tokens"))
         print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1], flush=True)
-    os._exit(0)
 """
+WORDS = [f"{number:02}" + "w" * 598 for number in range(100)]  # each a document, and a token
 
 
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+def command_of(folder: Path, paths: list[Path], num_workers: int) -> list[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    return [sys.executable, str(folder / "script.py"), json.dumps(list(map(str, paths))), str(num_workers), *WORDS]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def is_gone(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_killed_by_the_system_it_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("\n\n".join(WORDS * 3000))
+    killed = subprocess.Popen(command_of(tmp_path, [tmp_path / "x.txt"], 2))
+    wait_until((tmp_path / ".x.txt.tokens.progress.json").exists)
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True, check=True)
+    children = [Path("/proc", pid) for pid in listed.stdout.split()]
+    assert len(children) >= 2
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_until(lambda: all(is_gone(child) for child in children))
+    assert not (tmp_path / "x.txt.tokens").exists()
+
+
+@pytest.mark.parametrize("form", ["txt.gz", "jsonl", "parquet"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, form: str) -> None:
     """Not with its text, and not with its number of documents."""
-    lengths = (20_000, 120_000)  # the first fills the allocators' own caches
-    corpora = [[str(tmp_path / f"{length}.{form}") for length in lengths] for form in ("txt.gz", "jsonl", "parquet")]
-    for length, (text, lines, table) in zip(lengths, zip(*corpora, strict=True), strict=True):
-        texts = WORDS * (length // len(WORDS))
-        Path(text).write_bytes(gzip.compress("\n\n".join(texts).encode(), 1))
-        Path(lines).write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-        columns = pa.table({"text": texts})
-        pa.parquet.write_table(columns, table, row_group_size=length, use_dictionary=False, compression="none")
-    command = [sys.executable, "-c", PEAKS, json.dumps(corpora), *WORDS]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peaks_kib = list(map(int, done.stdout.split()))
-    for small_kib, large_kib in zip(peaks_kib[::2], peaks_kib[1::2], strict=True):
-        assert (large_kib - small_kib) * 1024 < 600 * (lengths[1] - lengths[0]) / 4  # allocators keep some
+    lengths, paths = (10_000, 60_000), list[Path]()  # the first fills the allocators' own caches
+    for length in lengths:
+        texts, path = WORDS * (length // len(WORDS)), tmp_path / f"{length}.{form}"
+        paths.append(path)
+        if form == "txt.gz":
+            path.write_bytes(gzip.compress("\n\n".join(texts).encode(), 1))
+        elif form == "jsonl":
+            path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+        else:
+            columns = pa.table({"text": texts})
+            pa.parquet.write_table(columns, path, row_group_size=length, use_dictionary=False, compression="none")
+    done = subprocess.run(command_of(tmp_path, paths, 1), capture_output=True, text=True, check=True)
+    small_kib, large_kib = map(int, done.stdout.split())
+    assert (large_kib - small_kib) * 1024 < 600 * (lengths[1] - lengths[0]) / 4  # allocators keep some

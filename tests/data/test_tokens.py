@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
-from scale_cli.data.tokens import DocumentMarkers, TokenCache, TokenisedCorpus, tokenizer_sha256
+from scale_cli.data.encoding import DocumentMarkers
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus, tokenizer_sha256
 from scale_cli.errors import CorpusError
 
 # One has BOS and EOS, the other EOS alone.

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scale_cli.config.sources import ReadingConfig, TextSource
+from scale_cli.data.corpora import check_sample
 from scale_cli.data.encoding import Document, Encoder, RoundTrip, TokenizerSpec
 from scale_cli.data.ledger import Ledger
-from scale_cli.data.tokens import TokenCache, TokenisedCorpus, check_sample
+from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError
 from tests.vocabulary.tokenizers_at_hand import BROKEN, ENGLISH, KINDS, KOREAN, RUSSIAN, qwen
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.config.sources import CorpusSource
-from scale_cli.data.tokens import DocumentMarkers, TokenCache
+from scale_cli.data.encoding import DocumentMarkers
+from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ExportParityError
 from scale_cli.export.dense import dense_model, plain_model
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, write_plain

@@ -15,7 +15,7 @@ from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
-from scale_cli.data.tokens import prompt_ids
+from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.generation.generator import Generator, Sampling

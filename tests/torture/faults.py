@@ -24,7 +24,7 @@ import safetensors.torch
 import transformers.modeling_utils
 from safetensors import SafetensorError
 
-from scale_cli.data import tokenise
+from scale_cli.data import tokens
 from scale_cli.training import observing, step
 from scale_cli.training import run as training_run
 
@@ -154,7 +154,7 @@ class SignalAt:
             "micro-batch": (step, "loss_share"),
             "evaluation": (observing, "score_corpus"),
             "save": (training_run, "write_checkpoint"),
-            "tokenisation": (tokenise._Shards, "append"),
+            "tokenisation": (tokens._Columns, "append"),
         }
         owner, name = places[self.place]
         setattr(owner, name, self._signalling(getattr(owner, name)))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from scale_cli.commands.export import export
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
-from scale_cli.data.tokens import prompt_ids
+from scale_cli.data.encoding import prompt_ids
 from scale_cli.upscale.run import Run
 from tests.serving.engine.conftest import Ask
 from tests.serving.engine.test_vllm import ENGINE, GREEDY, NEW, SCORED
