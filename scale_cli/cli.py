@@ -12,7 +12,6 @@ from scale_cli.console import (
     ask,
     ended_in_one_message,
     load,
-    parse_numbers,
     parse_share,
     quieten_libraries,
     run_folder,
@@ -209,26 +208,6 @@ def sweep(
     from scale_cli.commands.sweep import sweep
 
     show(sweep(config, grid, log))
-
-
-@app.command()
-def mixture(
-    config: Config,
-    overrides: Overrides = None,
-    ratios: Annotated[str, Option(metavar="A,B,...", help="Shares of new text, above 0 to 1.")] = "0.33,0.5,0.75,1",
-    tolerance: Annotated[float, Option(metavar="BITS", min=0.0, help="Bits per byte that may be lost.")] = 0.05,
-    _form: Form = None,
-) -> None:
-    """Find how much new text a run takes before it forgets too much.
-
-    By runs at several shares, a law fitted to them, and what it predicts measured beside it.
-    """
-    refuse_several("mixture")
-    load(config, overrides)
-    shares = parse_numbers("--ratios", ratios)
-    from scale_cli.commands.mixture import mixture
-
-    show(mixture(config, overrides or [], shares, tolerance, log))
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -20,7 +19,6 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from scale_cli.errors import (
-    ConfigError,
     EndedElsewhere,
     Interrupted,
     OutOfMemory,
@@ -40,7 +38,7 @@ _GROUPS = {
     "First": ("run", "init", "plan"),
     "One verb at a time": ("upscale", "prepare", "train", "evaluate", "export"),
     "Serving": ("generate", "serve"),
-    "Research": ("sweep", "mixture", "compare", "join", "verify", "schema"),
+    "Research": ("sweep", "compare", "join", "verify", "schema"),
 }
 
 
@@ -84,17 +82,6 @@ def run_folder(path: Path) -> Path:
     from scale_cli.config.load import load_config
 
     return load_config(path).output_dir
-
-
-def parse_numbers(option: str, written: str) -> list[float]:
-    """Return the numbers that an option names, with commas between them."""
-    try:
-        numbers = [float(number) for number in written.split(",")]
-    except ValueError:
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
-        raise ConfigError(f"{option} {written}: give numbers with commas between them")
-    return numbers
 
 
 def parse_share(option: str, written: str) -> Share:

@@ -4,7 +4,7 @@
 |------------------------------------------------------------|-------------------------------------------------------|
 | train, evaluate                                            | all of them work; the main one writes                 |
 | run                                                        | each of its verbs as by itself                        |
-| init, sweep, mixture, serve                                | refused                                               |
+| init, sweep, serve                                         | refused                                               |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 

@@ -15,8 +15,8 @@ from typer.main import get_command_name
 from scale_cli.cli import app
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
-from scale_cli.console import ended_in_one_message, parse_numbers, parse_share
-from scale_cli.errors import ConfigError, StorageError, UsageError
+from scale_cli.console import ended_in_one_message, parse_share
+from scale_cli.errors import StorageError, UsageError
 from scale_cli.processes import Share
 from tests.command_line import Outcome, Scale
 from tests.one_step import write_config
@@ -185,10 +185,3 @@ def test_a_share_is_one_of_so_many(written: str) -> None:
     with pytest.raises(UsageError, match=r"^--part .*: give which of how many, from 1/N to N/N$"):
         parse_share("--part", written)
     assert [parse_share("--part", f"{index}/3") for index in (1, 2, 3)] == [Share(index, 3) for index in (0, 1, 2)]
-
-
-@pytest.mark.parametrize("written", ["", "1,", "1,two", "nan,1", "0.5,inf"])
-def test_numbers_of_an_option_are_numbers(written: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--ratios .*: give numbers with commas between them$"):
-        parse_numbers("--ratios", written)
-    assert parse_numbers("--ratios", "1,2.5e-1") == [1.0, 0.25]

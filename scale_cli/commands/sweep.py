@@ -8,7 +8,7 @@ be other text than what is reported in the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from scale_cli.report import Table, number
 from scale_cli.storage.atomic import new_folder, write_json, write_text
 from scale_cli.storage.layout import RunFolder
 
-_TITLES = ("values", "nats/token", "bits/byte", "base's text, bits/byte lost")
+_TITLES = ("values", "bits/byte", "base's text, bits/byte lost")
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,9 @@ class Trial:
 
     values: Values  # of the keys that are swept over
     folder: str  # of the run
-    nats_per_token: float | None = None  # on what it was to learn
-    bits_per_byte: float | None = None  # likewise
+    bits_per_byte: float | None = None  # on what it was to learn
     # against the base on what it was to keep; None too where no corpus has that role
     retention_bits_per_byte_lost: float | None = None
-    retention_bits_per_byte: float | None = None  # on the same, itself
     failure: str | None = None  # what stopped its training, if anything
 
 
@@ -51,11 +49,10 @@ class SweepSummary:
     def table(self) -> Table:
         rows = []
         for trial in self.trials:
-            figures = number(trial.nats_per_token, 4), number(trial.bits_per_byte, 4)
             lost = trial.retention_bits_per_byte_lost
-            cells = (*figures, "" if lost is None else number(lost, 4, "+"))
-            rows.append((" ".join(trial.values), *(cells if trial.failure is None else ("stopped", "", ""))))
-        return Table(_TITLES, rows, "lrrr")
+            cells = (number(trial.bits_per_byte, 4), "" if lost is None else number(lost, 4, "+"))
+            rows.append((" ".join(trial.values), *(cells if trial.failure is None else ("stopped", ""))))
+        return Table(_TITLES, rows, "lrr")
 
 
 def sweep(path: Path, grid: Grid, log: Callable[[str], None]) -> SweepSummary:
@@ -92,24 +89,20 @@ def _trial(values: Values, config: RunConfig, log: Callable[[str], None]) -> Tri
         return Trial(values, folder, failure=str(error))
     assert report is not None, "one process is the main one"
     learned, kept = (
-        [(corpus, corpus.heads[report.served]) for corpus in report.with_role(role)]
+        [(corpus.num_bytes, corpus.heads[report.served]) for corpus in report.with_role(role)]
         for role in ("acquisition", "retention")
     )
     return Trial(
         values,
         folder,
-        _mean((head.nats_per_token, corpus.num_tokens) for corpus, head in learned),
-        _mean((head.bits_per_byte, corpus.num_bytes) for corpus, head in learned),
-        _mean((head.bits_per_byte_difference.value, corpus.num_bytes) for corpus, head in kept),
-        _mean((head.bits_per_byte, corpus.num_bytes) for corpus, head in kept),
+        _mean([(num_bytes, head.bits_per_byte) for num_bytes, head in learned]),
+        _mean([(num_bytes, head.bits_per_byte_difference.value) for num_bytes, head in kept]),
     )
 
 
-def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
-    """Return the mean of figures by their units; None where one is not finite, or there is none."""
-    total, num_units = 0.0, 0
-    for figure, units in figures:
-        if figure is None:
-            return None
-        total, num_units = total + figure * units, num_units + units
-    return total / num_units if num_units else None
+def _mean(figures: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the mean of figures by bytes; None where one is not finite, or there is none."""
+    finite = [(num_bytes, figure) for num_bytes, figure in figures if figure is not None]
+    if not finite or len(finite) < len(figures):
+        return None
+    return sum(num_bytes * figure for num_bytes, figure in finite) / sum(num_bytes for num_bytes, _ in finite)
