@@ -29,7 +29,7 @@ from scale_cli.config.schema import ContinuationsConfig
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.evaluation.results import Values
 from scale_cli.evaluation.scoring import TWO_HEADS, Passes
-from scale_cli.model.cache_scale import ScaleCache
+from scale_cli.model.branches_scale import ScaleCache
 from scale_cli.model.heads import HeadedModel, RouterSettings
 from scale_cli.model.routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 from scale_cli.processes import ALONE, Share, autocast, shared_out

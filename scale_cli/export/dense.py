@@ -43,7 +43,7 @@ from scale_cli.methods.starts import random_ids
 from scale_cli.model.dense_blocks import dense_embedding, dense_weight, widened_linears
 from scale_cli.model.expansion_scale import ExpansionLayer, ExpansionLinear, ExpansionNorm
 from scale_cli.model.family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
-from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import expansion_norms, measured_stream_ratios
 

@@ -31,7 +31,7 @@ from scale_cli.data.encoding import DocumentMarkers, prompt_ids
 from scale_cli.errors import BaseModelError, ExportParityError, RunFolderError, UsageError, one_line
 from scale_cli.model import routed_scale, routing
 from scale_cli.model.joined_scale import JoinedForCausalLM
-from scale_cli.model.serving_scale import WidenedModel
+from scale_cli.model.modeling_scale import WidenedModel
 from scale_cli.model.vocabulary_scale import new_tokens_among
 from scale_cli.storage.atomic import read_json, write_json, write_text
 from scale_cli.upscale.base import load_base_config, root_model

@@ -91,18 +91,20 @@ def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
     """Return of every layer the loss without it, in nats per token of some windows."""
     import torch
 
-    from scale_cli.model.head_loss import IGNORED
-    from scale_cli.model.plain_loss import ChunkedLossModel
+    from scale_cli.model.head_loss import IGNORED, plain_cross_entropy
 
-    layers = range(base.config.num_hidden_layers)
+    decoder, head = base.get_decoder(), base.get_output_embeddings().weight
     num_tokens = sum(int((window.targets != IGNORED).sum()) for window in probe)
     here = [window.to(base.device) for window in probe]
     losses = []
-    for bypassed in layers:
-        model = ChunkedLossModel(base, layers=[layer for layer in layers if layer != bypassed])
+    for layer in decoder.layers:
+        loss, bypass = 0.0, layer.register_forward_hook(lambda _layer, read, _written: read[0])
         with torch.no_grad():
-            each = [model(window.input_ids, window.targets, num_tokens, window.position_ids).loss for window in here]
-        losses.append(sum(map(float, each)))
+            for window in here:
+                states = decoder(window.input_ids, position_ids=window.position_ids, use_cache=False).last_hidden_state
+                loss += float(plain_cross_entropy(states, head, window.targets) / num_tokens)
+        bypass.remove()
+        losses.append(loss)
     return losses
 
 

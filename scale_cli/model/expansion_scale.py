@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from .cache_scale import ScaleCache
 from .configuration_scale import ScaleConfig
 from .family_scale import OWNERS, READ_BY_ATTENTION, READ_BY_MLP, Family, family_of
 from .fused_scale import NormForm, add_product, frozen_norm, lower_weights, product_dtype, rotation_angles
@@ -96,7 +96,7 @@ class LayerContext:
     position_ids: Tensor
     rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
     attention_masks: list[Any]  # a layer's: Tensor, BlockMask or None, whatever transformers' attention functions take
-    cache: ScaleCache | None
+    cache: DynamicCache | None
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
     angles: dict[str | None, tuple[Tensor, Tensor]] = field(init=False)  # of `rotate`

@@ -8,15 +8,16 @@ Shapes: K heads (the first the base's, the last the trained one's), B batch, T p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from .cache_scale import ScaleCache
+from .branches_scale import ScaleCache
+from .modeling_scale import WidenedModel
 from .routing import (
     cosine_log_weights,
     log_prior,
@@ -25,6 +26,7 @@ from .routing import (
     parts_of_positions,
     posterior_log_weights,
 )
+from .vocabulary_scale import NewTokens, embed
 
 # (B, positions, V) logits of every head at some positions of one forward pass.
 HeadLogits = Callable[[slice], Sequence[Tensor]]
@@ -41,26 +43,6 @@ class RouterSettings(Protocol):
 
     @property
     def threshold(self) -> float: ...
-
-
-class HeadedModel(Protocol):
-    """A model with several heads over one vocabulary."""
-
-    config: Any
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def head_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> HeadLogits:
-        """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
-
-    def new_cache(self) -> ScaleCache:
-        """Return an empty cache for `head_logits`."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +101,7 @@ class BaseAndTrained(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: CacheOfTwo | None = None,
+        cache: Any = None,  # CacheOfTwo
     ) -> HeadLogits:
         models = (self.base, self.trained)
         hidden = [
@@ -139,3 +121,23 @@ class BaseAndTrained(nn.Module):
 
     def new_cache(self) -> CacheOfTwo:
         return CacheOfTwo()
+
+
+class BaseOfNewTokens(nn.Module):
+    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained."""
+
+    def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
+        super().__init__()
+        self.config, self.base, self.new = config, base, new  # the configuration is of a model that has the tokens
+
+    def get_decoder(self) -> Any:
+        decoder = self.base.get_decoder()
+        return lambda ids, **options: decoder(inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options)
+
+    def get_output_embeddings(self) -> Any:
+        head = self.base.get_output_embeddings()
+        return lambda states: self.new.shared(head(states))
+
+
+# A model with several heads over one vocabulary: `head_logits` runs it, and gives all heads' logits at any positions.
+HeadedModel: TypeAlias = WidenedModel | BaseAndTrained

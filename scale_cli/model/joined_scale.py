@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from .branches_scale import Branch, FinalStates
 from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
+from .modeling_scale import WidenedModel
 from .routing import log_prior, piece_shares
-from .serving_scale import WidenedModel
 
 
 def mean_logits(logits: Sequence[Tensor]) -> Tensor:

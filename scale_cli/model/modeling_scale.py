@@ -1,28 +1,248 @@
 """The widened model: a frozen base, its expansion, and the two heads that are served.
 
+`WidenedModel` is what every widened model does: one forward of the base, its heads, and the router over them.
+
 The base may be a widened model itself: its expansions are frozen too then, the new one reads their streams beside x,
 and the base head is the trained head of that model.
 
-Shapes: B batch, T positions, V vocabulary.
+Shapes: B batch, T positions, V vocabulary, K heads (those that are routed among).
 
 Source: SCALE, arXiv 2511.03270.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .branches_scale import Branch, FinalStates
+from .branches_scale import Branch, FinalStates, ScaleCache, run_branches
 from .configuration_scale import ScaleConfig
 from .expansion_scale import Expansion
+from .family_scale import family_of
 from .head_loss import IGNORED, trained_head_cross_entropy
-from .serving_scale import WidenedModel
+from .routing import cosine_serves_base, evidence_of, log_prior, logit_cosine, route
 from .vocabulary_scale import new_tokens_among
+
+
+class WidenedModel(PreTrainedModel, GenerationMixin):
+    """A frozen causal language model, its expansions, and the heads among which is routed.
+
+    A class of this kind sets `base` (what is widened), `root` (the plain model at the bottom), `branches` (its
+    expansions) and `routed_heads` (those that are routed among, a head after its parent, the first being the base's).
+    """
+
+    base_model_prefix = "base"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _no_split_modules = ["ExpansionLayer"]  # noqa: RUF012 (declared by transformers, which adds the base's own)
+
+    base: Any
+    root: Any
+    branches: Sequence[Branch]
+    routed_heads: Sequence[int]
+    compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
+    gradient_checkpointing = False  # transformers reads it by this name
+    _training_loss: Callable[..., Tensor]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, device_map: Any = None, **kwargs: Any) -> Any:
+        """Load a self-contained folder, and freeze its base: transformers leaves every parameter it loads trainable.
+
+        All of it lies on one device, which `device_map="auto"` chooses.
+        """
+        loaded = super().from_pretrained(*args, device_map=_one_device(device_map), **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # a pair with output_loading_info
+        return loaded
+
+    def freeze(self) -> None:
+        """Let the base not train."""
+        self.base.requires_grad_(False)
+        if (new := self.branches[-1].expansion.new_tokens) is not None:
+            new.embed_tokens.requires_grad_(False)
+
+    def _empty_base(self) -> Any:
+        """Return a base of the right shapes, to be filled by a checkpoint."""
+        config = self.config.base()
+        make = self._from_config if config.model_type == self.config.model_type else AutoModelForCausalLM.from_config
+        return make(config, attn_implementation=self.config._attn_implementation, dtype=self.config.dtype)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the base's token embedding."""
+        return self.root.get_input_embeddings()
+
+    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a frozen base has learnt no other tokens."""
+        raise NotImplementedError("a widened model keeps its base's vocabulary; enlarge the base's own before it")
+
+    def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: its paged cache knows neither the second stream nor the router's state."""
+        raise NotImplementedError("a widened model has no continuous batching; call generate() on a padded batch")
+
+    @property
+    def peft_config(self) -> Any:
+        """None of PEFT's: to whoever asks, this model has no such attribute."""
+        raise AttributeError("peft_config")
+
+    @peft_config.setter
+    def peft_config(self, adapters: Any) -> None:
+        """Refuse PEFT's adapters, which leave their configuration here: what they change is not what is computed."""
+        raise NotImplementedError("a widened model takes no PEFT adapters; put them into its plain export")
+
+    @staticmethod
+    def _own_cache(past_key_values: Any) -> ScaleCache:
+        if isinstance(past_key_values, ScaleCache):
+            return past_key_values
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            raise ValueError("a widened model keeps a cache of its own class, ScaleCache: no other implementation")
+        return ScaleCache()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ScaleCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits (training: the last head's; evaluation: as served), a loss for `labels`, and the cache.
+
+        Arguments are transformers' own: (B, T) ids, positions and labels, which are shifted here; a mask of (B, past +
+        T) with left padding. In training mode a loss comes without logits, which then never exist whole; `kwargs` are
+        then those of `_training_loss`.
+        """
+        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
+            asked = kwargs.get(name)
+            if getattr(self.config, name, False) if asked is None else asked is not False:
+                raise ValueError(
+                    f"{name}: a widened model has several streams; pass input_ids, and ask its base (.root)"
+                )
+        use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
+        cache = self._own_cache(past_key_values) if use_cache else None
+        if self.training and labels is not None:
+            run = self.compiled_states or self.final_states
+            states = run(input_ids, attention_mask, position_ids, None, preserved=False)
+            return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
+        routed = self.config.routes and not self.training
+        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
+        if not routed:
+            logits = self.adaptation_logits(states.at(kept))
+        elif self.config.router_rule == "cosine":
+            base, adapted = self.routed_logits(states.at(kept))
+            serves_base = cosine_serves_base(logit_cosine(base, adapted), self.config.router_threshold)
+            logits = torch.where(serves_base.unsqueeze(-1), base.to(adapted.dtype), adapted)
+        else:
+            mixed = route(
+                lambda at: self.routed_logits(states.at(at)),
+                input_ids,
+                self.config.vocab_size,
+                prior_K=self.log_prior(input_ids.device),
+                switch_rate=self.config.router_switch_rate,
+                memory=None if cache is None else cache.router,
+                evidence_BT=evidence_of(attention_mask, input_ids.shape[1]),
+                logits_to_keep=logits_to_keep,
+            )
+            logits = mixed.scores_BTV
+            if cache is not None:
+                cache.router = mixed.memory
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return what a step reads: all of a text that has grown so long that its positions are turned otherwise."""
+        short = family_of(self.root.config).short_up_to(self.root.config)
+        past = None if past_key_values is None else past_key_values.get_seq_length()
+        if past is not None and short is not None and past <= short < input_ids.shape[1]:
+            past_key_values, kwargs["next_sequence_length"] = None, None
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        generation: Any = super()
+        return generation.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+    def final_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: ScaleCache | None = None,
+        *,
+        preserved: bool,
+    ) -> FinalStates:
+        """Run the base's decoder once, every expansion beside it, and return what the vocabulary heads read.
+
+        `preserved` says whether every routed head is wanted, or the last alone. The base's own costs one more frozen
+        pass of the layers in which nobody else reads the untouched stream, and nothing where that is read.
+        """
+        return run_branches(
+            self.root,
+            self.branches,
+            input_ids,
+            attention_mask,
+            position_ids,
+            cache,
+            preserved=preserved and 0 in self.routed_heads,
+            checkpointing=self.gradient_checkpointing and self.training and torch.is_grad_enabled(),
+        )
+
+    def routed_logits(self, states: FinalStates) -> list[Tensor]:
+        """Return the logits of all heads that are routed among; a product that two of them share is computed once."""
+        logits = states.logits(self.root.lm_head, self.routed_heads)
+        new = new_tokens_among(branch.expansion for branch in self.branches[self.routed_heads[0] :])
+        return logits if new is None else [new.shared(logits[0]), *logits[1:]]
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares of every expansion's H'u in the logits of the plain model that has all their streams."""
+        return [1.0] * len(self.branches)
+
+    def head_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: ScaleCache | None = None,
+    ) -> Callable[[slice], Sequence[Tensor]]:
+        """Run the decoder over `input_ids` (B, T) and return what gives all heads' logits at any positions."""
+        states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=True)
+        return lambda positions: self.routed_logits(states.at(positions))
+
+    def new_cache(self) -> ScaleCache:
+        return ScaleCache()
+
+    def log_prior(self, device: torch.device | None = None) -> Tensor:
+        """Return (K,) log-weights of the heads before the first token."""
+        return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
+
+    def adaptation_logits(self, states: FinalStates) -> Tensor:
+        """Return H x_a + H' u of the last head, and the H' u of every expansion that it stands upon."""
+        return states.logits(self.root.lm_head, self.routed_heads[-1:])[0]
+
+
+def _one_device(device_map: Any) -> Any:
+    """Return a device map that keeps a model together: a layer reads its base layer's weights, not its outputs."""
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+    if len(places) > 1 or "disk" in places:
+        raise ValueError(f"device_map: a widened model lies on one device, not on {', '.join(sorted(places))}")
+    return device_map
 
 
 class ScaleForCausalLM(WidenedModel):

@@ -78,19 +78,3 @@ def brought_by(expansions: Iterable[Any]) -> list[NewTokens]:
 def new_tokens_among(expansions: Iterable[Any]) -> NewTokens | None:
     """Return the only new tokens of some expansions: one brought them, and those upon it have them too."""
     return next(iter(brought_by(expansions)), None)
-
-
-class BaseOfNewTokens(nn.Module):
-    """A plain base that reads new tokens and shares its pieces' probability with them; it is never trained."""
-
-    def __init__(self, base: Any, new: NewTokens, config: Any) -> None:
-        super().__init__()
-        self.config, self.base, self.new = config, base, new  # the configuration is of a model that has the tokens
-
-    def get_decoder(self) -> Any:
-        decoder = self.base.get_decoder()
-        return lambda ids, **options: decoder(inputs_embeds=embed(decoder.embed_tokens, [self.new], ids), **options)
-
-    def get_output_embeddings(self) -> Any:
-        head = self.base.get_output_embeddings()
-        return lambda states: self.new.shared(head(states))

@@ -40,11 +40,10 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError
 from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.plain_loss import ChunkedLossModel, plain_of
 from scale_cli.training.optimiser import trainable_parameters
 from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import for_training
+from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
 
 def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig) -> nn.Module:

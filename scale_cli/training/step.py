@@ -19,12 +19,12 @@ from scale_cli.data.batches import IGNORED, MicroBatch, StepBatches
 from scale_cli.errors import GradientOverflow, NonFiniteError
 from scale_cli.methods.recipes import Hook, Training, Update, make_hooks
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.plain_loss import ChunkedLossModel
 from scale_cli.processes import autocast
 from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
 from scale_cli.upscale.method import MethodModel
+from scale_cli.upscale.objective import ChunkedLossModel
 
 _UNSCALED = GradScaler(enabled=False)
 

@@ -30,11 +30,10 @@ from scale_cli.methods.starts import random_ids
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.family_scale import family_of
-from scale_cli.model.heads import BaseAndTrained, HeadedModel
-from scale_cli.model.modeling_scale import ScaleForCausalLM
+from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens, HeadedModel
+from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.model.quantised_base import is_quantised
-from scale_cli.model.serving_scale import WidenedModel
-from scale_cli.model.vocabulary_scale import BaseOfNewTokens, NewTokens
+from scale_cli.model.vocabulary_scale import NewTokens
 from scale_cli.processes import Share
 from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, verify_folder, write_json
 from scale_cli.storage.records import TRAINED, BaseRecord

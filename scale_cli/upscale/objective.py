@@ -17,14 +17,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.errors import ConfigError, TrainingError, one_line
 from scale_cli.model.expansion_scale import ExpansionNorm
+from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.plain_loss import ChunkedLossModel, plain_of, trained_head
 from scale_cli.upscale.method import MethodModel
+
+
+def plain_of(model: Any) -> Any:
+    """Return a model without what PEFT has put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def trained_head(plain: Any) -> Any:
+    """Return a plain model's vocabulary head; of one that PEFT trains whole beside its adapters, what trains of it."""
+    head = plain.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies[head.active_adapter]
+
+
+class ChunkedLossModel(nn.Module):
+    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks.
+
+    Its decoder may be `compiled`, by a function that does so.
+    """
+
+    def __init__(self, model: Any, compiled: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._run = self._last_states if compiled is None else compiled(self._last_states)
+
+    def _last_states(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        decoder = self.model.get_decoder()
+        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return states
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        shift_labels: Tensor,
+        num_items_in_batch: int,
+        position_ids: Tensor | None = None,
+        token_losses: Tensor | None = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the loss alone; arguments as of a widened model in training (`modeling_scale.py`)."""
+        head = trained_head(self.model)
+        loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels, token_losses)
+        return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
 
 def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:

@@ -69,13 +69,6 @@ def test_codes_by_cooccurrence_are_the_size_that_random_ones_are_and_nothing_els
         assert torch.equal(parameter, expected[name]) == (name != "embed_tokens.weight"), name
 
 
-def test_codes_by_cooccurrence_are_the_same_whatever_the_dtype_of_the_ids() -> None:
-    size, texts = 65_536, [""] * 65_536
-    ids = torch.tensor([size - 1, size - 2, size - 1, 3, size - 2, size - 1])
-    wide, narrow = (cooccurrence_codes(texts, of, 2, torch.Generator().manual_seed(0)) for of in (ids, ids.int()))
-    assert torch.equal(wide, narrow)
-
-
 def exact_directions(ids: list[int], size: int) -> NDArray[np.float64]:
     """U sqrt(S) of what a token tells of those that follow: counted one by one, decomposed in full."""
     counts = Counter(ids)
@@ -93,7 +86,9 @@ def exact_directions(ids: list[int], size: int) -> NDArray[np.float64]:
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(0, 6), max_size=60))
 def test_codes_by_cooccurrence_are_as_near_as_what_follows_two_tokens_and_their_letters(ids: list[int]) -> None:
+    state = torch.get_rng_state()
     codes = cooccurrence_codes([""] * 7, torch.tensor(ids).long(), 512, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(codes.square().mean(dim=1), torch.ones(7))
     directions = exact_directions(ids, 7)
     sizes = np.linalg.norm(directions, axis=1)
@@ -110,14 +105,3 @@ def test_a_token_that_the_text_does_not_have_starts_as_it_is_spelled() -> None:
     spelled = spelled_codes(texts, 8, torch.Generator().manual_seed(0))
     torch.testing.assert_close(codes[2:], spelled[2:])
     assert not torch.isclose(codes[:2], spelled[:2], atol=0.1).all(dim=1).any()
-
-
-def test_codes_by_cooccurrence_do_not_depend_on_torchs_own_seed_nor_change_it() -> None:
-    ids = torch.randint(0, 40, (400,), generator=torch.Generator().manual_seed(0))
-    made = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        state = torch.get_rng_state()
-        made.append(cooccurrence_codes([""] * 40, ids, 8, torch.Generator().manual_seed(3)))
-        assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(*made)

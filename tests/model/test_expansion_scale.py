@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.model.test_families import BASES, IDS, answered, tiny
-from tests.widening import as_if_trained, tiny_llama, widen
+from tests.model.test_families import BASES, IDS, tiny
+from tests.widening import as_if_trained, widen
 
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
 # Two documents in the first row and three in the second, some longer than the window of a family that has one.
@@ -115,11 +115,3 @@ def test_flash_attention_says_what_sdpa_says(monkeypatch: pytest.MonkeyPatch, fa
             heads.append(model.routed_logits(model.final_states(**inputs, preserved=True)))
     for theirs, ours in zip(*heads, strict=True):
         assert (ours - theirs).abs().max() <= 1e-4
-
-
-def test_a_llama_has_no_window_whatever_its_configuration_says_besides() -> None:
-    base = tiny_llama(sliding_window=8, layer_types=["sliding_attention"] * 3)
-    expected = answered(base)
-    model = widen(base, "preserve")
-    with torch.no_grad():
-        assert torch.equal(model.base_logits(model.final_states(IDS, preserved=True)), expected)

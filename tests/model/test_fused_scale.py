@@ -4,18 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from scale_cli.model import routing
-from scale_cli.model.fused_scale import (
-    NormForm,
-    add_product,
-    frozen_norm,
-    lower_weights,
-)
+from scale_cli.model.fused_scale import lower_weights
 from tests.widening import tiny_llama, widen
 
 
@@ -30,21 +23,6 @@ def gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor
     )
     assert isinstance(total, Tensor)
     return torch.autograd.grad(total, leaves)
-
-
-def base_norm(size: int) -> Any:
-    norm = LlamaRMSNorm(size, eps=1e-5).requires_grad_(False)
-    norm.weight.copy_(1 + random(size, seed=3))
-    return norm
-
-
-def test_in_bfloat16_the_base_stream_keeps_its_bits_and_the_statistics_float32() -> None:
-    norm, x = base_norm(12).bfloat16(), random(2, 5, 12).bfloat16().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        normed, inverse = frozen_norm(norm, NormForm(), x)
-    assert torch.equal(normed, norm(x))
-    assert inverse.dtype == torch.float32
-    assert gradients((normed, inverse), [x])[0].dtype == torch.bfloat16
 
 
 def test_weights_are_lowered_and_their_gradients_raised_as_autocast_does_it() -> None:
@@ -81,21 +59,3 @@ def test_a_training_forward_of_sixteen_layers_launches_at_most_1500_kernels(monk
     with torch.autocast("cpu", torch.bfloat16), _Kernels() as kernels:
         model.train()(ids, labels=ids, shift_labels=ids, num_items_in_batch=128, token_losses=torch.empty(1, 128))
     assert kernels.count <= 1500
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mixed_precision", [False, True])
-def test_adding_a_product_is_adding_it(dtype: torch.dtype, mixed_precision: bool) -> None:
-    u, weight = random(6, 3, seed=1).requires_grad_(), random(4, 3, seed=2).requires_grad_()
-    y = random(6, 4).to(dtype)
-    if mixed_precision:
-        y = y.bfloat16()
-    rtol, atol = (2e-2, 4e-2) if y.dtype == torch.bfloat16 else (1e-5, 1e-6)
-    expected = y.float() + F.linear(u, weight)
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision):
-        added = add_product(y.clone(), u, weight)
-    assert added.dtype == y.dtype
-    torch.testing.assert_close(added.float(), expected, rtol=rtol, atol=atol)
-    torch.testing.assert_close(
-        gradients((added,), [u, weight]), gradients((expected,), [u, weight]), rtol=5e-2, atol=5e-2
-    )

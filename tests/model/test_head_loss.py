@@ -25,42 +25,44 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return x, u, base_head, head, targets
 
 
-@pytest.mark.parametrize("logits_at_once", [1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
-def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch, logits_at_once: int) -> None:
-    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", logits_at_once)
+@pytest.fixture(params=[1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
+def in_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", request.param)
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
-    x, u, base_head, head, targets = inputs(torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in (x, u, head)]
-    whole = F.cross_entropy((x @ base_head.T + u @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
-    expected = torch.autograd.grad(whole, leaves)
-    chunked = trained_head_cross_entropy(x, u, base_head, head, targets)
+
+
+def compare(chunked: Tensor, whole: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(chunked, whole.float())
-    for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+    wanted = torch.autograd.grad(whole, leaves)
+    for gradient, expected in zip(torch.autograd.grad(chunked, leaves), wanted, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("logits_at_once", [1, 64 * 5, 2**21], ids=["row by row", "5 rows", "all at once"])
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("weights", [None, (0.7, 0.0, 2.0)], ids=["plain", "distilled"])
 @pytest.mark.parametrize("stands_on_another", [False, True])
-def test_distilled_sequences_add_the_divergence_of_whole_logits_and_its_gradient(
-    monkeypatch: pytest.MonkeyPatch, logits_at_once: int, stands_on_another: bool
+def test_loss_and_gradients_are_those_of_whole_logits(
+    weights: tuple[float, ...] | None, stands_on_another: bool
 ) -> None:
-    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", logits_at_once)
-    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
     x, u, base_head, head, targets = inputs(torch.float64)
-    between = [(u.flip(0), head.flip(0))] if stands_on_another else []
-    leaves = [tensor.requires_grad_() for tensor in (u, head)]
-    base = x @ base_head.T + sum((v @ below.T for v, below in between), torch.zeros(()))
-    base, adapted = base.detach(), base.detach() + u @ head.T
-    weights = (0.7, 0.0, 2.0)
-    apart = F.kl_div(adapted.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    below = [(u.flip(0), head.flip(0))] if stands_on_another else []
+    leaves = [tensor.requires_grad_() for tensor in ((x, u, head) if weights is None else (u, head))]
+    base = x @ base_head.T + sum((v @ of_v.T for v, of_v in below), torch.zeros(()))
+    adapted = base + u @ head.T
     whole = F.cross_entropy(adapted.flatten(0, 1), targets.flatten(), reduction="sum")
-    whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
-    expected = torch.autograd.grad(whole, leaves)
-    frozen = [(v.detach(), below.detach()) for v, below in between]
-    chunked = trained_head_cross_entropy(x, u, base_head, head, targets, frozen, weights)
-    torch.testing.assert_close(chunked, whole.float())
-    for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+    if weights is not None:
+        apart = F.kl_div(adapted.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+        whole = whole + (apart * (targets != IGNORED) * torch.tensor(weights).unsqueeze(1)).sum()
+    compare(trained_head_cross_entropy(x, u, base_head, head, targets, below, weights), whole, leaves)
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("head_trains", [True, False])
+def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(head_trains: bool) -> None:
+    x, _, head, _, targets = inputs(torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in ((x, head) if head_trains else (x,))]
+    whole = F.cross_entropy((x @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    compare(plain_cross_entropy(x, head, targets), whole, leaves)
 
 
 def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_loss_does_too() -> None:
@@ -79,15 +81,6 @@ def test_a_sequence_that_is_not_distilled_keeps_every_bit_and_without_one_the_lo
     assert [torch.equal(one, other) for one, other in zip(gradient, plain, strict=True)] == [True, False, True]
 
 
-def test_a_frozen_stream_and_the_frozen_head_get_no_gradient() -> None:
-    x, u, base_head, head, targets = inputs(torch.float32)
-    trained_head_cross_entropy(
-        x, u.requires_grad_(), base_head.requires_grad_(), head.requires_grad_(), targets
-    ).backward()
-    assert x.grad is None and base_head.grad is None
-    assert u.grad is not None and head.grad is not None
-
-
 def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
     x, u, base_head, head, targets = inputs(torch.float32)
     u.requires_grad_()
@@ -98,30 +91,6 @@ def test_under_autocast_it_is_as_near_to_float32_as_whole_logits_are() -> None:
         whole_loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     (whole,) = torch.autograd.grad(whole_loss, u)
     assert (chunked - exact).norm() <= 1.2 * (whole - exact).norm()
-
-
-def test_ignored_targets_give_no_loss_and_no_gradient() -> None:
-    x, u, base_head, head, targets = inputs(torch.float32)
-    loss = trained_head_cross_entropy(x, u.requires_grad_(), base_head, head, torch.full_like(targets, IGNORED))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert u.grad is not None and not u.grad.any()
-
-
-@pytest.mark.parametrize("head_trains", [True, False])
-def test_a_plain_heads_loss_and_gradients_are_those_of_whole_logits(
-    monkeypatch: pytest.MonkeyPatch, head_trains: bool
-) -> None:
-    monkeypatch.setitem(routing.LOGITS_AT_ONCE, "cpu", 64 * 5)
-    monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
-    x, _, head, _, targets = inputs(torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in ((x, head) if head_trains else (x,))]
-    whole = F.cross_entropy((x @ head.T).flatten(0, 1), targets.flatten(), reduction="sum")
-    expected = torch.autograd.grad(whole, leaves)
-    chunked = plain_cross_entropy(x, head, targets)
-    torch.testing.assert_close(chunked, whole.float())
-    for gradient, wanted in zip(torch.autograd.grad(chunked, leaves), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
 class BytesMoved(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,36 +53,28 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "FEWEST_ROWS", 1)
 
 
-def is_one_product(work: Callable[[], object]) -> bool:
+def check_products(work: Callable[[], object]) -> None:
     with torch.no_grad(), HeadProducts() as products:
         work()
     assert products.shapes, "the heads were read"
-    return not {"bmm", "baddbmm"} & products.shapes.keys()
+    assert not {"bmm", "baddbmm"} & products.shapes.keys()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scoring_a_text_makes_no_product_for_each_sequence(name: str) -> None:
+def test_scoring_a_text_and_answering_by_a_head_make_no_product_for_each_sequence(name: str) -> None:
     model = MODELS[name]()
-    assert is_one_product(lambda: token_log_probs(model, IDS, IDS))
+    check_products(lambda: token_log_probs(model, IDS, IDS))
+    for head in ("base", "posterior"):
+        check_products(a_head(model, head))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("head", ["base", "posterior"])
-def test_neither_does_a_head_that_answers(name: str, head: str) -> None:
-    assert is_one_product(a_head(MODELS[name](), head))
-
-
-@pytest.mark.parametrize("rule", ["posterior", "cosine"])
-@pytest.mark.parametrize("kept", [0, 5])
-def test_neither_does_a_widened_model_that_serves(rule: str, kept: int) -> None:
+@pytest.mark.parametrize("rule", ["posterior", "cosine", "one row"])
+def test_neither_does_a_model_that_serves_nor_its_plain_export_with_its_router(rule: str) -> None:
     model: Any = as_if_trained(widen(tiny_llama(), "route"))
-    model.config.router_rule = rule
-    assert is_one_product(lambda: model(input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
-    assert is_one_product(lambda: model.generate(IDS, attention_mask=PADDED, **OPTIONS))
-
-
-@pytest.mark.parametrize("kept", [0, 5])
-def test_neither_does_a_plain_export_with_its_router(kept: int) -> None:
-    one_row = routed(as_if_trained(widen(tiny_llama(), "route"))).requires_grad_(False)
-    assert is_one_product(lambda: one_row(input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
-    assert is_one_product(lambda: one_row.generate(IDS, attention_mask=PADDED, **OPTIONS))
+    if rule == "one row":
+        model = routed(model).requires_grad_(False)
+    else:
+        model.config.router_rule = rule
+    for kept in (0, 5):
+        check_products(partial(model, input_ids=IDS, attention_mask=PADDED, logits_to_keep=kept))
+    check_products(lambda: model.generate(IDS, attention_mask=PADDED, **OPTIONS))

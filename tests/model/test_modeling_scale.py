@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from scale_cli.config.schema import ModelConfig
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.long
 
 # Variant and collaborating layers; the paper's three, and route with and without an untouched stream of its own.
 METHODS = [("preserve", None), ("adapt", None), ("route", "none"), ("route", "top:2")]
-WHERE_LAYERS_COLLABORATE = [("adapt", None), ("adapt", "top:2"), ("route", "all"), ("route", "top:2")]
-EVERYWHERE = list(dict.fromkeys([*METHODS, *WHERE_LAYERS_COLLABORATE]))
 
 
 def prompts(ids: Tensor) -> list[Tensor]:
@@ -54,13 +52,12 @@ def adaptation(model: ScaleForCausalLM, input_ids: Tensor) -> Tensor:
     return model.adaptation_logits(model.final_states(input_ids, preserved=False))
 
 
-# Every method on both checkpoints and in both dtypes; `test_families.py` has all of them together, on small models.
+# Every method, on either checkpoint and in either dtype; `test_families.py` has all of them together, on small models.
 @pytest.mark.parametrize(
     ("variant", "layers", "checkpoint", "dtype"),
     [
-        (*method, checkpoint, ("float32", "bfloat16")[(index + place) % 2])
+        (*method, CHECKPOINTS[index % 2], ("float32", "bfloat16")[index // 2 % 2])
         for index, method in enumerate(METHODS)
-        for place, checkpoint in enumerate(CHECKPOINTS)
     ],
 )
 @torch.no_grad()
@@ -106,23 +103,19 @@ def base_outputs(model: ScaleForCausalLM, input_ids: Tensor) -> dict[str, Tensor
     return seen
 
 
-def test_in_preserve_autograd_records_nothing_of_the_base_stream() -> None:
-    seen = base_outputs(as_if_trained(widen(tiny_llama(), "preserve")), some_ids(2, 9))
+@pytest.mark.parametrize(
+    ("variant", "layers", "recorded"), [("preserve", None, []), ("adapt", "top:1", ["model.norm", "lm_head"])]
+)
+def test_below_the_first_collaborating_layer_autograd_records_nothing_of_the_base_stream(
+    variant: str, layers: str | None, recorded: list[str]
+) -> None:
+    seen = base_outputs(as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9))
     assert {name.rsplit(".", 1)[-1] for name in seen} > {"embed_tokens", "q_proj", "down_proj", "norm", "lm_head"}
-    assert [name for name, output in seen.items() if output.requires_grad] == []
+    below = [name for name in seen if layers is None or not name.startswith("model.layers.2.")]
+    assert [name for name in below if seen[name].requires_grad] == recorded
 
 
-def test_below_the_first_collaborating_layer_autograd_records_nothing_of_the_base_stream() -> None:
-    seen = base_outputs(as_if_trained(widen(tiny_llama(), "adapt", "top:1")), some_ids(2, 9))
-    assert [name for name, output in seen.items() if output.requires_grad and ".layers.2." not in f".{name}"] == [
-        "model.norm",
-        "lm_head",
-    ]
-    assert seen["model.layers.2.self_attn.o_proj"].requires_grad
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("layers", ["none", "top:2", "all"])
+@pytest.mark.parametrize(("layers", "broken"), [("none", math.nan), ("top:2", math.inf), ("all", math.nan)])
 @torch.no_grad()
 def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(layers: str, broken: float) -> None:
     base, input_ids = tiny_llama(), some_ids(3, 17)
@@ -138,8 +131,7 @@ def test_a_broken_expansion_reaches_neither_the_base_logits_nor_the_routed_ones(
         torch.testing.assert_close(routed, expected, rtol=1e-6, atol=1e-5 if rule == "posterior" else 0.0)
 
 
-@pytest.mark.parametrize("layers", ["none", "top:2", "all"])
-@pytest.mark.parametrize("switch_rate", [0.0, 0.01])
+@pytest.mark.parametrize(("layers", "switch_rate"), [("none", 0.01), ("top:2", 0.0), ("all", 0.01)])
 @torch.no_grad()
 def test_posterior_logits_are_what_evaluation_computes_from_observations(layers: str, switch_rate: float) -> None:
     model = as_if_trained(widen(tiny_llama(), "route", layers, switch_rate=switch_rate, prior=0.3))
@@ -155,17 +147,14 @@ def test_posterior_logits_are_what_evaluation_computes_from_observations(layers:
     assert weights[0].exp().std() > 0.02, "neither head is the only one heard"
 
 
-@pytest.mark.parametrize("layers", ["none", "top:2"])
 @torch.no_grad()
-def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them(
-    layers: str,
-) -> None:
+def test_scores_of_an_untrained_route_are_the_bases_logits_so_that_a_repetition_penalty_acts_on_them() -> None:
     base: Any = tiny_llama()
     prompt = some_ids(2, 9)
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     plain, penalised = (base.generate(prompt, repetition_penalty=penalty, **settings) for penalty in (1.0, 1.3))
     assert not torch.equal(plain, penalised)
-    model: Any = widen(base, "route", layers)
+    model: Any = widen(base, "route")
     torch.testing.assert_close(model(prompt).logits, base(prompt).logits, rtol=1e-5, atol=1e-5)
     assert torch.equal(model.generate(prompt, repetition_penalty=1.3, **settings), penalised)
 
@@ -184,55 +173,29 @@ def test_cosine_logits_are_one_heads_or_the_others_as_evaluation_has_it() -> Non
     assert torch.equal(model(input_ids=input_ids, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+@pytest.mark.parametrize(("variant", "layers"), [*METHODS, ("route", "all")])
 @torch.no_grad()
-def test_training_mode_answers_with_the_adaptation_head_and_evaluation_mode_with_what_is_served(
+def test_training_answers_with_the_adaptation_head_serving_by_the_router_and_a_loss_is_of_those_logits(
     variant: str, layers: str | None
 ) -> None:
     model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9)
-    expected = adaptation(model, input_ids)
-    assert torch.equal(model.train()(input_ids=input_ids).logits, expected)
-    served = model.eval()(input_ids=input_ids).logits
-    assert torch.equal(served, expected) is (variant != "route")
-
-
-@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
-@torch.no_grad()
-def test_the_loss_is_the_cross_entropy_of_the_logits_of_either_mode(variant: str, layers: str | None) -> None:
-    model, input_ids = as_if_trained(widen(tiny_llama(), variant, layers)), some_ids(2, 9)
     labels = input_ids.masked_fill(some_ids(2, 9, seed=2) < 20, -100)
-    for mode in (True, False):
-        logits = model.train(mode)(input_ids=input_ids).logits
+    adapted = adaptation(model, input_ids)
+    for training in (True, False):
+        logits = model.train(training)(input_ids=input_ids).logits
+        assert torch.equal(logits, adapted) is (training or variant != "route")
         expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         torch.testing.assert_close(model(input_ids=input_ids, labels=labels).loss, expected)
 
 
-@pytest.mark.parametrize("rule", ["posterior", "cosine"])
-@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
+@pytest.mark.parametrize(("variant", "rule"), [("adapt", "posterior"), ("route", "posterior"), ("route", "cosine")])
 @torch.no_grad()
-def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, layers: str | None, rule: str) -> None:
-    model = as_if_trained(widen(tiny_llama(), variant, layers, rule=rule))
-    whole = model(input_ids=some_ids(2, 9)).logits
-    for kept in (1, 3, 9):
-        last = model(input_ids=some_ids(2, 9), logits_to_keep=kept).logits
-        torch.testing.assert_close(last, whole[:, -kept:], rtol=1e-5, atol=1e-5)
-    index = torch.tensor([4, 0, -1])
-    chosen = model(input_ids=some_ids(2, 9), logits_to_keep=index).logits
-    torch.testing.assert_close(chosen, whole[:, index], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("variant", "layers"), EVERYWHERE)
-def test_all_of_the_expansion_learns_and_nothing_else_and_its_norms_and_linears_are_all_there(
-    variant: str, layers: str | None
-) -> None:
-    model = as_if_trained(widen(tiny_llama(attention_bias=True, mlp_bias=True), variant, layers)).train()
-    model(input_ids=some_ids(2, 9), labels=some_ids(2, 9)).loss.backward()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in model.named_parameters() if name.startswith("expansion.")}
-    assert trained == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    num_linears = sum(isinstance(module, nn.Linear) for module in model.base.model.modules())
-    assert sum(name.endswith("weight_21") for name in trained) == num_linears
-    assert sum(name.endswith("bias_2") for name in trained) == num_linears
+def test_logits_to_keep_keeps_the_last_ones_or_those_of_an_index(variant: str, rule: str) -> None:
+    model = as_if_trained(widen(tiny_llama(), variant, "top:2", rule=rule))
+    whole, index = model(input_ids=some_ids(2, 9)).logits, torch.tensor([4, 0, -1])
+    for kept, expected in ((1, whole[:, -1:]), (9, whole), (index, whole[:, index])):
+        logits = model(input_ids=some_ids(2, 9), logits_to_keep=kept).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_class", [ScaleForCausalLM, JoinedForCausalLM])

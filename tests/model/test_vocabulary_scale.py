@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.export.dense import plain_model
 from scale_cli.methods.widened import CollaborationConfig
-from scale_cli.model.heads import BaseAndTrained
+from scale_cli.model.heads import BaseAndTrained, BaseOfNewTokens
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.model.routing import PieceShares
-from scale_cli.model.vocabulary_scale import BaseOfNewTokens
 from scale_cli.upscale.method import NewPieces, start_model
+from tests.plain_torch import composed_rows
 from tests.widening import TINY
 
 OLD = TINY["vocab_size"]
@@ -49,25 +45,6 @@ def grown(variant: str, *family: Any, **keys: Any) -> ScaleForCausalLM:
     return model.eval()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-20, 20, width=32), min_size=OLD, max_size=OLD))
-def test_what_a_base_says_of_new_tokens_is_taken_from_their_first_pieces_alone(row: list[float]) -> None:
-    logits = torch.tensor(row)
-    before = logits.double().log_softmax(-1)
-    after = PieceShares(PIECES.first, PIECES.own_pieces)(logits).double().log_softmax(-1)
-
-    first = torch.tensor(PIECES.first)
-    others = torch.ones(OLD, dtype=torch.bool)
-    others[PIECES.own_pieces] = False
-    assert torch.allclose(after[:OLD][others], before[others], atol=2e-6)  # the space's piece among them
-    for piece in PIECES.own_pieces:
-        group = torch.cat([after[piece : piece + 1], after[OLD:][first == piece]])
-        assert torch.allclose(group, group[0], atol=2e-6)
-        assert torch.allclose(group.logsumexp(0), before[piece], atol=4e-6)
-    of_space = after[OLD:][first == 3] - before[3]
-    assert torch.allclose(of_space, torch.tensor(-20 * math.log(2), dtype=torch.float64), atol=4e-6)
-
-
 @families
 @pytest.mark.parametrize(("variant", "collaborates"), [("preserve", False), ("route", False), ("route", True)])
 def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
@@ -78,6 +55,10 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(2))
     states = model.final_states(old_ids, preserved=True)
     assert torch.equal(model.base_logits(states), model.base(input_ids=old_ids).logits)
+    new: Any = model.expansion.new_tokens
+    pieces = [[int(piece) for piece in token.split()] for token in PIECES.new_tokens]
+    expected_rows = composed_rows(model.root.model.embed_tokens(torch.arange(OLD)), pieces)
+    torch.testing.assert_close(new.embed_tokens.weight.double(), expected_rows, rtol=0.0, atol=1e-5)
 
     model.train()
     loss = model(input_ids=ids, labels=ids).loss
@@ -91,46 +72,30 @@ def test_base_logits_are_bitwise_and_the_loss_is_that_of_the_logits(
     assert torch.allclose(loss, expected, atol=1e-5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert gradients.keys() == trained.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
-    assert "expansion.new_tokens.lm_head.weight" in trained
+    assert (
+        "expansion.new_tokens.lm_head.weight" in trained and "expansion.new_tokens.embed_tokens.weight" not in trained
+    )
     for name, parameter in trained.items():
         assert parameter.grad is not None
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
 
 
 @families
-@pytest.mark.parametrize("collaborates", [False, True])
-def test_an_expansion_upon_one_with_new_tokens_has_them_and_trains_alone(family: Any, collaborates: bool) -> None:
-    below = grown("route", *family, collaborates=collaborates)
+@torch.no_grad()
+def test_an_expansion_upon_one_with_new_tokens_has_them_and_its_base_head_is_the_one_below(family: Any) -> None:
+    below = grown("route", *family)
     ids = torch.randint(ALL, (2, 11), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        before = below.adaptation_logits(below.final_states(ids, preserved=False))
+    before = below.adaptation_logits(below.final_states(ids, preserved=False))
     model = start_model(below, MethodConfig(variant="route"), 0)
     assert isinstance(model, ScaleForCausalLM)
-    assert all(name.startswith("expansion.") for name, p in model.named_parameters() if p.requires_grad)
-    with torch.no_grad():
-        for parameter in model.expansion.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-        states = model.eval().final_states(ids, preserved=True)
-        base, adapted = model.routed_logits(states)
-        assert torch.equal(base, before)
-        assert torch.equal(model.head_logits(ids)(slice(None))[0], before)
-        expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        assert torch.allclose(model.train()(input_ids=ids, labels=ids).loss, expected, atol=1e-5)
-        if not collaborates:
-            plain = plain_model(model.eval(), "float32", [ids])
-            assert torch.allclose(plain(input_ids=ids).logits, adapted, atol=1e-4)
-
-
-@families
-def test_new_rows_are_the_mean_of_their_pieces_at_the_length_of_such_rows(family: Any) -> None:
-    model = grown("preserve", *family)
-    assert model.expansion.new_tokens is not None
-    rows, old = model.expansion.new_tokens.embed_tokens.weight, model.root.model.embed_tokens(torch.arange(OLD))
-    size = old[[3, 5, 7, 8, 9]].norm(dim=1).median()
-    for row, pieces in zip(rows, PIECES.new_tokens, strict=True):
-        mean = old[[int(piece) for piece in pieces.split()]].mean(0)
-        assert torch.allclose(row, mean / mean.norm() * size, atol=1e-5)
-    assert not rows.requires_grad
+    for parameter in model.expansion.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    base, adapted = model.eval().head_logits(ids)(slice(None))
+    assert torch.equal(base, before)
+    expected = torch.nn.functional.cross_entropy(adapted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model.train()(input_ids=ids, labels=ids).loss, expected)
+    plain = plain_model(model.eval(), "float32", [ids])
+    torch.testing.assert_close(plain(input_ids=ids).logits, adapted, rtol=0.0, atol=1e-4)
 
 
 @families

@@ -85,23 +85,18 @@ def test_a_hash_hangs_on_bytes_shape_and_dtype_and_not_on_memory_layout() -> Non
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_record_names_every_tensor_and_a_tied_one_once(tied: bool) -> None:
+def test_a_record_names_every_tensor_a_tied_one_once_and_its_content_hash_hangs_on_tensors_alone(tied: bool) -> None:
     base = tiny_llama(tie_word_embeddings=tied)
     record = record_base(base, named("tiny"))
     assert ("lm_head.weight" in record.tensors) is not tied
     assert len(record.tensors) == 2 + 3 * 9 + (not tied)
     assert BaseRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
-    assert record.revision is None
     base.config._commit_hash = "0123abcd"
-    assert record_base(base, named("tiny")).revision == "0123abcd"
-
-
-def test_the_content_hash_hangs_on_the_tensors_alone() -> None:
-    one, other_name = (record_base(tiny_llama(), named(name)) for name in ("here", "there"))
-    assert one.content_sha256 == other_name.content_sha256
-    assert record_base(tiny_llama(seed=1), named("here")).content_sha256 != one.content_sha256
-    renamed = {f"{name}x": sha256 for name, sha256 in one.tensors.items()}
-    assert BaseRecord("here", None, "float32", renamed, "", "").content_sha256 != one.content_sha256
+    elsewhere = record_base(base, named("there"))
+    assert (record.revision, elsewhere.revision) == (None, "0123abcd")
+    assert elsewhere.content_sha256 == record.content_sha256
+    renamed = {f"{name}x": sha256 for name, sha256 in record.tensors.items()}
+    assert BaseRecord("tiny", None, "float32", renamed, "", "").content_sha256 != record.content_sha256
 
 
 def test_what_changed_is_named_and_nothing_else() -> None:
@@ -168,7 +163,7 @@ def test_a_base_that_is_damaged_or_not_supported_is_one_line_that_names_it(check
 
 @pytest.mark.parametrize("name", base_module._SIZES)
 def test_a_size_that_no_model_has_is_refused_before_memory_is_asked_for(checkpoint: Path, name: str) -> None:
-    wrong: list[object] = [0, -1, 10**30, 1.5, "many", True, [], {}]
+    wrong: list[object] = [0, 10**30, 1.5, True, []]
     for size in wrong:
         edit_config(checkpoint, **{name: size})
         with pytest.raises(BaseModelError, match=r"model\.base"):
@@ -198,8 +193,7 @@ def test_folders_and_hub_ids_are_told_apart(checkpoint: Path) -> None:
         load_base_config(named("./nowhere"))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bad", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.bfloat16)])
 def test_every_number_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
     base: Any = tiny_llama()
     base.to(dtype)

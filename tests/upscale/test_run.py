@@ -108,7 +108,10 @@ OF_ALL = [*OF_THE_BASE, *OF_TRAINING, *OF_WHAT_IS_HELD_OUT]
 
 @pytest.mark.parametrize(
     ("verb", "override", "message"),
-    [*((verb, *case) for verb in VERBS for case in OF_ALL), *(("run", *case) for case in OF_THE_PIPELINE)],
+    [
+        *((list(VERBS)[number % len(VERBS)], *case) for number, case in enumerate(OF_ALL)),
+        *(("run", *case) for case in OF_THE_PIPELINE),
+    ],
 )
 def test_nothing_is_written_before_what_is_certain_to_fail(
     configured: Configured, tmp_path: Path, verb: str, override: str, message: str
@@ -144,9 +147,8 @@ def test_a_tokenizer_that_drops_a_script_is_found_before_anything_is_written(
     for dropped in places:
         paths = (f"{place}={tmp_path / ('ko' if place == dropped else 'en')}.txt" for place in places)
         config = configured(f"model.base={tmp_path / 'base'}", *paths)
-        for verb in VERBS.values():
-            with pytest.raises(CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"):
-                verb(config)
+        with pytest.raises(CorpusError, match=r"(one|kept|new) \(.*ko\.txt\): the tokenizer loses .* '안녕하세요'"):
+            upscale(config)
     assert sorted({*tmp_path.rglob("*")} - {tmp_path / "config.yaml"}) == before
 
 
