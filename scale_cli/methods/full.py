@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import Method, MethodSection, Trains
+from scale_cli.methods.method import Method, MethodSection
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ class Full(Method[MethodSection]):
 
     def build(self, base: PreTrainedModel, settings: MethodSection, seed: int, new: Any = None) -> PreTrainedModel:
         return base.requires_grad_(True)
-
-    def trains(self, base_config: Any, settings: MethodSection) -> Trains:
-        return Trains([True] * base_config.num_hidden_layers, embedding=True, head=True, final_norm=True)
 
 
 class FreezeConfig(Section):
@@ -56,7 +53,3 @@ class Freeze(Method[FreezeConfig]):
         for frozen in (base.model.embed_tokens, *layers[:count]):
             frozen.requires_grad_(False)
         return base
-
-    def trains(self, base_config: Any, settings: FreezeConfig) -> Trains:
-        layers = [layer >= settings.num_layers for layer in range(base_config.num_hidden_layers)]
-        return Trains(layers, head=not base_config.tie_word_embeddings, final_norm=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from scale_cli.errors import ConfigError
-from scale_cli.methods.method import Method, Settings, Trains
+from scale_cli.methods.method import Method, Settings
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ class Deeper(Method[Settings]):
     def build(self, base: PreTrainedModel, settings: Settings, seed: int, new: Any = None) -> PreTrainedModel:
         num_layers = base.config.num_hidden_layers
         return deepen(base, order_of(num_layers, self.copied(num_layers, settings)))
-
-    def trains(self, base_config: Any, settings: Settings) -> Trains:
-        num_layers = base_config.num_hidden_layers
-        return Trains([added for _, added in order_of(num_layers, self.copied(num_layers, settings))])
 
 
 class LlamaPro(Deeper[LlamaProConfig]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from scale_cli.errors import ConfigError, require
-from scale_cli.methods.method import PROJECTIONS, Method, Trains
+from scale_cli.methods.method import PROJECTIONS, Method
 from scale_cli.values import Section
 
 if TYPE_CHECKING:
@@ -89,7 +89,3 @@ class Lora(Method[LoraConfig]):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return put_beside(base, peft, "method.lora.targets")
-
-    def trains(self, base_config: Any, settings: LoraConfig) -> Trains:
-        frozen, whole = [False] * base_config.num_hidden_layers, settings.embeddings
-        return Trains(frozen, embedding=whole, head=whole, targets=settings.targets, rank=lambda _: settings.rank)

@@ -5,8 +5,7 @@ The config's schema reads this package, so it loads without torch: what computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from scale_cli.values import Section
@@ -28,19 +27,6 @@ class MethodSection(Section):
 
 
 Settings = TypeVar("Settings", bound=Section)
-
-
-@dataclass(frozen=True)
-class Trains:
-    """Which weights of a plain decoder train, for `scripts/benchmark/algebra.py`, which counts what that costs."""
-
-    layers: Sequence[bool]  # bottom up, of the decoder that is trained
-    embedding: bool = False
-    head: bool = False
-    final_norm: bool = False
-    gains: bool = False  # of every norm, and biases, where the layers do not train whole
-    targets: Collection[str] = ()  # modules that get two trained matrices beside the frozen one
-    rank: Callable[[int], int] = int  # of those two, by the smaller of the frozen one's sizes
 
 
 class Method(Generic[Settings]):
@@ -108,10 +94,6 @@ class Method(Generic[Settings]):
     def as_base(self, model: Any) -> Any:
         """Return what is the base bit for bit at the start."""
         return model
-
-    def trains(self, base_config: Any, settings: Settings) -> Trains:
-        """Return which weights train, where nothing is widened."""
-        raise NotImplementedError
 
     def probe_windows(self, settings: Settings) -> int:
         """Return the windows of known text, of each source, in which `find` looks before training; 0: nowhere."""

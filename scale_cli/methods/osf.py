@@ -11,7 +11,7 @@ from pydantic import Field
 
 from scale_cli.errors import require
 from scale_cli.methods.lora import modules_of, put_beside
-from scale_cli.methods.method import PROJECTIONS, Method, Trains
+from scale_cli.methods.method import PROJECTIONS, Method
 from scale_cli.methods.recipes import Hook, Training, Update
 from scale_cli.values import Section
 
@@ -56,10 +56,6 @@ class Osf(Method[OsfConfig]):
 
     def hooks(self, settings: OsfConfig, training: Training) -> list[Hook]:
         return [Projection(training.model)]
-
-    def trains(self, base_config: Any, settings: OsfConfig) -> Trains:
-        frozen = [False] * base_config.num_hidden_layers
-        return Trains(frozen, targets=settings.targets, rank=lambda size: 2 * (size - int(settings.kept * size)))
 
 
 class Projection(Hook):

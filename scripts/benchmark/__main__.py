@@ -8,14 +8,39 @@ Shapes, methods and bars are explained in docs/performance.md.
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmark.run import run_benchmark
-from scripts.benchmark.shapes import SHAPES
+from scale_cli.storage.atomic import write_json
+from scripts.benchmark.cases import SEED, cases
+from scripts.benchmark.counting import head_peak_bytes
+from scripts.benchmark.measuring import Measured, measure_counts, take_rounds
+from scripts.benchmark.report import all_bars, bar_table, table, to_json
+from scripts.benchmark.shapes import SHAPES, Shape
+
+
+def run_benchmark(
+    shape: Shape, names: list[str], num_rounds: int, output: Path, log: Callable[[str], None]
+) -> dict[str, Measured]:
+    """Measure methods (of `cases`; all where no names are given), print the tables and write OUTPUT/SHAPE.json."""
+    with tempfile.TemporaryDirectory() as scratch:
+        batches = shape.batches(Path(scratch), SEED)
+        makers = cases(shape, batches, Path(scratch))
+        chosen, results = [], {}
+        for name in names or makers:
+            log(f"preparing {name}")
+            chosen.append(makers[name]())
+            results[name] = measure_counts(chosen[-1], shape, batches)
+        take_rounds(chosen, list(results.values()), shape, num_rounds, log)
+        bars = all_bars(shape, results, head_peak_bytes(shape.device))
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / f"{shape.name}.json", to_json(shape, results, bars))
+    log("\n" + table(shape, results) + "\n\n" + bar_table(bars) + f"\n\nwritten {output / shape.name}.json")
+    return results
 
 
 def main() -> None:
-    """Read the command line and measure."""
     parser = argparse.ArgumentParser("python -m scripts.benchmark", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="cpu")
     parser.add_argument("--rounds", type=int, default=9)

@@ -21,6 +21,7 @@ fine-tuning and 4 N for LoRA. A widened map has up to four blocks; its u always 
 
 with E = r D: 2 D^2 (1 + 2r + 3r^2) where x needs no gradient and 2 D^2 (2 + 6r + 3r^2) where it does and W12 exists.
 Whether x needs one is followed map by map, bottom up: it does above the first thing that trains and writes into x.
+Sizes, and what trains, are read off the method's model without weights (on the meta device), which is never run.
 
 Attention over S keys costs 2 S A FLOPs a token and head of A channels for each product: forward Q K^T and P V;
 backward dP = dO V^T where q or k needs a gradient, dQ, dK and dV = P^T dO where q, k and v do. It is causal: a token
@@ -38,16 +39,16 @@ Source: the blocks are SCALE's (arXiv 2511.03270). For full fine-tuning it is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from scale_cli.config.schema import MethodConfig
-from scale_cli.methods.method import Trains
-from scale_cli.methods.widened import plan_expansion
-from scale_cli.model.configuration_scale import ScaleConfig
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+from scale_cli.model.family_scale import OWNERS
+from scale_cli.upscale.base import base_without_weights
+from scale_cli.upscale.method import build_model
+from scale_cli.upscale.objective import plain_of, trained_head
 
 
 @dataclass(frozen=True)
@@ -82,169 +83,78 @@ def ideal_flops_per_token(base_config: Any, method: MethodConfig, sequence_lengt
     Raises:
         ConfigError: the method asks for layers that the base does not have.
     """
-    maps: _Maps = (
-        _WidenedMaps.of(base_config, method) if method.definition.widens else _PlainMaps.of(base_config, method)
-    )
-    num_keys = (sequence_length + 1) / 2
-    query_size = maps.base["q_proj"][1]
-    linear, x_grad = maps.embedding()
+    with torch.device("meta"):
+        model: Any = build_model(base_without_weights(base_config, "float32"), method, 0)
+    root = model.root if method.definition.widens else plain_of(model)
+    decoder, expansion = root.get_decoder(), model.expansion if method.definition.widens else None
+    head_dim, num_keys = decoder.layers[0].self_attn.head_dim, (sequence_length + 1) / 2
+    query_size = base_config.num_attention_heads * head_dim
+    added_query_size = expansion.layers[0].q_proj.weight_22.shape[0] if expansion is not None else 0
+    linear, x_grad = _embedding(decoder.embed_tokens)
     attention = fused_attention = 0.0
-    for layer, trains in enumerate(maps.layers_train):
-        of_gains = trains or maps.gains_train
-        reads = x_grad or of_gains
-        costs, (q_grad, k_grad, v_grad) = zip(
-            *(maps.linear(layer, name, reads) for name in _ATTENTION[:3]), strict=True
-        )
+    for index, layer in enumerate(decoder.layers):
+        added = None if expansion is None else expansion.layers[index]
+
+        def product(name: str, reads_grad: bool, layer: Any = layer, added: Any = added) -> tuple[float, bool]:
+            module = getattr(getattr(layer, OWNERS[name]), name)
+            return _product(module, None if added is None else getattr(added, name), reads_grad)
+
+        gains_train = any(p.requires_grad for name, p in layer.named_parameters() if name.endswith("norm.weight"))
+        reads = x_grad or gains_train
+        costs, (q_grad, k_grad, v_grad) = zip(*(product(f"{name}_proj", reads) for name in "qkv"), strict=True)
         num_products = 2 + (q_grad or k_grad) + q_grad + k_grad + v_grad
-        attention += 2 * num_keys * (num_products * query_size + 6 * maps.added_query_size)
+        attention += 2 * num_keys * (num_products * query_size + 6 * added_query_size)
         num_fused = 7 if q_grad or k_grad or v_grad else 2
-        fused_attention += 2 * sequence_length * (num_fused * query_size + 7 * maps.added_query_size)
-        o_cost, o_grad = maps.linear(layer, "o_proj", q_grad or k_grad or v_grad)
+        fused_attention += 2 * sequence_length * (num_fused * query_size + 7 * added_query_size)
+        o_cost, o_grad = product("o_proj", q_grad or k_grad or v_grad)
         x_grad = x_grad or o_grad
-        reads = x_grad or of_gains
-        gate_cost, gate_grad = maps.linear(layer, "gate_proj", reads)
-        up_cost, up_grad = maps.linear(layer, "up_proj", reads)
-        down_cost, down_grad = maps.linear(layer, "down_proj", gate_grad or up_grad)
+        gate_cost, gate_grad = product("gate_proj", x_grad or gains_train)
+        up_cost, up_grad = product("up_proj", x_grad or gains_train)
+        down_cost, down_grad = product("down_proj", gate_grad or up_grad)
         x_grad = x_grad or down_grad
         linear += sum(costs) + o_cost + gate_cost + up_cost + down_cost
-    return TokenFlops(linear, attention, maps.head(x_grad), fused_attention)
+    reads = x_grad or decoder.norm.weight.requires_grad
+    head = _product(trained_head(root), None, reads)[0]
+    if expansion is not None:
+        head += _linear(*expansion.lm_head.weight.shape, reads_grad=True, trains=True)
+    return TokenFlops(linear, attention, head, fused_attention)
 
 
-def _linear(inputs: int, outputs: int, *, reads_grad: bool, trains: bool) -> float:
-    return 2.0 * inputs * outputs * (1 + reads_grad + trains)
+def _linear(one: int, other: int, *, reads_grad: bool, trains: bool) -> float:
+    return 2.0 * one * other * (1 + reads_grad + trains)
 
 
-class _Maps(Protocol):
-    """The linear maps of a model in training; each tells its FLOPs and whether what it writes needs a gradient."""
+def _product(module: Any, added: Any, reads_grad: bool) -> tuple[float, bool]:
+    """Return the FLOPs of a map, and whether what it writes into x needs a gradient.
 
-    @property
-    def base(self) -> dict[str, tuple[int, int]]: ...
-
-    @property
-    def added_query_size(self) -> int: ...
-
-    @property
-    def layers_train(self) -> Sequence[bool]: ...
-
-    @property
-    def gains_train(self) -> bool: ...
-
-    def embedding(self) -> tuple[float, bool]: ...
-
-    def linear(self, layer: int, name: str, reads_grad: bool) -> tuple[float, bool]: ...
-
-    def head(self, reads_grad: bool) -> float: ...
-
-
-def _sizes(
-    hidden_size: int, intermediate_size: int, query_size: int, key_value_size: int
-) -> dict[str, tuple[int, int]]:
-    """Return (in, out) of every linear map of a decoder layer."""
-    return {
-        "q_proj": (hidden_size, query_size),
-        "k_proj": (hidden_size, key_value_size),
-        "v_proj": (hidden_size, key_value_size),
-        "o_proj": (query_size, hidden_size),
-        "gate_proj": (hidden_size, intermediate_size),
-        "up_proj": (hidden_size, intermediate_size),
-        "down_proj": (intermediate_size, hidden_size),
-    }
-
-
-def _base_sizes(config: Any) -> dict[str, tuple[int, int]]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    return _sizes(config.hidden_size, config.intermediate_size, *heads)
-
-
-@dataclass(frozen=True)
-class _WidenedMaps:
-    """A frozen decoder and its expansion."""
-
-    config: ScaleConfig
-    base: dict[str, tuple[int, int]]
-    added: dict[str, tuple[int, int]]
-    layers_train: list[bool]
-    added_query_size: int
-    gains_train: bool = False
-
-    @classmethod
-    def of(cls, base_config: Any, method: MethodConfig) -> _WidenedMaps:
-        config = plan_expansion(base_config, method)
-        base = _base_sizes(base_config)
-        head_dim = base["q_proj"][1] // base_config.num_attention_heads
-        query_size = config.expansion_num_attention_heads * head_dim
-        key_value_size = config.expansion_num_key_value_heads * head_dim
-        added = _sizes(config.expansion_hidden_size, config.expansion_intermediate_size, query_size, key_value_size)
-        return cls(config, base, added, [False] * base_config.num_hidden_layers, query_size)
-
-    def embedding(self) -> tuple[float, bool]:
-        return 0.0, False
-
-    def linear(self, layer: int, name: str, reads_grad: bool) -> tuple[float, bool]:
-        (inputs, outputs), (more_inputs, more_outputs) = self.base[name], self.added[name]
-        in_attention = name in _ATTENTION
-        config = self.config
-        collaborating = config.attention_collaboration_layers if in_attention else config.mlp_collaboration_layers
-        flops = _linear(inputs, outputs, reads_grad=reads_grad, trains=False)
-        flops += _linear(inputs, more_outputs, reads_grad=reads_grad, trains=True)
-        flops += _linear(more_inputs, more_outputs, reads_grad=True, trains=True)
-        if layer in collaborating:
-            flops += _linear(more_inputs, outputs, reads_grad=True, trains=True)
-        return flops, reads_grad or layer in collaborating
-
-    def head(self, reads_grad: bool) -> float:
-        vocab_size, hidden_size = self.config.vocab_size, self.base["q_proj"][0]
-        frozen = _linear(hidden_size, vocab_size, reads_grad=reads_grad, trains=False)
-        return frozen + _linear(self.config.expansion_hidden_size, vocab_size, reads_grad=True, trains=True)
-
-
-@dataclass(frozen=True)
-class _PlainMaps:
-    """A decoder that nothing widens: whole layers train, or low-rank adapters beside frozen maps do."""
-
-    config: Any
-    base: dict[str, tuple[int, int]]
-    trains: Trains
-    added_query_size: int = 0
-
-    @property
-    def layers_train(self) -> Sequence[bool]:
-        return self.trains.layers
-
-    @property
-    def gains_train(self) -> bool:
-        return self.trains.gains
-
-    @classmethod
-    def of(cls, config: Any, method: MethodConfig) -> _PlainMaps:
-        return cls(config, _base_sizes(config), method.definition.trains(config, method.settings))
-
-    def embedding(self) -> tuple[float, bool]:
-        """A look-up; an adapter on it is a look-up and one product, from its rank to the stream."""
-        if self._is_target("model.embed_tokens"):
-            rank = self.trains.rank(self.config.hidden_size)
-            return _linear(rank, self.config.hidden_size, reads_grad=True, trains=True), True
-        return 0.0, self.trains.embedding
-
-    def linear(self, layer: int, name: str, reads_grad: bool) -> tuple[float, bool]:
-        module = "self_attn" if name in _ATTENTION else "mlp"
-        path = f"model.layers.{layer}.{module}.{name}"
-        return self._adapted(path, self.base[name], reads_grad, self.layers_train[layer])
-
-    def head(self, reads_grad: bool) -> float:
-        sizes = self.config.hidden_size, self.config.vocab_size
-        return self._adapted("lm_head", sizes, reads_grad or self.trains.final_norm, self.trains.head)[0]
-
-    def _adapted(self, path: str, sizes: tuple[int, int], reads_grad: bool, trains: bool) -> tuple[float, bool]:
-        flops = _linear(*sizes, reads_grad=reads_grad, trains=trains)
-        if not self._is_target(path):
-            return flops, reads_grad or trains
-        inputs, outputs = sizes
-        rank = self.trains.rank(min(sizes))
+    `module` is a plain one or PEFT's, which has two trained matrices beside the frozen one; `added` widens it.
+    """
+    weight = getattr(module, "base_layer", module).weight
+    flops = _linear(*weight.shape, reads_grad=reads_grad, trains=weight.requires_grad)
+    writes_grad, rank = reads_grad or weight.requires_grad, _rank(module)
+    if rank:
+        outputs, inputs = weight.shape
         flops += _linear(inputs, rank, reads_grad=reads_grad, trains=True)
-        return flops + _linear(rank, outputs, reads_grad=True, trains=True), True
+        flops += _linear(rank, outputs, reads_grad=True, trains=True)
+        writes_grad = True
+    if added is not None:
+        flops += _linear(*added.weight_21.shape, reads_grad=reads_grad, trains=True)
+        flops += _linear(*added.weight_22.shape, reads_grad=True, trains=True)
+        if added.weight_12 is not None:
+            flops += _linear(*added.weight_12.shape, reads_grad=True, trains=True)
+            writes_grad = True
+    return flops, writes_grad
 
-    def _is_target(self, path: str) -> bool:
-        """PEFT's own rule for a list of names."""
-        return any(path == target or path.endswith(f".{target}") for target in self.trains.targets)
+
+def _embedding(module: Any) -> tuple[float, bool]:
+    """Return the same of the embedding: a look-up, and with an adapter one product, from its rank to the stream."""
+    rank, trains = _rank(module), any(parameter.requires_grad for parameter in module.parameters())
+    flops = _linear(rank, module.base_layer.weight.shape[1], reads_grad=True, trains=True) if rank else 0.0
+    return flops, trains
+
+
+def _rank(module: Any) -> int:
+    """Return the rank of the matrices that PEFT has put beside a module's; 0 where there are none."""
+    if hasattr(module, "osf_svd_params"):  # what is trained, and what it was at the start
+        return 2 * int(module.osf_svd_params["default"]["U_low"].shape[1])
+    return int(getattr(module, "r", {}).get("default", 0))

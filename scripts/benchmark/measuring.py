@@ -18,8 +18,7 @@ import torch
 from scale_cli.config.schema import MethodConfig
 from scale_cli.data.batches import Batches
 from scripts.benchmark.algebra import ideal_flops_per_token
-from scripts.benchmark.cases import BenchmarkCase
-from scripts.benchmark.clock import PHASES
+from scripts.benchmark.cases import PHASES, BenchmarkCase
 from scripts.benchmark.counting import count_flops, peak_bytes, saved_activation_bytes
 from scripts.benchmark.shapes import Shape
 

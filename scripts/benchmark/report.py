@@ -1,18 +1,79 @@
-"""The tables that are printed, and the JSON that is written."""
+"""The bars, the tables that are printed, and the JSON that is written. Ratios are formed within rounds."""
 
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from scale_cli.report import Table
-from scripts.benchmark.bars import Bar, Results
-from scripts.benchmark.clock import PHASES
+from scripts.benchmark.cases import COMPILED, PHASES
+from scripts.benchmark.measuring import Measured
 from scripts.benchmark.shapes import Shape
+
+Results = dict[str, Measured]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure and its bar."""
+
+    what: str  # is measured
+    figure: float  # median over rounds where there are rounds
+    quartiles: tuple[float, float] | None  # lower and upper; None of a figure that is counted
+    bar: float  # the figure asked for
+    at_least: bool  # whether more is better
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure reaches its bar."""
+        return self.figure >= self.bar if self.at_least else self.figure <= self.bar
+
+
+def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> list[Bar]:
+    """Return every bar whose cases took part."""
+    top = f"route top:{shape.top_layers} r=0.125"
+    bars = [
+        _most(f"FLOPs / ideal, {name}", r.flops / r.ideal_flops, 1.02) for name, r in results.items() if r.ideal_flops
+    ]
+    for what, one, other, bar in (
+        ("speed / full", "preserve r=0.125", "full", 2.2),
+        ("speed / full", "preserve r=0.25", "full", 1.7),
+        ("speed / HF+PEFT LoRA", "preserve r=0.125", "hf lora", 1.8),
+        ("speed / HF+PEFT LoRA", "preserve r=0.25", "hf lora", 1.4),
+        ("speed / HF+PEFT LoRA", "adapt r=0.125", "hf lora", 0.85),
+        ("speed / HF+PEFT LoRA", "adapt r=0.25", "hf lora", 0.70),
+        ("speed / HF+PEFT LoRA", top, "hf lora", 1.4),
+        ("speed / HF Trainer", "full", "hf full", 1.0),
+        *(("speed / uncompiled", f"{name} compiled", name, 1.0) for name in COMPILED),
+    ):
+        if one in results and other in results:
+            bars.append(_speed(f"{what}, {one}", results[one], results[other], bar))
+    for name, bar in (("preserve r=0.125", 0.30), ("preserve r=0.25", 0.40)):
+        if name in results and "full" in results:
+            share = results[name].saved_bytes / results["full"].saved_bytes
+            bars.append(_most(f"saved activations / full, {name}", share, bar))
+    ours, whole = head_peaks
+    bars.append(_most("head's peak memory / whole logits", ours / whole, 0.10))
+    waits = {name: r.shares()["data"] for name, r in results.items() if not name.startswith("hf ")}
+    if waits:
+        name = max(waits, key=waits.__getitem__)
+        bars.append(_most(f"data wait / step, at most ({name})", waits[name], 0.01))
+    return bars
+
+
+def _most(what: str, figure: float, bar: float) -> Bar:
+    return Bar(what, figure, None, bar, at_least=False)
+
+
+def _speed(what: str, one: Measured, other: Measured, bar: float) -> Bar:
+    ratios = np.array(one.tokens_per_s) / np.array(other.tokens_per_s)
+    low, middle, high = (float(q) for q in np.percentile(ratios, [25, 50, 75]))
+    return Bar(what, middle, (low, high), bar, at_least=True)
 
 
 def table(shape: Shape, results: Results) -> str:

@@ -26,31 +26,25 @@ LLAMA_3_2_1B = LlamaConfig(
     max_position_embeddings=131072,
     tie_word_embeddings=True,
 )
+# Every method, what trains being at the bottom, in the middle, at the top, or beside it.
 METHODS: list[dict[str, Any]] = [
     {"variant": "full"},
     {"variant": "freeze", "freeze": {"num_layers": 0}},
     {"variant": "freeze", "freeze": {"num_layers": 2}},
     {"variant": "freeze", "freeze": {"num_layers": 3}},
     {"variant": "lora"},
-    {"variant": "lora", "lora": {"rank": 5, "targets": ["q_proj"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["1.self_attn.v_proj", "2.mlp.down_proj"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["embed_tokens"]}},
     {"variant": "lora", "lora": {"rank": 3, "targets": ["lm_head"]}},
     {"variant": "lora", "lora": {"rank": 3, "embeddings": True}},
-    {"variant": "osf"},
     {"variant": "osf", "osf": {"kept": 0.7, "targets": ["o_proj", "up_proj"]}},
-    {"variant": "llama-pro"},
     {"variant": "llama-pro", "llama_pro": {"num_blocks": 2}},
     {"variant": "adept", "adept": {"layers": [1]}},
     {"variant": "preserve"},
-    {"variant": "preserve", "expansion": {"ratio": 1.0}},
     {"variant": "route", "expansion": {"ratio": 0.5, "hidden_ratio": 0.7, "mlp_ratio": 0.1}},
     {"variant": "adapt"},
-    {"variant": "adapt", "collaboration": {"layers": [1]}},
     {"variant": "adapt", "collaboration": {"layers": "top:2", "modules": ["attention"]}},
     {"variant": "adapt", "collaboration": {"layers": [0, 2], "modules": ["mlp"]}},
-    {"variant": "route"},
-    {"variant": "route", "collaboration": {"layers": "top:1"}},
 ]
 
 # The counter does not know a product that is summed in place.
@@ -72,10 +66,9 @@ def counted(model: Any, num_tokens: int, **options: Any) -> dict[str, float]:
     return {str(op): flops / num_tokens for op, flops in counter.get_flop_counts()["Global"].items()}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("settings", METHODS, ids=str)
-def test_the_formula_is_what_a_real_model_computes(settings: dict[str, Any], tied: bool) -> None:
-    base = tiny_llama(tie_word_embeddings=tied)
+@pytest.mark.parametrize(("number", "settings"), list(enumerate(METHODS)), ids=str)
+def test_the_formula_is_what_a_real_model_computes(number: int, settings: dict[str, Any]) -> None:
+    base = tiny_llama(tie_word_embeddings=number % 2 == 1)
     method = MethodConfig.model_validate(settings)
     ideal = ideal_flops_per_token(base.config, method, SEQUENCE_LENGTH)
     by_operator = counted(start_model(base, method, seed=0), 2 * SEQUENCE_LENGTH)

@@ -10,13 +10,11 @@ from scale_cli import planning
 from scale_cli.config.schema import MethodConfig
 from scale_cli.upscale.base import base_without_weights
 from scale_cli.upscale.method import build_model
+from scripts.benchmark.__main__ import run_benchmark
 from scripts.benchmark.algebra import ideal_flops_per_token
-from scripts.benchmark.bars import Bar
 from scripts.benchmark.cases import cases, ours
 from scripts.benchmark.counting import count_flops
-from scripts.benchmark.head_memory import head_peak_bytes
 from scripts.benchmark.measuring import ideal_flops
-from scripts.benchmark.run import run_benchmark
 from scripts.benchmark.shapes import SHAPES
 
 TINY = SHAPES["tiny"]
@@ -35,13 +33,7 @@ def test_a_run_times_every_method_in_every_round_and_writes_what_it_prints(tmp_p
         assert f"\n{name}" in lines[-1]
     for bar in written["bars"]:
         assert bar["what"] in lines[-1]
-
-
-def test_what_is_compiled_is_a_method_that_takes_part_uncompiled_too(tmp_path: Path) -> None:
-    names = cases(TINY, TINY.batches(tmp_path, seed=0), tmp_path).keys()
-    compiled = {name.removesuffix(" compiled") for name in names if name.endswith(" compiled")}
-    assert compiled
-    assert compiled <= names
+    assert [bar["met"] for bar in written["bars"] if bar["what"].startswith("head's peak memory")] == [True]
 
 
 def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -> None:
@@ -53,24 +45,16 @@ def test_every_method_begins_at_the_same_loss_on_the_same_data(tmp_path: Path) -
     assert losses == pytest.approx(dict.fromkeys(losses, losses["full"]), rel=1e-4)
 
 
-BASELINES: list[dict[str, object]] = [
-    {"variant": "full"},
-    {"variant": "freeze", "freeze": {"num_layers": 1}},
-    {"variant": "lora"},
-    {"variant": "llama-pro"},
-]
-WIDENING: list[dict[str, object]] = [
-    {"variant": "preserve"},
-    {"variant": "adapt"},
-    {"variant": "adapt", "collaboration": {"layers": [0]}},
-    {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["attention"]}},
-    {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["mlp"]}},
-]
-
-
 @pytest.mark.parametrize(
     "method",
-    [*BASELINES, *({**method, "expansion": {"ratio": ratio}} for method in WIDENING for ratio in (0.125, 0.25, 0.5))],
+    [
+        {"variant": "full"},
+        {"variant": "lora"},
+        {"variant": "llama-pro"},
+        {"variant": "preserve", "expansion": {"ratio": 0.125}},
+        {"variant": "adapt", "collaboration": {"layers": [0]}, "expansion": {"ratio": 0.5}},
+        {"variant": "route", "collaboration": {"layers": "top:1", "modules": ["mlp"]}},
+    ],
     ids=str,
 )
 def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: Path, method: dict[str, object]) -> None:
@@ -84,13 +68,3 @@ def test_no_more_products_are_computed_than_the_mathematics_asks_for(tmp_path: P
     ideal = ideal_flops_per_token(TINY.llama_config(), settings, TINY.sequence_length)
     per_token = planning.count_flops(model, TINY.sequence_length).total(TINY.sequence_length)
     assert per_token == pytest.approx(ideal.total, rel=1e-9)
-
-
-def test_the_head_holds_a_tenth_of_what_whole_logits_do() -> None:
-    chunked, whole = head_peak_bytes("cpu")
-    assert 0 < chunked <= 0.1 * whole
-
-
-def test_a_bar_is_met_from_its_own_side() -> None:
-    assert Bar("speed", 2.2, None, 2.2, at_least=True).met and not Bar("speed", 2.1, None, 2.2, at_least=True).met
-    assert Bar("bytes", 0.3, None, 0.3, at_least=False).met and not Bar("bytes", 0.4, None, 0.3, at_least=False).met
