@@ -29,7 +29,6 @@ class Update:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Everything that trains."""
         return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
 
 
@@ -103,7 +102,6 @@ class Recipe(Hook):
 
     @classmethod
     def is_asked_for(cls, train: Any) -> bool:
-        """Return whether the section `train` asks for it."""
         return getattr(train, cls.key) not in (None, False)
 
 
@@ -271,7 +269,6 @@ _WITHIN: tuple[type[Recipe], ...] = (DecayToBase,)  # which goes by the rates th
 
 
 def recipes_of(train: Any) -> list[type[Recipe]]:
-    """Return the recipes that the section `train` asks for."""
     return [recipe for recipe in (*_AROUND, *_WITHIN) if recipe.is_asked_for(train)]
 
 

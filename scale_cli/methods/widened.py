@@ -90,7 +90,6 @@ class CollaborationConfig(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether some layer is named."""
         return self.layers not in (None, "none", [])
 
 
@@ -301,7 +300,6 @@ def _added_channels(base_config: Any, num_added_heads: int, ratio: float, multip
 
 
 def collaborating_layers(collaboration: CollaborationConfig, variant: str, num_layers: int) -> list[int]:
-    """Return the indices of the layers in which W12 exists, in order."""
     layers = _DEFAULT_LAYERS[variant] if collaboration.layers is None else collaboration.layers
     if layers == "none":
         return []

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .expansion_scale import Expansion, LayerContext, LayerReads
+from .expansion_scale import Expansion, LayerContext, LayerReads, read_base
 from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
 from .routing import RouterMemory
@@ -57,7 +57,6 @@ class ScaleCache(DynamicCache):
         self.router = self.router and self.router.chosen(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence, as contrastive search does."""
         super().batch_repeat_interleave(repeats)
         self.router = self.router and self.router.repeated(repeats)
 
@@ -173,7 +172,8 @@ def run_branches(
         alone = {}
         first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
         if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
-            alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
+            with torch.no_grad():
+                alone = {0: read_base(base_layer, streams[0], context, context.slot(0, index))[0]}
         # The cache's length is read from slot 0: where head 0 is not run, the adapted stream takes it.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
     normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
@@ -208,29 +208,17 @@ def _run_layer(
         if index >= branch.expansion.first_collaborating_layer:
             x_BTD = streams[head] if head in streams else streams[0]
             slot = context.slot(len(branches) + head if apart else 0, index)
-            after[head], u_KBTE[head - 1], step = added(base_layer, x_BTD, u_BTE, context, slot, own_slot)
+            after[head], u_KBTE[head - 1], below, own = added(base_layer, x_BTD, u_BTE, context, slot, own_slot)
         elif branch.parent in reads:
-            u_KBTE[head - 1], step = added.read_on(base_layer, reads[branch.parent], u_BTE, context, own_slot)
+            below = reads[branch.parent]
+            u_KBTE[head - 1], own = added.read_on(base_layer, below, u_BTE, context, own_slot)
         else:  # the first that reads the base computes it
             slot = context.slot(0, index)
-            after[0], u_KBTE[head - 1], step = added(base_layer, streams[0], u_BTE, context, slot, own_slot)
-            reads[0] = step.below
+            after[0], u_KBTE[head - 1], below, own = added(base_layer, streams[0], u_BTE, context, slot, own_slot)
+            reads[0] = below
         if head in parents:
-            reads[head] = step.below.joined(step.own)
+            reads[head] = below.joined(own)
     return after
-
-
-def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
-    attention = base_layer.self_attn
-    with torch.no_grad():
-        return base_layer(
-            p_BTD,
-            attention_mask=context.attention_masks[attention.layer_idx],
-            position_ids=position_ids,
-            past_key_values=context.cache,
-            use_cache=context.cache is not None,
-            position_embeddings=context.rotary[context.family.rotary_kind(attention)],
-        )
 
 
 def _attention_masks(

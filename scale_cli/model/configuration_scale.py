@@ -113,7 +113,6 @@ class ScaleConfig(_OverABase):
         return min(layers, default=int(self.base_config.get("num_hidden_layers", 0)))
 
     def root(self) -> PreTrainedConfig:
-        """Return the configuration of the plain model at the bottom."""
         base = self.base()
         return base.root() if isinstance(base, ScaleConfig) else base
 
@@ -190,7 +189,6 @@ class JoinedConfig(_OverABase):
 
     @property
     def head_names(self) -> list[str]:
-        """The names of the heads that are routed among, the base's first."""
         return ["base", *(["mean"] if self.rule == "mean" else (member["name"] for member in self.members))]
 
     def stages(self) -> list[ScaleConfig]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -177,7 +178,7 @@ class LayerReads:
         )
 
 
-def _norm(owner: Any, name: str | None, x: Tensor, form: NormForm, inverse_rms: InverseRms) -> Tensor:
+def _norm(form: NormForm, inverse_rms: InverseRms, owner: Any, name: str | None, x: Tensor) -> Tensor:
     """Return x^ by one of the base's norms, or x where there is none; its 1 / rms(x) is noted."""
     if name is None:
         return x
@@ -189,10 +190,7 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
     """Return the base stream after one of its own layers, and what the added blocks read of that layer."""
     attention, mlp, family = base_layer.self_attn, base_layer.mlp, context.family
     inverse_rms: InverseRms = {}
-
-    def norm(owner: Any, name: str | None, x: Tensor) -> Tensor:
-        return _norm(owner, name, x, family.norm_form, inverse_rms)
-
+    norm = partial(_norm, family.norm_form, inverse_rms)
     x = norm(base_layer, family.before_attention, x_BTD)
     q, k, v = family.queries_keys_values(attention, x)
     q, k = (norm(attention, name, read) for name, read in zip(family.width_norms, (q, k), strict=True))
@@ -205,14 +203,6 @@ def read_base(base_layer: Any, x_BTD: Tensor, context: LayerContext, slot: int) 
     channels = family.channels(mlp, *family.gate_up(mlp, y))
     x_BTD = x_BTD + norm(base_layer, family.after_mlp, mlp.down_proj(channels))
     return x_BTD, LayerReads(x, heads, y, channels, inverse_rms)
-
-
-@dataclass
-class LayerStep:
-    """What an expansion's layer leaves to those that read the same streams, or its own too."""
-
-    below: LayerReads  # what it read
-    own: LayerReads  # what its own stream gave
 
 
 class ExpansionLayer(nn.Module):
@@ -271,8 +261,8 @@ class ExpansionLayer(nn.Module):
 
     def forward(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
-    ) -> tuple[Tensor, Tensor, LayerStep]:
-        """Return both streams after this layer, and what it leaves to be read.
+    ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
+        """Return both streams after this layer, and what it read and what its own stream gave, for those above.
 
         Where nothing has written into x (below every collaborating layer: always in Preserve) the base layer runs by
         itself, without autograd: it costs a forward pass and no more, and is never computed twice.
@@ -281,36 +271,35 @@ class ExpansionLayer(nn.Module):
             return context.run(self._both, base_layer, x_BTD, u_BTE, context, base_slot, own_slot)
         with torch.no_grad():
             x_BTD, read = read_base(base_layer, x_BTD, context, base_slot)
-        return x_BTD, *self.read_on(base_layer, read, u_BTE, context, own_slot)
+        u_BTE, own = self.read_on(base_layer, read, u_BTE, context, own_slot)
+        return x_BTD, u_BTE, read, own
 
     def read_on(
         self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
-    ) -> tuple[Tensor, LayerStep]:
-        """Return the expansion stream after this layer, where what it reads has been computed already."""
+    ) -> tuple[Tensor, LayerReads]:
+        """Return the expansion stream after this layer and what it gave; what it reads has been computed already."""
         return context.run(self._added, base_layer, read, u_BTE, context, own_slot)
 
     def _added(
         self, base_layer: Any, read: LayerReads, u_BTE: Tensor, context: LayerContext, own_slot: int
-    ) -> tuple[Tensor, LayerStep]:
+    ) -> tuple[Tensor, LayerReads]:
         weights, family, inverse_rms = self._weights(), context.family, read.inverse_rms
         u = self._norm(family.before_attention, inverse_rms, u_BTE)
         heads = self._heads(base_layer.self_attn, read.attention_BTD, u, inverse_rms, weights, context, own_slot)
         u_BTE = u_BTE + self._norm(family.after_attention, inverse_rms, self.o_proj(read.heads, heads, weights))
         if not self.has_mlp:
-            return u_BTE, LayerStep(read, LayerReads(u, heads, read.mlp_BTD, read.channels, inverse_rms))
+            return u_BTE, LayerReads(u, heads, read.mlp_BTD, read.channels, inverse_rms)
         y = self._norm(family.before_mlp, inverse_rms, u_BTE)
         channels = self._channels(base_layer.mlp, read.mlp_BTD, y, weights, family)
         u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, self.down_proj(read.channels, channels, weights))
-        return u_BTE, LayerStep(read, LayerReads(u, heads, y, channels, inverse_rms))
+        return u_BTE, LayerReads(u, heads, y, channels, inverse_rms)
 
     def _both(
         self, base_layer: Any, x_BTD: Tensor, u_BTE: Tensor, context: LayerContext, base_slot: int, own_slot: int
-    ) -> tuple[Tensor, Tensor, LayerStep]:
+    ) -> tuple[Tensor, Tensor, LayerReads, LayerReads]:
         attention, mlp, weights, family = base_layer.self_attn, base_layer.mlp, self._weights(), context.family
         inverse_rms: InverseRms = {}
-
-        def norm(owner: Any, name: str | None, x: Tensor) -> Tensor:
-            return _norm(owner, name, x, family.norm_form, inverse_rms)
+        norm = partial(_norm, family.norm_form, inverse_rms)
 
         def add(names: Sequence[str], products: Sequence[Tensor], u: Tensor) -> list[Tensor]:
             return [getattr(self, name).collaborate(y, u, weights) for name, y in zip(names, products, strict=True)]
@@ -330,7 +319,7 @@ class ExpansionLayer(nn.Module):
             read, own = (
                 LayerReads(*reads, y[..., :0], y[..., :0], inverse_rms) for reads in ((x, base_heads), (u, added_heads))
             )
-            return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), u_BTE, LayerStep(read, own)
+            return x_BTD + norm(base_layer, family.after_mlp, mlp(y)), u_BTE, read, own
         z = self._norm(family.before_mlp, inverse_rms, u_BTE)
         base_channels = family.channels(mlp, *add(READ_BY_MLP, family.gate_up(mlp, y), z))
         added_channels = self._channels(mlp, y, z, weights, family)
@@ -338,11 +327,8 @@ class ExpansionLayer(nn.Module):
         x_BTD = x_BTD + norm(base_layer, family.after_mlp, written)
         added = self.down_proj(base_channels, added_channels, weights)
         u_BTE = u_BTE + self._norm(family.after_mlp, inverse_rms, added)
-        step = LayerStep(
-            LayerReads(x, base_heads, y, base_channels, inverse_rms),
-            LayerReads(u, added_heads, z, added_channels, inverse_rms),
-        )
-        return x_BTD, u_BTE, step
+        read = LayerReads(x, base_heads, y, base_channels, inverse_rms)
+        return x_BTD, u_BTE, read, LayerReads(u, added_heads, z, added_channels, inverse_rms)
 
     def _weights(self) -> Weights:
         linears = (child for child in self.children() if isinstance(child, ExpansionLinear))

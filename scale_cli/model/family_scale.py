@@ -60,12 +60,10 @@ class Family:
     refused: tuple[str, ...] = ()  # keys of its config.json that are walked only where they are null or false
 
     def linear(self, base_layer: Any, name: str) -> nn.Linear:
-        """Return one of the maps of `OWNERS`."""
         linear: nn.Linear = getattr(getattr(base_layer, OWNERS[name]), name)
         return linear
 
     def module_name(self, name: str) -> str:
-        """Return the name of the module that holds one of the maps of `OWNERS`."""
         return name
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,27 +159,22 @@ class _Phi(Family):
         return part
 
     def module_name(self, name: str) -> str:
-        """Return the name of the module that holds a map, alone or with others."""
         return _PACKED_IN.get(name, name)
 
     def queries_keys_values(self, attention: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of the base's own product."""
         of_q, of_k, _ = self._head_sizes(attention)
         qkv = attention.qkv_proj(x_BTD)  # sliced: of what `split` gives nothing may be changed in place
         return qkv[..., :of_q], qkv[..., of_q : of_q + of_k], qkv[..., of_q + of_k :]
 
     def gate_up(self, mlp: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the halves of the base's own product."""
         gate_up = mlp.gate_up_proj(x_BTD)
         middle = gate_up.shape[-1] // 2
         return gate_up[..., :middle], gate_up[..., middle:]
 
     def channels(self, mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return what down reads."""
         return gated(mlp.activation_fn, gate, up)
 
     def packed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return a layer's tensors with the rows of several maps in one, in their order."""
         parts: list[Tensor] = []
         for path, tensor in tensors:
             owner, *names = path.split(".")
@@ -260,5 +253,4 @@ FAMILIES: dict[str, Family] = {  # by `model_type`
 
 
 def family_of(config: Any) -> Family:
-    """Return the family of a plain base, by its configuration."""
     return FAMILIES[config.model_type]

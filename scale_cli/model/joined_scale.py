@@ -28,7 +28,6 @@ from .routing import log_prior, piece_shares
 
 
 def mean_logits(logits: Sequence[Tensor]) -> Tensor:
-    """Return the logits of an ensemble: the mean of its heads'."""
     return torch.stack(list(logits)).mean(dim=0)
 
 
@@ -80,7 +79,6 @@ class JoinedForCausalLM(WidenedModel):
         return logits if shares is None else shares(logits)
 
     def all_heads(self, states: FinalStates) -> list[Tensor]:
-        """Return the logits of every head."""
         logits = states.logits(self.root.lm_head, self.routed_heads)
         return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
 
@@ -102,7 +100,6 @@ class JoinedForCausalLM(WidenedModel):
         return [adding / len(self.branches) for adding in num_adding[1:]]
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
-        """Return the log-weights of the heads that are routed among before the first token."""
         return log_prior(self.config.router_prior, len(self.config.head_names), device=device)
 
     @property

@@ -62,7 +62,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return loaded
 
     def freeze(self) -> None:
-        """Let the base not train."""
         self.base.requires_grad_(False)
         if (new := self.branches[-1].expansion.new_tokens) is not None:
             new.embed_tokens.requires_grad_(False)
@@ -77,7 +76,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         """Leave every block alone: `upscale` initialises the expansion, a checkpoint brings the rest."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the base's token embedding."""
         return self.root.get_input_embeddings()
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -226,7 +224,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         return ScaleCache()
 
     def log_prior(self, device: torch.device | None = None) -> Tensor:
-        """Return (K,) log-weights of the heads before the first token."""
         return log_prior(self.config.router_prior, len(self.routed_heads), device=device)
 
     def adaptation_logits(self, states: FinalStates) -> Tensor:
@@ -275,7 +272,6 @@ class ScaleForCausalLM(WidenedModel):
 
     @property
     def root(self) -> Any:
-        """The plain model at the bottom."""
         return self.base.root if isinstance(self.base, ScaleForCausalLM) else self.base
 
     def _training_loss(

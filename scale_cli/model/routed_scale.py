@@ -54,7 +54,6 @@ class RouterLayer:
         self._forget_how_it_came()
 
     def keep(self, memory: RouterMemory, rows_BTD: Tensor, log_weights_KBT: Tensor) -> None:
-        """Remember what is known after a call."""
         if not self.is_compileable:
             self.before, self.call = None if self.is_empty else self.last, (rows_BTD, log_weights_KBT)
             self.last = memory
@@ -99,7 +98,7 @@ class RouterLayer:
         self._forget_how_it_came()
 
     def offload(self) -> None:
-        """Stay where it is."""
+        pass
 
     def prefetch(self) -> None:
         """Fetch the layer that comes next, which is the first."""
@@ -134,7 +133,6 @@ class Routed(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many heads it routes among."""
         return len(self._columns)
 
     def log_weights(self, input_ids: Tensor) -> Tensor:

@@ -44,7 +44,6 @@ class NewTokens(nn.Module):
             self.embed_tokens.weight.copy_(composed(rows_VD, self.pieces))
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """Return H_new x (B, T, N)."""
         return F.linear(x_BTD.to(self.lm_head.weight.dtype), self.lm_head.weight)
 
 

@@ -63,12 +63,10 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """All of them, each once."""
         return self.linear + self.attention + self.head
 
     @property
     def total_fused(self) -> float:
-        """All of them, attention as kernels that fuse it are counted."""
         return self.linear + self.fused_attention + self.head
 
 

@@ -45,7 +45,6 @@ class Clock:
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """Begin a step."""
         self._marks.clear()
         self.mark("start")
 

@@ -40,12 +40,10 @@ class Measured:
     loss: float = float("nan")  # of the last step
 
     def quartiles(self) -> tuple[float, float, float]:
-        """Return lower quartile, median and upper quartile of tokens/s."""
         low, middle, high = np.percentile(self.tokens_per_s, [25, 50, 75])
         return float(low), float(middle), float(high)
 
     def shares(self) -> dict[str, float]:
-        """Return each phase's share of the time of all rounds."""
         totals = {phase: sum(round_s[phase] for round_s in self.phases_s) for phase in PHASES}
         return {phase: seconds / sum(totals.values()) for phase, seconds in totals.items()}
 

@@ -30,12 +30,10 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether the figure reaches its bar."""
         return self.figure >= self.bar if self.at_least else self.figure <= self.bar
 
 
 def all_bars(shape: Shape, results: Results, head_peaks: tuple[int, int]) -> list[Bar]:
-    """Return every bar whose cases took part."""
     top = f"route top:{shape.top_layers} r=0.125"
     bars = [
         _most(f"FLOPs / ideal, {name}", r.flops / r.ideal_flops, 1.02) for name, r in results.items() if r.ideal_flops
@@ -77,7 +75,6 @@ def _speed(what: str, one: Measured, other: Measured, bar: float) -> Bar:
 
 
 def table(shape: Shape, results: Results) -> str:
-    """Return one line for every case."""
     titles = ["method", "tokens/s", "[quartiles]", "data", "fwd", "bwd", "opt"]
     titles += ["GFLOP/token", "/ ideal", "saved MB", "peak MB"]
     rows = []
@@ -101,7 +98,6 @@ def table(shape: Shape, results: Results) -> str:
 
 
 def bar_table(bars: list[Bar]) -> str:
-    """Return one line for every bar."""
     rows = [
         [
             bar.what,
@@ -116,7 +112,6 @@ def bar_table(bars: list[Bar]) -> str:
 
 
 def to_json(shape: Shape, results: Results, bars: list[Bar]) -> dict[str, Any]:
-    """Return everything that was measured, rounds included."""
     return {
         "shape": asdict(shape),
         "device": _device(shape),

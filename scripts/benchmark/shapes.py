@@ -32,7 +32,6 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens a step."""
         return self.batch_size * self.sequence_length
 
     @property
@@ -41,7 +40,6 @@ class Shape:
         return max(1, int(self.sizes["num_hidden_layers"]) // 4)
 
     def train(self) -> TrainConfig:
-        """Return the settings of a step."""
         return TrainConfig(
             max_steps=_NUM_STEPS,
             global_batch_size=self.batch_size,
@@ -52,7 +50,6 @@ class Shape:
         )
 
     def llama_config(self) -> LlamaConfig:
-        """Return the model's configuration."""
         return LlamaConfig(**self.sizes)
 
     def base(self, seed: int) -> LlamaForCausalLM:

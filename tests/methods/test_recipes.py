@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
@@ -26,21 +24,6 @@ from tests.widening import tiny_llama, widen
 
 def train_of(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate({"max_steps": 20, "lr": 1e-2, "schedule": "constant", **keys})
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 7), st.floats(0.05, 1.0), st.integers(1, 20))
-def test_a_straight_way_is_gone_in_shares_and_the_last_steps_whole(every: int, share: float, num_steps: int) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimiser, train = torch.optim.SGD([parameter], lr=1.0), train_of(lookahead={"every_steps": every, "share": share})
-    hooks = [Lookahead(training_of(train))]
-    for step in range(num_steps):
-        parameter.grad = torch.tensor([-2.0, 0.5]).double()
-        with around(hooks, optimiser, step):
-            optimiser.step()
-    rounds, rest = divmod(num_steps, every)
-    torch.testing.assert_close(parameter.data, (share * every * rounds + rest) * torch.tensor([2.0, -0.5]).double())
-    assert bool(optimiser.state[parameter]) == (rest > 0), "slow weights are kept while they are needed"
 
 
 @methods

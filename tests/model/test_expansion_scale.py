@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.modeling_flash_attention_utils as flash
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -75,43 +74,3 @@ def test_a_kernel_gets_of_every_layer_what_it_gets_in_the_base_and_the_same_for_
         assert [{name: call[name] for name in shared} for call in of_widened[1::2]] == [
             {name: call[name] for name in shared} for call in of_base
         ]
-
-
-def dense_flash(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: Any = (-1, -1), **_: Any
-) -> Tensor:
-    """flash_attn_func, (B, T, N, A), from its documentation: a window (l, _) reaches l positions to the left."""
-    assert causal
-    back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
-    k, v = (states.repeat_interleave(q.shape[2] // states.shape[2], dim=2) for states in (k, v))
-    scores = torch.einsum("bqna,bkna->bnqk", q, k) * softmax_scale
-    return torch.einsum("bnqk,bkna->bqna", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-
-def dense_flash_of_many(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
-) -> Tensor:
-    """flash_attn_varlen_func, (tokens, N, A): sequences one after another."""
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    sizes = cu_seqlens_q.diff().tolist()
-    parts = zip(*(states.split(sizes) for states in (q, k, v)), strict=True)
-    return torch.cat([dense_flash(*(part[None] for part in parts_of), **options)[0] for parts_of in parts])
-
-
-@pytest.mark.parametrize("family", ["mistral, window 8", "qwen2, upper layers windowed", "qwen3, yarn, one key head"])
-@pytest.mark.parametrize("isolated", [True, False])
-def test_flash_attention_says_what_sdpa_says(monkeypatch: pytest.MonkeyPatch, family: str, isolated: bool) -> None:
-    options = flash._lazy_define_process_function(dense_flash)
-    kernels = dense_flash, dense_flash_of_many, None, flash._pad_input, flash._unpad_input
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_: (kernels, (options, options)))
-    model: Any = as_if_trained(widen(tiny(family), "route", "top:1", ratio=0.5))
-    # Flash attention tells sequences apart in a batch of one alone; the schema refuses more.
-    inputs = {"input_ids": IDS[:1], "position_ids": ISOLATED[:1]} if isolated else {"input_ids": IDS}
-    heads = []
-    for attention in ("sdpa", "flash_attention_2"):
-        model.root.config._attn_implementation = attention
-        with torch.no_grad():
-            heads.append(model.routed_logits(model.final_states(**inputs, preserved=True)))
-    for theirs, ours in zip(*heads, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-4

@@ -40,15 +40,3 @@ def test_what_a_widened_model_cannot_do_is_refused_in_one_line_at_the_call(model
     with pytest.raises((ValueError, NotImplementedError), match=told) as refused:
         call(model)
     assert "\n" not in str(refused.value)
-
-
-def test_gradient_checkpointing_as_transformers_turns_it_on_changes_no_gradient() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model: Any = as_if_trained(widen(tiny_llama(), "route", "top:1")).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        assert model.gradient_checkpointing is checkpointing
-        model(IDS, labels=IDS).loss.backward()
-        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,8 +33,6 @@ from scale_cli.upscale.base import (
 from scale_cli.upscale.run import load_tokenizer
 from tests.threads_as_processes import in_processes
 from tests.widening import tiny_llama
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 @pytest.fixture
@@ -65,22 +61,16 @@ def flip_bit(tensor: Tensor, byte: int = 0, bit: int = 0) -> None:
     tensor.view(-1).view(torch.uint8)[byte] ^= 1 << bit
 
 
-@settings(deadline=None)
-@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_one_flipped_bit_is_another_hash(dtype: torch.dtype, shape: list[int], data: st.DataObject) -> None:
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    before = tensor_sha256(tensor)
-    assert tensor_sha256(tensor.clone()) == before
-    byte = data.draw(st.integers(0, tensor.numel() * tensor.element_size() - 1))
-    flip_bit(tensor, byte, data.draw(st.integers(0, 7)))
-    assert tensor_sha256(tensor) != before
-
-
-def test_a_hash_hangs_on_bytes_shape_and_dtype_and_not_on_memory_layout() -> None:
+def test_a_hash_hangs_on_every_byte_on_shape_and_dtype_and_not_on_memory_layout() -> None:
     zeros, tensor = torch.zeros(2, 6), torch.arange(12.0).reshape(3, 4)
     others = [zeros.reshape(3, 4), zeros.reshape(12), zeros.to(torch.int32), torch.zeros(2, 12, dtype=torch.bfloat16)]
     assert len({tensor_sha256(one) for one in [zeros, -zeros, *others]}) == 6
     assert tensor_sha256(tensor.T.contiguous().T) == tensor_sha256(tensor)
+    before = tensor_sha256(tensor)
+    for byte in range(tensor.numel() * tensor.element_size()):
+        flip_bit(tensor, byte, byte % 8)
+        assert tensor_sha256(tensor) != before
+        flip_bit(tensor, byte, byte % 8)
     assert tensor_sha256(torch.empty(0, 3)) != tensor_sha256(torch.empty(3, 0))
 
 
@@ -113,17 +103,6 @@ def test_what_changed_is_named_and_nothing_else() -> None:
     with pytest.raises(BaseModelError, match=r"here: .*tiny in float32.*layers\.1\.mlp\.up_proj\.weight differs"):
         check_same_base(base, record, "here")
     assert len(changed_tensors(base.to(torch.bfloat16), record)) == len(record.tensors)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_base_is_loaded_frozen_in_evaluation_mode_and_in_its_dtype(checkpoint: Path, dtype: str) -> None:
-    base = load_base(named(checkpoint, dtype))
-    assert not base.training
-    assert {(parameter.requires_grad, parameter.dtype) for parameter in base.parameters()} == {
-        (False, getattr(torch, dtype))
-    }
-    tensors = load_file(checkpoint / "model.safetensors")
-    assert torch.equal(base.model.norm.weight, tensors["model.norm.weight"].to(getattr(torch, dtype)))
 
 
 def truncate_weights(folder: Path) -> None:

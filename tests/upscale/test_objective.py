@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from scale_cli.config.schema import MethodConfig
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.export.dense import largest_stream_ratio
-from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from scale_cli.training.step import train_step
 from scale_cli.upscale.method import MethodModel, NewPieces, start_model
@@ -152,44 +150,6 @@ def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile the decoder here: .+") as caught:
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
     assert "\n" not in str(caught.value)
-
-
-def summed_loss(wrapped: torch.nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The loss of every token of (1, T + 1) ids but the first."""
-    inputs, targets = ids[:, :-1], ids[:, 1:]
-    output = wrapped(
-        input_ids=inputs,
-        labels=targets,
-        shift_labels=targets,
-        position_ids=positions,
-        num_items_in_batch=1,
-        use_cache=False,
-    )
-    loss: Tensor = output.loss
-    return loss
-
-
-@pytest.mark.parametrize(("name", "compile_decoder"), [("adapt", False), ("lora", False), ("route", True)])
-def test_isolated_documents_in_one_window_are_scored_as_each_alone(
-    monkeypatch: pytest.MonkeyPatch, name: str, compile_decoder: bool
-) -> None:
-    trace_alone(monkeypatch)
-    model = start(name, num_hidden_layers=1 if compile_decoder else 2)
-    if isinstance(model, ScaleForCausalLM):
-        as_if_trained(model)
-    lengths = [7, 1, 12, 4]
-    ids = torch.randint(0, 61, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(2))
-    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    alone, start_of = torch.zeros(()), 0
-    plain = for_training(model, TrainConfig(max_steps=1))
-    for length in lengths:  # a document's last token predicts the next one's first, and sees its own document only
-        alone = alone + summed_loss(plain, ids[:, start_of : start_of + length + 1]).detach()
-        start_of += length
-    wrapped = for_training(model, TrainConfig(max_steps=1, compile=compile_decoder))
-    together = summed_loss(wrapped, ids, positions).detach()
-    assert together.item() == pytest.approx(alone.item(), rel=1e-5)
-    if not compile_decoder:  # or the mask would hide nothing
-        assert summed_loss(wrapped, ids).item() != pytest.approx(alone.item(), rel=1e-3)
 
 
 def test_an_attention_that_is_not_to_be_had_is_refused_by_name() -> None:

@@ -161,7 +161,7 @@ def test_training_does_not_begin_without_its_texts(configured: Configured, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["upscaled", "checkpoints", "final", "tokens", "evaluation", "export"])
+@pytest.mark.parametrize("name", ["upscaled", "export"])
 def test_a_file_where_a_folder_is_to_be_is_found_first(configured: Configured, name: str) -> None:
     config = configured()
     write_text(config.output_dir / name, "")
