@@ -279,7 +279,7 @@ def generate(
     folder = run_folder(path)
     quieten_libraries()
     from scale_cli.commands import generate as verb
-    from scale_cli.generation.generator import Sampling
+    from scale_cli.generation import Sampling
 
     def sampling(usual_length: int, usual_temperature: float) -> Sampling:
         chosen = usual_temperature if temperature is None else temperature

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,12 +17,11 @@ from scale_cli.config.load import dump_config, load_config
 from scale_cli.config.same_run import EXPORT_SECTIONS, differences
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
-from scale_cli.errors import ConfigError, ExportParityError, PublishError, UsageError, one_line
+from scale_cli.errors import ExportParityError, PublishError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256
 from scale_cli.export.card import base_licence, model_card
-from scale_cli.export.formats import FORMATS
-from scale_cli.export.parity import check_parity, measure_parity, parity_in_words
-from scale_cli.processes import device, placed
+from scale_cli.export.formats import Format, formats_of, parity_in_words
+from scale_cli.processes import device
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, trained_sha256
@@ -32,8 +31,6 @@ from scale_cli.upscale.run import MethodFolder, Run, open_folder
 
 # What tells of the folders of this machine, and is of use beside the run alone; an adapter cannot be loaded without.
 _STAYS_HERE = ["manifest.json", "parity.json", "scale.yaml"]
-
-
 _DOCUMENTS_PER_CORPUS = 4
 
 
@@ -41,17 +38,20 @@ _DOCUMENTS_PER_CORPUS = 4
 class ExportSummary:
     """What was exported, for the terminal."""
 
-    folder: Path
-    export_format: str
-    lacks_router: bool  # where the trained model has one
+    export_format: Format
     parity: Parity
 
+    @property
+    def folder(self) -> Path:
+        return self.export_format.folder
+
     def lines(self) -> list[str]:
+        made = self.export_format
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
-        lines = [f"format         {self.export_format}: {FORMATS[self.export_format].description}"]
+        lines = [f"format         {made.name}: {made.description}"]
         if self.parity.routed is not None:
             lines.append("routed         with trust_remote_code=True, by `scale serve`, or in vLLM with our plug-in")
-        elif self.lacks_router:
+        elif made.method.routes and not made.answers_as_served:
             lines.append("note           it holds the trained head; this router needs export.format=transformers")
         lines += [
             f"{name:<15}{parity_in_words(parity)}"
@@ -59,14 +59,6 @@ class ExportSummary:
             if parity is not None
         ]
         return [*lines, f"written        {self.folder} ({num_bytes / 1e6:,.1f} MB), its model card is README.md"]
-
-
-def one_by_one(config: RunConfig) -> list[RunConfig]:
-    """Return a config for every folder that a config asks for: the same, with one format."""
-    return [
-        config.model_copy(update={"export": config.export.model_copy(update={"format": export_format})})
-        for export_format in config.export.formats
-    ]
 
 
 def export_all(
@@ -80,7 +72,7 @@ def export_all(
     """Write every format that a config asks for, and send it to a repository of the hub, where one is named."""
     if repository is not None:
         check_repository(repository, config.export.formats)
-    for summary in export_each(one_by_one(config)):
+    for summary in export_each(formats_of(config)):
         show(summary)
         if repository is not None:
             for line in publish(summary.folder, repository, dry_run=dry_run):
@@ -88,42 +80,35 @@ def export_all(
 
 
 def export(config: RunConfig) -> ExportSummary:
-    """Write the trained model in the format of a config that has one (`one_by_one`), or leave nothing behind."""
-    (summary,) = export_each([config])
+    """Write the trained model in the format of a config that has one, or leave nothing behind."""
+    (summary,) = export_each(formats_of(config))
     return summary
 
 
-def export_each(configs: Sequence[RunConfig]) -> Iterator[ExportSummary]:
-    """Write the trained model, loaded once, in the format of each config; they differ in that alone."""
-    for config in configs:
-        check_format(config)
-    final = Run(configs[0]).open_final()
-    model, prompts = final.load_to_export(), _prompts(configs[0], final.tokenizer)
-    for config in configs:
-        yield _export(config, final, model, prompts)
+def export_each(formats: Sequence[Format]) -> Iterator[ExportSummary]:
+    """Write the trained model of a run, loaded once, in each of some formats."""
+    config = formats[0].config
+    final = Run(config).open_final()
+    model, prompts = final.load_to_export(), _prompts(config, final.tokenizer)
+    for export_format in formats:
+        yield _export(export_format, final, model, prompts)
 
 
-def _export(config: RunConfig, final: MethodFolder, model: MethodModel, prompts: list[Tensor]) -> ExportSummary:
-    (name,) = config.export.formats
-    export_format, folder, report = FORMATS[name](config), export_folder(config), finished_report(config)
-    with new_folder(folder) as partial:
+def _export(export_format: Format, final: MethodFolder, model: MethodModel, prompts: list[Tensor]) -> ExportSummary:
+    config = export_format.config
+    report = finished_report(config)
+    with new_folder(export_format.folder) as partial:
         export_format.write(partial, model, final, prompts)
-        parity = _check(partial, model, prompts, config)
+        parity = export_format.prove(partial, model, prompts)
         licence = base_licence(config.model)
         licence.copy_files(partial)
         architectures = read_json(partial / "config.json").get("architectures") or [""]
-        write_text(partial / "README.md", model_card(config, export_format, report, parity, licence, architectures[0]))
+        card = model_card(config, export_format, report, parity, licence, architectures[0])
+        write_text(partial / "README.md", card)
         write_text(partial / "scale.yaml", dump_config(config))
         made_of = {"trained_sha256": trained_sha256(final.path), "report_sha256": report_sha256(config, report)}
         ExportRecord(**vars(parity) | made_of).save(partial)
-    lacks_router = config.method.definition.routes and not export_format.answers_as_served
-    return ExportSummary(folder, name, lacks_router, parity)
-
-
-def export_folder(config: RunConfig) -> Path:
-    """Return where the export of a config with one format lands."""
-    (export_format,) = config.export.formats
-    return RunFolder(config.output_dir).export(export_format, config.export.dtype)
+    return ExportSummary(export_format, parity)
 
 
 def check_written_export(config: RunConfig, folder: Path) -> None:
@@ -132,28 +117,8 @@ def check_written_export(config: RunConfig, folder: Path) -> None:
     if ExportRecord.load(folder).trained_sha256 != trained_sha256(run.folder.final):
         raise ExportParityError(f"{folder}: was made from another training than {run.folder.final}")
     final = open_folder(run.folder.final, run)
-    _check(folder, final.load_to_export(), _prompts(config, final.tokenizer), config)
-
-
-def check_format(config: RunConfig) -> None:
-    """Refuse a format that the method does not have, or a precision that the format does not have."""
-    known = [name for name, one in FORMATS.items() if one(config).is_had]
-    if unknown := [name for name in config.export.formats if name not in known]:
-        variant = f"a model of the variant {config.method.variant}"
-        raise ConfigError(f"export.format: {unknown[0]}: {variant} is exported as {' or '.join(known)}")
-    for name in config.export.formats:
-        FORMATS[name](config).check()
-
-
-def _check(folder: Path, model: MethodModel, prompts: list[Tensor], config: RunConfig) -> Parity:
-    """Load an export in every way in which it is served, and compare it with the trained model."""
-    (name,) = config.export.formats
-    parities = []
-    for loaded, expected in FORMATS[name](config).load(folder):
-        parities.append(measure_parity(placed(loaded).eval(), model, expected, prompts))
-        check_parity(parities[-1], str(loaded.dtype).removeprefix("torch."))
-        del loaded  # before another is loaded
-    return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
+    (export_format,) = formats_of(config)
+    export_format.prove(folder, final.load_to_export(), _prompts(config, final.tokenizer))
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
@@ -169,12 +134,13 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Tens
     return sample_ids(tokenizer)
 
 
-def export_is_finished(config: RunConfig) -> bool:
-    """Return whether the export that a config (with one format) asks for is there, of this training and this report."""
-    folder, run = export_folder(config), RunFolder(config.output_dir)
+def export_is_finished(export_format: Format) -> bool:
+    """Return whether an export is there, of this training and this report."""
+    folder, config = export_format.folder, export_format.config
     if not is_whole(folder) or differences(load_config(folder / "scale.yaml"), config, EXPORT_SECTIONS):
         return False
-    made, now = ExportRecord.load(folder), (trained_sha256(run.final), report_sha256(config, finished_report(config)))
+    of_training = trained_sha256(RunFolder(config.output_dir).final)
+    made, now = ExportRecord.load(folder), (of_training, report_sha256(config, finished_report(config)))
     return (made.trained_sha256, made.report_sha256) == now
 
 

@@ -15,7 +15,7 @@ import typer
 from scale_cli.config.schema import ModelConfig
 from scale_cli.data.documents import Messages
 from scale_cli.errors import ConfigError
-from scale_cli.generation.generator import Continuation, Generator, Sampling, SpokenToken, TextStreamer
+from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken, TextStreamer
 from scale_cli.report import percent
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import check_folder

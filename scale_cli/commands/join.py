@@ -13,11 +13,9 @@ from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, Pre
 from scale_cli.evaluation.results import bound_nats
 from scale_cli.export.card import base_licence
 from scale_cli.export.dense import dense_model
-from scale_cli.export.formats import write_self_contained
-from scale_cli.export.parity import check_parity, measure_parity, served_logits
+from scale_cli.export.formats import check_parity, measure_parity, served_logits, write_self_contained
 from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
-from scale_cli.join.members import JoinedRuns, join_runs
-from scale_cli.join.report import KIND, JoinReport, joined_card, score_corpora
+from scale_cli.joining import KIND, JoinedRuns, JoinReport, join_runs, joined_card, score_corpora
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed

@@ -8,11 +8,8 @@ from contextlib import ExitStack
 
 from scale_cli.commands.evaluate import EvaluationSummary, evaluate
 from scale_cli.commands.export import (
-    check_format,
     export_each,
-    export_folder,
     export_is_finished,
-    one_by_one,
 )
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale, upscale_is_finished
@@ -22,6 +19,7 @@ from scale_cli.data.corpora import every_source, open_sources
 from scale_cli.errors import ConfigError
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.evaluation.results import Report, finished_report
+from scale_cli.export.formats import formats_of
 from scale_cli.processes import main_decides, on_main, share
 from scale_cli.storage.atomic import claimed
 from scale_cli.training.beginning import check_init_from
@@ -59,7 +57,7 @@ def _show(lines: list[str], log: Callable[[str], None]) -> None:
 def _check(run: Run) -> None:
     """Refuse before the first verb what the last ones would refuse."""
     config = run.config
-    check_format(config)
+    formats_of(config)
     if not config.evaluation.perplexity and not config.evaluation.benchmarks:
         raise ConfigError("evaluation: names nothing to evaluate on (perplexity, benchmarks)")
     run.check(_sources(run), share().num_processes)
@@ -85,9 +83,9 @@ def _export(config: RunConfig, log: Callable[[str], None]) -> None:
     """Export what is not there yet, and say what can be done with a run that is finished."""
     log("== export")
     missing = []
-    for one in one_by_one(config):
+    for one in formats_of(config):
         if export_is_finished(one):
-            log(f"done already   {export_folder(one)}")
+            log(f"done already   {one.folder}")
         else:
             missing.append(one)
     for summary in export_each(missing) if missing else ():

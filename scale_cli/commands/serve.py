@@ -64,8 +64,8 @@ def serve(
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
     for number in (signal.SIGINT, signal.SIGTERM):  # a server that was stopped has left nothing unfinished
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    from scale_cli.generation.generator import Generator
-    from scale_cli.generation.server import run_server
+    from scale_cli.generation import Generator
+    from scale_cli.server import run_server
 
     run_server(Generator(folder, plainly=plainly), address.name, address.host, address.port)
 

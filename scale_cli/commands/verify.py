@@ -26,7 +26,7 @@ from scale_cli.errors import (
     ScaleError,
     VerificationError,
 )
-from scale_cli.join.report import KIND, JoinReport
+from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder

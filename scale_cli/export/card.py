@@ -19,8 +19,7 @@ from markupsafe import Markup
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.evaluation.results import Report, guarantee
-from scale_cli.export.formats import Format
-from scale_cli.export.parity import parity_in_words
+from scale_cli.export.formats import Format, parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import markdown
 from scale_cli.storage.layout import RunFolder

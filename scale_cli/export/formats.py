@@ -1,26 +1,154 @@
-"""The formats of exports: what each writes, and every way in which what was written is served."""
+"""The formats of exports: what each writes, and every way in which that is served, held to the trained model."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from scale_cli.config.schema import RunConfig
-from scale_cli.errors import ConfigError
+from scale_cli.errors import ConfigError, ExportParityError
 from scale_cli.export.dense import lower_weights, plain_model
-from scale_cli.export.parity import Logits, served_logits
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, routed_class, router_keys, write_plain
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
+from scale_cli.processes import placed
+from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import Parity
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.upscale.preservation import trained_logits
 from scale_cli.upscale.run import MethodFolder, tokenizer_place
+
+MAX_LOGIT_DIFFERENCE = 1e-4  # float32
+# An export may be this many times as far from the exact model as the trained model itself, held in the export's dtype:
+# in the mean, which any wrong weight raises, and, where a float32 model rounds by more than the figure above, at the
+# worst position, which is one of hundreds of thousands and scatters.
+MAX_OWN_RATIO = 2.0
+MAX_OWN_RATIO_AT_WORST = 10.0
+_POSITIONS_AT_ONCE = 32
+
+Logits = Callable[[MethodModel, Tensor], Tensor]
+
+
+def served_logits(model: MethodModel, input_ids: Tensor) -> Tensor:
+    """Return what the trained model answers with: routed logits for `route`."""
+    return model(input_ids=input_ids, use_cache=False).logits
+
+
+class _Exact(TorchDispatchMode):
+    """Compute whatever is read in a wider precision, one tensor at a time: no exact copy of a model has to be held."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.is_view:  # of a weight, that is widened where it is read
+            return op(*args, **kwargs)
+        if isinstance(asked := kwargs.get("dtype"), torch.dtype):
+            kwargs = kwargs | {"dtype": self._wider(asked)}
+        written = (argument.alias_info is not None for argument in op._schema.arguments)
+        pairs = zip(args, written, strict=False)
+        read = [value if kept else tree_map_only(Tensor, self._widened, value) for value, kept in pairs]
+        if op is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*read)
+        return op(*read, **tree_map_only(Tensor, self._widened, kwargs))
+
+    def _wider(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize else dtype
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._wider(tensor.dtype))
+
+
+def _grouped_product(rows_SD: Tensor, weights_KDC: Tensor, ends_K: Tensor, *_: Any) -> Tensor:
+    """Return every expert's product with the rows that came to it, which torch has in no more than float32."""
+    starts_and_ends = pairwise([0, *ends_K.tolist()])
+    return torch.cat([rows_SD[slice(*at)] @ weight for at, weight in zip(starts_and_ends, weights_KDC, strict=True)])
+
+
+@contextmanager
+def _held_in(parameters: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Let parameters be other tensors, as long as this lasts."""
+    before = {parameter: parameter.data for parameter in parameters}
+    try:
+        for parameter, tensor in parameters.items():
+            parameter.data = tensor
+        yield
+    finally:
+        for parameter, tensor in before.items():
+            parameter.data = tensor
+
+
+class _Differences:
+    """The largest and the mean of what some logits differ by from others, of which only one prompt's are held."""
+
+    def __init__(self) -> None:
+        self.largest, self.total, self.count = torch.zeros(()), 0.0, 0
+
+    def add(self, logits: Tensor, wanted: Tensor) -> None:
+        for some, others in zip(logits[0].split(_POSITIONS_AT_ONCE), wanted[0].split(_POSITIONS_AT_ONCE), strict=True):
+            apart = (some.double() - others).abs_()
+            self.largest = torch.maximum(self.largest, apart.max().cpu())  # NaN stays NaN
+            self.total += apart.sum().item()
+            self.count += apart.numel()
+
+
+@torch.no_grad()
+def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
+    """Compare an export with what it stands for of the trained model, on (1, T) ids, one prompt after another.
+
+    What is exact is computed in float64; for an export of less than float32 in float32, which is exact beside it.
+    """
+    exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
+    lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
+    of_export, of_own = _Differences(), _Differences()
+    for input_ids in prompts:
+        with exact:
+            wanted = expected(trained, input_ids)
+        of_export.add(exported(input_ids=input_ids, use_cache=False).logits, wanted)
+        with _held_in(lowered):
+            of_own.add(expected(trained, input_ids), wanted)
+    return Parity(
+        max_logit_difference=of_export.largest.item(),
+        mean_logit_difference=of_export.total / of_export.count,
+        own_mean_difference=of_own.total / of_own.count,
+        num_positions=sum(input_ids.shape[1] for input_ids in prompts),
+        own_max_difference=of_own.largest.item(),
+    )
+
+
+def parity_in_words(parity: Parity) -> str:
+    return (
+        f"max difference of a logit from the trained model {parity.max_logit_difference:.1e} over "
+        f"{parity.num_positions:,} positions (that model's own rounding: {parity.own_max_difference:.1e})"
+    )
+
+
+def check_parity(parity: Parity, dtype: str) -> None:
+    good = parity.mean_logit_difference <= MAX_OWN_RATIO * parity.own_mean_difference
+    limit = f"a mean of {MAX_OWN_RATIO:g} x {parity.own_mean_difference:.2e}"
+    if dtype == "float32":
+        at_worst = MAX_OWN_RATIO_AT_WORST * parity.own_max_difference
+        good = good and parity.max_logit_difference <= at_worst
+        good = good or parity.max_logit_difference <= MAX_LOGIT_DIFFERENCE
+        limit = f"{MAX_LOGIT_DIFFERENCE:g} at most, or {limit} and {at_worst:.2g} at most"
+    if not good:
+        raise ExportParityError(
+            f"the export is not the trained model: logits differ by {parity.max_logit_difference:.2e} at most and "
+            f"{parity.mean_logit_difference:.2e} in the mean, allowed is {limit} ({dtype})"
+        )
 
 
 class Format:
@@ -38,6 +166,11 @@ class Format:
     def check(self) -> None:
         """Refuse what the format does not have."""
 
+    @property
+    def folder(self) -> Path:
+        """Where it lands."""
+        return RunFolder(self.config.output_dir).export(self.name, self.config.export.dtype)
+
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
         """Write weights, configuration and tokenizer of the model in `trained`; `prompts` are (1, T) ids."""
         raise NotImplementedError
@@ -45,6 +178,15 @@ class Format:
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
         """Yield what is served from a folder, and what it stands for of the trained model; a router's way second."""
         raise NotImplementedError
+
+    def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
+        """Load a folder in every way in which it is served, and hold it to the trained model."""
+        parities = []
+        for loaded, expected in self.load(folder):
+            parities.append(measure_parity(placed(loaded).eval(), model, expected, prompts))
+            check_parity(parities[-1], str(loaded.dtype).removeprefix("torch."))
+            del loaded  # before another is loaded
+        return replace(parities[0], routed=parities[1] if len(parities) > 1 else None)
 
 
 class Llama(Format):
@@ -134,3 +276,21 @@ class Adapter(Format):
 
 
 FORMATS: dict[str, type[Format]] = {one.name: one for one in (Llama, Transformers, Adapter)}
+
+
+def formats_of(config: RunConfig) -> list[Format]:
+    """Return the formats that a config asks for, each with the config that asks for it alone.
+
+    ConfigError says that the method does not have one of them, or that it does not have the precision.
+    """
+    made = [
+        FORMATS[name](config.model_copy(update={"export": config.export.model_copy(update={"format": name})}))
+        for name in config.export.formats
+    ]
+    for one in made:
+        if not one.is_had:
+            had = " or ".join(name for name, other in FORMATS.items() if other(config).is_had)
+            variant = f"a model of the variant {config.method.variant}"
+            raise ConfigError(f"export.format: {one.name}: {variant} is exported as {had}")
+        one.check()
+    return made

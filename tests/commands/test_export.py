@@ -19,6 +19,7 @@ from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
 from scale_cli.export.dense import plain_model
+from scale_cli.export.formats import formats_of
 from scale_cli.upscale.method import load_onto_base
 from tests.widening import load_model, load_widened
 
@@ -26,6 +27,11 @@ TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
 METHODS: list[dict[str, Any]] = [{"variant": "preserve"}, {"variant": "adapt"}, ROUTE]
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def is_finished(config: RunConfig) -> bool:
+    (export_format,) = formats_of(config)
+    return export_is_finished(export_format)
 
 
 @torch.no_grad()
@@ -135,12 +141,12 @@ def test_an_export_in_another_dtype_lies_beside_the_first_and_both_are_finished_
     config = trained_run({"variant": "preserve"})
     lowered = RunConfig.model_validate(config.model_dump() | {"export": {"dtype": "bfloat16"}})
     for each, name in ((config, "llama"), (lowered, "llama-bfloat16")):
-        assert not export_is_finished(each)
+        assert not is_finished(each)
         folder = export(each).folder
-        assert folder.name == name and export_is_finished(each)
+        assert folder.name == name and is_finished(each)
         check_written_export(each, folder)
     monkeypatch.setattr("scale_cli.commands.export.trained_sha256", lambda _: "of another training")
-    assert not export_is_finished(config)
+    assert not is_finished(config)
 
 
 def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of_that(trained_run: TrainedRun) -> None:
@@ -152,14 +158,14 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
     fewer = RunConfig.model_validate(tree)
     for now in (config, fewer):
         report = evaluate(now).report
-        assert not export_is_finished(now)
-        assert export(now).folder == folder and export_is_finished(now)
+        assert not is_finished(now)
+        assert export(now).folder == folder and is_finished(now)
         card = (folder / "README.md").read_text(encoding="utf-8")
         for corpus in report.corpora:
             assert f"| {corpus.name} | " in card and f"| {corpus.num_documents} | " in card
             assert f"{corpus.heads['adapted'].bits_per_byte:.3f}" in card
         assert load_config(folder / "scale.yaml") == now
-    assert not export_is_finished(config), "its report is not there any more"
+    assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)
 
 

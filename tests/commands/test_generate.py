@@ -21,7 +21,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError, RunFolderError
-from scale_cli.generation.generator import Continuation, Decoder, Generator, Sampling
+from scale_cli.generation import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.terminal import printable
 from tests.command_line import Scale

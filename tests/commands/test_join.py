@@ -22,9 +22,8 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import EvaluationConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError, ScaleError
-from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.join.members import join_runs
-from scale_cli.join.report import score_corpora
+from scale_cli.generation import Generator, Sampling
+from scale_cli.joining import join_runs, score_corpora
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import new_folder

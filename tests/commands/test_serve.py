@@ -57,7 +57,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], Any]
         raise Became(server)
 
     monkeypatch.setattr("os.execve", lambda _path, command, _environment: become(command))
-    monkeypatch.setattr("scale_cli.generation.server.run_server", become)
+    monkeypatch.setattr("scale_cli.server.run_server", become)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def serve_and_listen(path: Path, engine: Any = None, options: Any = FREE, *, plainly: bool = False) -> Any:

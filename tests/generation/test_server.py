@@ -30,8 +30,8 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
-from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.generation.server import create_app
+from scale_cli.generation import Generator, Sampling
+from scale_cli.server import create_app
 from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer

@@ -18,8 +18,8 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.data.encoding import prompt_ids
 from scale_cli.errors import ConfigError, ExportParityError, PreservationError, RunFolderError
 from scale_cli.export.plain_folder import routed_class
-from scale_cli.generation.generator import Generator, Sampling
-from scale_cli.join.members import join_runs
+from scale_cli.generation import Generator, Sampling
+from scale_cli.joining import join_runs
 from scale_cli.model.dense_blocks import dense_embedding
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
@@ -162,7 +162,7 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 def test_a_text_that_is_cut_otherwise_than_by_its_run_leaves_nothing_behind(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scale_cli.join.members.new_tokens", lambda *of: new_tokens(*of)[:-1])
+    monkeypatch.setattr("scale_cli.joining.new_tokens", lambda *of: new_tokens(*of)[:-1])
     with pytest.raises(PreservationError, match="are not what they were"):
         join(folders(runs, "korean", "russian"), tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()

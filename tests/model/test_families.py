@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from scale_cli.config.schema import MethodConfig, ModelConfig
 from scale_cli.errors import ConfigError
 from scale_cli.export.dense import dense_model
-from scale_cli.export.parity import check_parity, measure_parity
+from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.methods.widened import plan_expansion
 from scale_cli.model.family_scale import FAMILIES
 from scale_cli.upscale.base import load_base

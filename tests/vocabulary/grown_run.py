@@ -11,7 +11,7 @@ from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
-from scale_cli.join.members import join_runs
+from scale_cli.joining import join_runs
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.vocabulary import proofs
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KOREAN, RUSSIAN

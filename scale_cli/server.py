@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from scale_cli.data.documents import Messages
 from scale_cli.errors import ScaleError
-from scale_cli.generation.generator import Decoder, Generator, Sampling
+from scale_cli.generation import Decoder, Generator, Sampling
 
 _MOST_ANSWERS = 64  # of one request: they are computed as one batch
 _SHUTDOWN_S = 1  # after a signal, for answers that are on their way

@@ -1,1 +1,0 @@
-"""Text from a trained model, and which head gave each token."""

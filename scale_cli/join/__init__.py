@@ -1,1 +1,0 @@
-"""Finished runs on one base, put together: one forward of the base, a router over all their heads."""
