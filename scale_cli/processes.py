@@ -117,6 +117,13 @@ def autocast(device_type: str, mixed_precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
+def cpu_precision() -> str:
+    """Return the `mixed_precision` that a CPU is fast in: without AVX-512, say, bfloat16 takes ten times as long."""
+    import torch
+
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
+
+
 def placed(module: AnyModule) -> AnyModule:
     """Move a module to the device of this process, and return it."""
     module.to(device())

@@ -27,6 +27,7 @@ from scale_cli.data.batches import Batches, PackedWindows
 from scale_cli.data.corpora import cache_dir
 from scale_cli.data.tokens import TokenCache
 from scale_cli.export.plain_folder import routed_class
+from scale_cli.processes import cpu_precision
 from scale_cli.report import aligned
 from scale_cli.storage.atomic import write_text
 from scale_cli.storage.layout import RunFolder
@@ -45,7 +46,7 @@ BASE_TRAIN = TrainConfig(
     micro_batch_size=16,
     lr=3.0e-3,
     warmup_steps=40,
-    mixed_precision="bf16",
+    mixed_precision=cpu_precision(),
 )
 
 
@@ -127,7 +128,8 @@ def next_sentence(model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Ten
 def main() -> None:
     """Run the demo; what is already there is not made again."""
     started_s = time.monotonic()
-    config = load_config(CONFIG)
+    precision = cpu_precision()
+    config = load_config(CONFIG, [f"train.mixed_precision={precision}", f"evaluation.mixed_precision={precision}"])
     texts = write_biographies(config.output_dir / "text", config.seed)
     print(f"== base: a tiny English model, in {config.model.base}")
     if not Path(config.model.base).is_dir():

@@ -31,7 +31,7 @@ from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import copy_start, of_final
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning import memory_of_run, peak_tokens_per_s
-from scale_cli.processes import device_name, main_first, on_main, process_state, share_of_machine
+from scale_cli.processes import cpu_precision, device_name, main_first, on_main, process_state, share_of_machine
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
@@ -165,6 +165,8 @@ def _open_training(
     """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
     log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
+    if accelerator.device.type == "cpu" and settings.mixed_precision == "bf16" and cpu_precision() == "no":
+        log("warning: this CPU has no instructions for bfloat16; train.mixed_precision=no is many times as fast here")
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
         check_same_text(begun.path, corpora)

@@ -16,6 +16,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ForgettingError
 from scale_cli.evaluation.results import Report
+from scale_cli.processes import cpu_precision
 from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import BaseRecord
 from scale_cli.upscale.base import changed_tensors, load_base
@@ -25,7 +26,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"
 
 @pytest.fixture(scope="module")
 def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """configs/petitions.yaml as it is shipped, but for the folders."""
+    """configs/petitions.yaml as it is shipped, but for the folders, and for a precision that takes this CPU hours."""
     sources = ("corpus.sources.0", "evaluation.perplexity.0", "evaluation.perplexity.1")
     files = ("ko-petitions/train.txt.xz", "en-eltec/valid.txt.xz", "ko-petitions/valid.txt.xz")
     return load_config(
@@ -33,6 +34,8 @@ def config(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCo
         [
             f"output_dir={tmp_path_factory.mktemp('petitions')}",
             f"model.base={shared_data}/ckpt-eltec/hf",
+            f"train.mixed_precision={cpu_precision()}",
+            f"evaluation.mixed_precision={cpu_precision()}",
             *(f"{source}.path={shared_data}/{file}" for source, file in zip(sources, files, strict=True)),
         ],
     )
