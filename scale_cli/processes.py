@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from scale_cli.errors import EndedElsewhere, ScaleError, TrainingError, UsageError, one_line
 
@@ -117,7 +117,7 @@ def autocast(device_type: str, mixed_precision: str) -> torch.autocast:
     return torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def cpu_precision() -> str:
+def cpu_precision() -> Literal["no", "bf16"]:
     """Return the `mixed_precision` that a CPU is fast in: without AVX-512, say, bfloat16 takes ten times as long."""
     import torch
 

@@ -22,9 +22,10 @@ from scale_cli.model.quantised_base import plain_weight
 
 # Tokens that the base reads for the sizes of its stream to be measured.
 _NUM_MEASURED = 256
-# Of the random subspace: directions beyond those asked for, and how often W turns it. On a trained W they leave out
-# 1 to 9 % of the energy that the best directions have, on random numbers, of which no direction leads, as much.
-_OVERSAMPLED = 64
+# Directions that one block of rows gives at most. Of the random subspace that they are found in: how many it has more,
+# and how often W turns it.
+_OF_BLOCK = 64
+_OVERSAMPLED = 16
 _PASSES = 2
 
 
@@ -51,7 +52,8 @@ def initialise_expansion(
 
     W and E are those of all streams that are read: on a widened base, x and the streams of its expansions, joined.
     Some families norm what a layer writes, or its queries and keys: g are the base's gains there.
-    s is the base's initializer_range. Where W has fewer directions than are asked for, the rest is N(0, s^2).
+    s is the base's initializer_range. Where W has fewer directions than are asked for, the rest is N(0, s^2); where
+    more than 64 are, blocks of W's rows give 64 each.
     Numbers are drawn on the CPU, in float32: the same whatever the device and dtype.
 
     With an `embedding_scale`, E' is codes as large as the stream that it has to be seen beside, and the gains
@@ -188,30 +190,42 @@ def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> Tensor
 
 
 def leading_directions(weight: Tensor, count: int) -> Tensor:
-    """Return S_k V_k^T of W (out, in): its k leading right singular directions, scaled by their singular values.
+    """Return leading right singular directions of W (out, in), each times its singular value: S_k V_k^T.
 
-    On the device of W, by passes over a random subspace: no decomposition is larger than k and what is drawn beyond
-    it, and where that is all directions the result is exact. The draw, the signs (the largest entry of each row is
-    positive) and the number of threads are fixed, so W alone decides the bits that come of it on one machine.
+    Where more than `_OF_BLOCK` are asked for, W is cut into blocks of rows that give as many each, so that a direction
+    costs the same however many there are. In float32, a block at a time, on the device of W. No decomposition is larger
+    than what a block gives and `_OVERSAMPLED`; where a block has no more directions the result is exact. The draw, the
+    signs (the largest entry of each row is positive) and the number of threads are fixed, so W alone decides the bits
+    that come of it on one machine.
 
-    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness".
+    Source: Halko, Martinsson & Tropp 2011, "Finding structure with randomness"; the blocks are ours
+    (docs/results/reference-size.md).
     """
-    count, drawn = min(count, *weight.shape), min(count + _OVERSAMPLED, *weight.shape)
-    is_tall = weight.shape[0] > weight.shape[1]
-    short = weight.T if is_tall else weight  # fewer rows than columns
+    count = min(count, *weight.shape)
+    num_blocks = -(-count // _OF_BLOCK)
+    counts = [len(places) for places in torch.arange(count).tensor_split(num_blocks)]
     with _one_thread():
-        basis = torch.eye(len(short), device=weight.device)
-        if drawn < len(short):
-            basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(weight.device)
-            for _ in range(_PASSES):
-                basis, _ = torch.linalg.qr((short @ (short.T @ basis.to(short.dtype))).float())
-        projected = (basis.T.to(short.dtype) @ short).float()
-        values, vectors = torch.linalg.eigh(projected @ projected.T)
-        leading = vectors[:, -count:].flip(1)
-        scales = values[-count:].flip(0).clamp_min(0.0).sqrt()
-        rows = scales[:, None] * (basis @ leading).T if is_tall else leading.T @ projected
+        blocks = zip(weight.tensor_split(num_blocks), counts, strict=True)
+        rows = torch.cat([_directions_of_block(block.float(), of_block) for block, of_block in blocks])
     largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
     return rows * torch.where(largest < 0, -1.0, 1.0)
+
+
+def _directions_of_block(block: Tensor, count: int) -> Tensor:
+    """Return S_k V_k^T of some rows of a matrix, found in a random subspace."""
+    drawn = min(count + _OVERSAMPLED, *block.shape)
+    is_tall = block.shape[0] > block.shape[1]
+    short = block.T if is_tall else block  # fewer rows than columns
+    basis = torch.eye(len(short), device=block.device)
+    if drawn < len(short):
+        basis = torch.randn(len(short), drawn, generator=torch.Generator().manual_seed(0)).to(block.device)
+        for _ in range(_PASSES):
+            basis, _ = torch.linalg.qr(short @ (short.T @ basis))
+    projected = basis.T @ short
+    values, vectors = torch.linalg.eigh(projected @ projected.T)
+    leading = vectors[:, -count:].flip(1)
+    scales = values[-count:].flip(0).clamp_min(0.0).sqrt()
+    return scales[:, None] * (basis @ leading).T if is_tall else leading.T @ projected
 
 
 @contextmanager
