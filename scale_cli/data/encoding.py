@@ -20,11 +20,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from scale_cli.errors import BaseModelError, RunError
 
@@ -141,10 +142,11 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not spec.conversations  # a "</s>" in a text is text
+        described = json.loads(spec.tokenizer_json)
+        self._gives_all_back = _gives_all_back(described)
         # What the model itself puts in the place of text that it does not know; a Unigram model says it by its id.
-        model = json.loads(spec.tokenizer_json)["model"]
-        unknown = model.get("unk_token")
-        self._unknown = model.get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
+        unknown = described["model"].get("unk_token")
+        self._unknown = described["model"].get("unk_id") if unknown is None else self._tokenizer.token_to_id(unknown)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Return the ids of some documents, each tokenised alone and framed by the markers of the spec."""
@@ -175,6 +177,8 @@ class Encoder:
         )
 
     def _round_trip(self, texts: list[str], sizes: list[int], ids: list[list[int]]) -> RoundTrip:
+        if self._gives_all_back:  # to decode takes a fifth of the time
+            return RoundTrip(sum(sizes))
         # What stands for unknown text is no text, whatever letters its own name has.
         unknown = self._unknown
         known = [[token for token in own if token != unknown] if unknown in own else own for own in ids]
@@ -188,6 +192,24 @@ class Encoder:
                 num_lost += math.ceil(num_bytes * lost.total() / characters.total())
                 example = example or next(word for word in text.split() if _characters(word) & lost)[:_LONGEST_EXAMPLE]
         return RoundTrip(sum(sizes), num_lost, example)
+
+
+def _gives_all_back(described: dict[str, Any]) -> bool:
+    """Say whether every text comes back from its ids: a byte-level tokenizer has all bytes, and no step drops one."""
+    model, decoder, first = (described[part] or {} for part in ("model", "decoder", "pre_tokenizer"))
+    steps = first.get("pretokenizers", [first])
+    kinds = [step.get("type") for step in steps]
+    return (
+        model["type"] == "BPE"
+        and not any(model.get(affix) for affix in ("continuing_subword_prefix", "end_of_word_suffix"))
+        and model["vocab"].keys() >= set(ByteLevel.alphabet())
+        and described["normalizer"] is None
+        and kinds.count("ByteLevel") == 1
+        and all(kind in ("ByteLevel", "Split", "Digits") for kind in kinds)
+        and not any(step.get("behavior") == "Removed" for step in steps)
+        and decoder.get("type") == "ByteLevel"
+        and all(added["content"].isascii() for added in described["added_tokens"])  # others are decoded as if bytes
+    )
 
 
 def _characters(text: str) -> Counter[str]:
