@@ -78,6 +78,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids if boundary is None else [boundary, *ids]
 
 
+def id_dtype(tokenizer: PreTrainedTokenizerBase) -> str:
+    return "uint16" if len(tokenizer) <= 2**16 else "uint32"
+
+
 @dataclass(frozen=True)
 class TokenizerSpec:
     """All that decides the ids of a text."""
@@ -99,7 +103,7 @@ class TokenizerSpec:
             tokenizer.backend_tokenizer.to_str(),
             before=() if markers.bos is None or conversations else (markers.bos,),  # which a template writes itself
             after=() if markers.eos is None else (markers.eos,),
-            dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+            dtype=id_dtype(tokenizer),
             conversations=conversations,
         )
 

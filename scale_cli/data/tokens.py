@@ -37,7 +37,16 @@ from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.sources import ReadingConfig, TextSource
 from scale_cli.data.documents import CorpusReader
-from scale_cli.data.encoding import Document, DocumentMarkers, Encoded, Ids, RoundTrip, TokenizerSpec, encode_all
+from scale_cli.data.encoding import (
+    Document,
+    DocumentMarkers,
+    Encoded,
+    Ids,
+    RoundTrip,
+    TokenizerSpec,
+    encode_all,
+    id_dtype,
+)
 from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, file_parts, source_files
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
@@ -121,9 +130,8 @@ class TokenCache:
         return self._opened(folder, source) if is_tokenised(folder) else None
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
-        maps = {
-            name: np.memmap(folder / name, dtype, mode="r") for name, dtype in _columns(self.spec_of(source)).items()
-        }
+        columns = _columns(id_dtype(self.tokenizer), conversations=source.messages_field is not None)
+        maps = {name: np.memmap(folder / name, dtype, mode="r") for name, dtype in columns.items()}
         return TokenisedCorpus(
             folder,
             maps[TOKENS],
@@ -212,10 +220,10 @@ def _tokenizer_content(file: Path) -> str:
 # Making a folder
 
 
-def _columns(spec: TokenizerSpec) -> dict[str, str]:
+def _columns(dtype: str, *, conversations: bool) -> dict[str, str]:
     """Return the files of a tokenised source, and what is in each."""
-    columns = {TOKENS: spec.dtype, OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
-    return columns | {LEARNED: "bool"} if spec.conversations else columns
+    columns = {TOKENS: dtype, OFFSETS: "int64", NUM_BYTES: "int64", HASHES: "uint64"}
+    return columns | {LEARNED: "bool"} if conversations else columns
 
 
 def is_tokenised(folder: Path) -> bool:
@@ -318,7 +326,11 @@ class _Columns:
     """The files of an unfinished folder, cut to what is certain and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
-        self._folder, self._progress, self._dtypes = folder, progress, _columns(spec)
+        self._folder, self._progress, self._dtypes = (
+            folder,
+            progress,
+            _columns(spec.dtype, conversations=spec.conversations),
+        )
         self.written = self._certain()
         self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}
