@@ -1,7 +1,5 @@
 """A plain export served with its router: the family's own model, every head read off its one vocabulary head.
 
-The class of each family is made as it is asked for: `ScaleRoutedLlamaForCausalLM` and its like.
-
 The plain model's hidden row holds all streams side by side, h = [x ; u_1 ; ...], and the columns of its vocabulary head
 one group for each, [H | H'_1 | ...]. So the one product gives every head's logits, z_0 = H x and z_k = z_parent + H'_k
 u_k, and the posterior rule of `routing.py` mixes them. `scale_router` in config.json says which columns are whose.
@@ -14,16 +12,26 @@ Shapes: K heads (0 is the base's), B batch, T positions, D channels, V vocabular
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -269,6 +277,46 @@ class Routed(nn.Module):
         )
 
 
+class ScaleRoutedLlamaForCausalLM(Routed, LlamaForCausalLM):
+    """A Llama with its router."""
+
+
+class ScaleRoutedMistralForCausalLM(Routed, MistralForCausalLM):
+    """A Mistral with its router."""
+
+
+class ScaleRoutedQwen2ForCausalLM(Routed, Qwen2ForCausalLM):
+    """A Qwen2 with its router."""
+
+
+class ScaleRoutedQwen3ForCausalLM(Routed, Qwen3ForCausalLM):
+    """A Qwen3 with its router."""
+
+
+class ScaleRoutedGemma3ForCausalLM(Routed, Gemma3ForCausalLM):
+    """A Gemma 3 with its router."""
+
+
+class ScaleRoutedOlmo2ForCausalLM(Routed, Olmo2ForCausalLM):
+    """An OLMo 2 with its router."""
+
+
+class ScaleRoutedOlmo3ForCausalLM(Routed, Olmo3ForCausalLM):
+    """An OLMo 3 with its router."""
+
+
+class ScaleRoutedExaone4ForCausalLM(Routed, Exaone4ForCausalLM):
+    """An EXAONE 4 with its router."""
+
+
+class ScaleRoutedQwen3MoeForCausalLM(Routed, Qwen3MoeForCausalLM):
+    """A Qwen3-MoE with its router."""
+
+
+class ScaleRoutedPhi3ForCausalLM(Routed, Phi3ForCausalLM):
+    """A Phi-3 or Phi-4 with its router."""
+
+
 def _router_layer(cache: Any) -> RouterLayer | None:
     """Return the router's layer of a cache; None where the cache is new."""
     if cache.layers and isinstance(cache.layers[-1], RouterLayer):
@@ -276,16 +324,3 @@ def _router_layer(cache: Any) -> RouterLayer | None:
     if cache.get_seq_length() > 0:
         raise ValueError("past_key_values: another model filled this cache; the router has to read its tokens itself")
     return None
-
-
-@functools.cache
-def _routed(plain: Any) -> Any:
-    return type(f"ScaleRouted{plain.__name__}", (Routed, plain), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    """Return the routed class of a family: `ScaleRoutedLlamaForCausalLM` of transformers' `LlamaForCausalLM`."""
-    plain = getattr(transformers, name.removeprefix("ScaleRouted"), None)
-    if plain is None or not name.startswith("ScaleRouted"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _routed(plain)
