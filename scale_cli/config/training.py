@@ -147,7 +147,7 @@ class TrainConfig(Section):
         description="kernels by transformers' name, null: its choice, on a GPU flex_attention for isolated documents",
     )
     compile: Accepted[bool] = Field(
-        default=False, description="the decoder, by torch.compile; needs a C++ compiler on a CPU"
+        default=False, description="every layer of the decoder, by torch.compile; needs a C++ compiler on a CPU"
     )
     activation_checkpointing: Accepted[bool] = Field(default=False, description="less memory for more time")
     log_every_steps: Free[Steps] = Field(default=10, description="a record in metrics.jsonl")
@@ -190,7 +190,6 @@ class TrainConfig(Section):
         if self.global_batch_size % self.sequences_at_once(1):
             yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
         unsharded = {
-            "compile: true": self.compile,
             "optimiser: muon": self.optimiser == "muon",  # which needs whole matrices
             "decay_to_base: true": self.decay_to_base,
         }

@@ -226,15 +226,15 @@ def _attention_masks(
     decoder: Any,
     x_BTD: Tensor,
     attention_mask: Tensor | None,
-    cache: ScaleCache | None,
+    cache: DynamicCache | None,
     position_ids: Tensor | None,
-) -> list[Any]:
-    """Return every layer's mask, made once for the layers that look back over all and once for those with a window.
+) -> dict[bool, Any]:
+    """Return the mask of the layers that look back over all (False), and of those with a window (True).
 
     In positions that are given transformers looks for the ends of documents, which waits for the device.
     """
-    windowed = [family.window_of(layer.self_attn) is not None for layer in decoder.layers]
-    masks = {
+    windowed = (family.window_of(layer.self_attn) is not None for layer in decoder.layers)
+    return {
         kind: (create_sliding_window_causal_mask if kind else create_causal_mask)(
             config=decoder.config,
             inputs_embeds=x_BTD,
@@ -244,4 +244,3 @@ def _attention_masks(
         )
         for kind in dict.fromkeys(windowed)
     }
-    return [masks[kind] for kind in windowed]

@@ -96,7 +96,8 @@ class LayerContext:
     family: Family
     position_ids: Tensor
     rotary: dict[str | None, tuple[Tensor, Tensor]]  # cosines and sines by `Family.rotary_kind`
-    attention_masks: list[Any]  # a layer's: Tensor, BlockMask or None, whatever transformers' attention functions take
+    # by whether a layer has a window: Tensor, BlockMask or None, whatever transformers' attention functions take
+    attention_masks: dict[bool, Any]
     cache: DynamicCache | None
     num_layers: int
     checkpointing: bool = False  # activations of what trains are computed again in backward
@@ -125,6 +126,7 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
     positions.
     """
     family = context.family
+    window = family.window_of(attention)
     shape = (*q.shape[:-1], -1, attention.head_dim)
     q_BTNA, k_BTNA, v_BTNA = (states.view(shape) for states in (q, k, v))
     if family.head_norms is not None:
@@ -145,10 +147,10 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, context: LayerContex
         q_BNTA,
         k_BNTA,
         v_BNTA,
-        context.attention_masks[attention.layer_idx],
+        context.attention_masks[window is not None],
         dropout=0.0,
         scaling=attention.scaling,
-        sliding_window=family.window_of(attention),
+        sliding_window=window,
         position_ids=context.position_ids,
     )
     return attended.reshape(*shape[:-2], -1).contiguous()

@@ -47,7 +47,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
     root: Any
     branches: Sequence[Branch]
     routed_heads: Sequence[int]
-    compiled_states: Callable[..., FinalStates] | None = None  # final_states, where training compiles it
     gradient_checkpointing = False  # transformers reads it by this name
     _training_loss: Callable[..., Tensor]
 
@@ -130,8 +129,7 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         use_cache = not self.training and (self.config.use_cache if use_cache is None else use_cache)
         cache = self._own_cache(past_key_values) if use_cache else None
         if self.training and labels is not None:
-            run = self.compiled_states or self.final_states
-            states = run(input_ids, attention_mask, position_ids, None, preserved=False)
+            states = self.final_states(input_ids, attention_mask, position_ids, preserved=False)
             return CausalLMOutputWithPast(loss=self._training_loss(states, labels, **kwargs))
         routed = self.config.routes and not self.training
         states = self.final_states(input_ids, attention_mask, position_ids, cache, preserved=routed)

@@ -1,8 +1,9 @@
 """A model as it is trained: a loss that never holds the logits of all positions, compiled or checkpointed if asked.
 
-A decoder is compiled whole (`fullgraph=True`: a graph break is an error, not a slow surprise) and for one shape, that
-of the run's batches; evaluation goes on with the plain one. On the way the expansion stream can be measured beside the
-base stream, by whose rms it is divided.
+Each decoder layer is compiled whole (`fullgraph=True`: a graph break is an error, not a slow surprise) and for one
+shape, that of the run's batches; evaluation goes on with the plain one. Layers that are alike share the code. Between
+them everything stays as it is: what shards a model hooks into the calls of its layers. On the way the expansion stream
+can be measured beside the base stream, by whose rms it is divided.
 
 Shapes: B batch, T positions, E expansion channels.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,20 +43,11 @@ def trained_head(plain: Any) -> Any:
 
 
 class ChunkedLossModel(nn.Module):
-    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks.
+    """A plain causal language model, adapters in its decoder or not, whose training loss is computed in chunks."""
 
-    Its decoder may be `compiled`, by a function that does so.
-    """
-
-    def __init__(self, model: Any, compiled: Callable[..., Any] | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._run = self._last_states if compiled is None else compiled(self._last_states)
-
-    def _last_states(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        decoder = self.model.get_decoder()
-        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return states
 
     def forward(
         self,
@@ -67,7 +60,9 @@ class ChunkedLossModel(nn.Module):
     ) -> CausalLMOutputWithPast:
         """Return the loss alone; arguments as of a widened model in training (`modeling_scale.py`)."""
         head = trained_head(self.model)
-        loss = plain_cross_entropy(self._run(input_ids, position_ids), head.weight, shift_labels, token_losses)
+        decoder = self.model.get_decoder()
+        states: Tensor = decoder(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        loss = plain_cross_entropy(states, head.weight, shift_labels, token_losses)
         return CausalLMOutputWithPast(loss=loss / num_items_in_batch)
 
 
@@ -75,13 +70,14 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     """Return what a training step calls; its parameters are the model's own.
 
     A widened model computes its loss in chunks itself. A plain one is given the same; where its vocabulary head is more
-    than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits, and is not compiled.
+    than a matrix (adapters in it, a bias) it keeps transformers' loss over whole logits.
     """
     if train.attention is not None:
         _set_attention(model, train.attention)
+    if train.compile:
+        _compile_layers(model)
     if isinstance(model, ScaleForCausalLM):
         model.gradient_checkpointing = train.activation_checkpointing
-        model.compiled_states = compiled(model.final_states) if train.compile else None
         return model
     plain = plain_of(model)
     if train.activation_checkpointing:
@@ -89,7 +85,26 @@ def for_training(model: MethodModel, train: TrainConfig) -> nn.Module:
     head = trained_head(plain)
     if type(head) is not nn.Linear or head.bias is not None:
         return model
-    return ChunkedLossModel(plain, compiled if train.compile else None)
+    return ChunkedLossModel(plain)
+
+
+def _compile_layers(model: MethodModel) -> None:
+    """Let every decoder layer run compiled while it trains."""
+    if isinstance(model, ScaleForCausalLM):
+        layers = [layer for branch in model.branches for layer in branch.expansion.layers]
+    else:
+        layers = list(plain_of(model).model.layers)
+    # Of a sparse model no layer is like another.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(layers))
+    fast: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for layer, name in product(layers, ("forward", "read_on")):
+        if (plain := getattr(type(layer), name, None)) is not None:
+            fast.setdefault(plain, compiled(plain))
+            setattr(layer, name, partial(_run_layer, layer, plain, fast[plain]))
+
+
+def _run_layer(layer: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (fast if layer.training else plain)(layer, *args, **kwargs)
 
 
 def settings_on(device_type: str, config: RunConfig) -> TrainConfig:
@@ -148,7 +163,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return fast(*args, **kwargs)
         except TorchDynamoException as error:
-            raise TrainingError(f"train.compile: cannot compile the decoder here: {one_line(error)}") from None
+            raise TrainingError(f"train.compile: cannot compile a layer here: {one_line(error)}") from None
 
     return run
 

@@ -95,7 +95,6 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         ([DISTILS], "distillation.weight: acts on replay alone, and no corpus.sources[].role is replay"),
         ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
         (["train.optimiser=muon", "train.sharding=all"], "train: optimiser: muon goes with sharding: none"),
-        (["train.compile=true", "train.sharding=expansion"], "train: compile: true goes with sharding: none"),
         (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
         (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "more than max_steps 10 together"),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),

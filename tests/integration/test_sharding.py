@@ -18,6 +18,8 @@ PAIRS = {
     "llama-pro": ("expansion", "method.variant=llama-pro"),
     # Of batches cut alike: bfloat16 products, and Muon's, show how they are cut.
     "lowered": ("all", "train.mixed_precision=bf16", "model.dtype=bfloat16", "train.micro_batch_size=2"),
+    # In generated code, each layer by itself.
+    "compiled": ("all", "train.compile=true", *EVALUATED),
     "muon": ("none", "train.optimiser=muon", "train.micro_batch_size=2"),
 }
 
@@ -53,6 +55,11 @@ def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(runs
     if name not in ("lowered-two", "muon-two"):  # whose rounding shows in the weights
         for key, tensor in expected.items():
             torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_compiled_or_not_losses_are_those_of_one_process(runs: Runs) -> None:
+    for name in ("compiled-one", "compiled-two"):
+        assert runs.logged(name, "loss") == pytest.approx(runs.logged("one", "loss"), rel=1e-5)
 
 
 def test_periodic_evaluation_of_a_frozen_half_is_that_of_one_process(runs: Runs) -> None:

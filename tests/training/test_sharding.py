@@ -40,6 +40,8 @@ from scale_cli.upscale.method import MethodModel, start_model
 from scale_cli.upscale.objective import for_training
 from tests.torture.verbs import ended_group, start_group
 from tests.training.conftest import MakeConfig, configs_in
+from tests.upscale.test_objective import losses, trace_alone
+from tests.upscale.test_objective import start as started
 from tests.vocabulary.grown_run import prove_on_few
 from tests.widening import load_model, tiny_llama
 
@@ -342,6 +344,17 @@ def test_what_is_sharded_is_what_was_asked_for_and_nothing_stays_gathered(
     assert {name for name, parameter in parameters.items() if parameter.grad is not None} == trains
     assert parameters.keys() == before.keys()
     assert all(torch.equal(whole_tensor(parameter), before[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("variant", ["route", "full"])
+def test_what_is_sharded_and_compiled_has_the_losses_of_what_is_neither(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """As traced; as generated code, on two processes, in tests/integration."""
+    trace_alone(monkeypatch)
+    expected, model, train = losses(started(variant)), started(variant), TrainConfig(max_steps=1, sharding="all")
+    wrapped = shard_model(model, accelerator, train.model_copy(update={"compile": True}))
+    assert losses(model, wrapped=wrapped) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

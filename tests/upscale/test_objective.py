@@ -147,7 +147,7 @@ def test_compiled_training_is_traced_whole_and_has_the_losses_of_plain_training(
 
 
 def test_what_cannot_be_compiled_whole_is_refused_in_one_line() -> None:
-    with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile the decoder here: .+") as caught:
+    with pytest.raises(TrainingError, match=r"^train\.compile: cannot compile a layer here: .+") as caught:
         compiled(lambda x: x if x.sum() > 0 else -x)(torch.ones(3))
     assert "\n" not in str(caught.value)
 
