@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .expansion_scale import Expansion, LayerContext, LayerReads, read_base
+from .expansion_scale import Expansion, LayerContext, LayerReads
 from .family_scale import Family, family_of
 from .fused_scale import frozen_norm
 from .routing import RouterMemory
@@ -172,8 +172,7 @@ def run_branches(
         alone = {}
         first_writing = (one.expansion.first_collaborating_layer for one in branches if one.parent == 0)
         if preserved and index >= max(first_writing):  # no expansion reads the untouched stream
-            with torch.no_grad():
-                alone = {0: read_base(base_layer, streams[0], context, context.slot(0, index))[0]}
+            alone = {0: _base_layer(base_layer, streams[0], position_ids, context)}
         # The cache's length is read from slot 0: where head 0 is not run, the adapted stream takes it.
         streams = alone | _run_layer(base_layer, index, branches, streams, u_KBTE, context, apart=preserved)
     normed = {head: frozen_norm(decoder.norm, family.norm_form, x) for head, x in streams.items()}
@@ -219,6 +218,20 @@ def _run_layer(
         if head in parents:
             reads[head] = below.joined(own)
     return after
+
+
+def _base_layer(base_layer: Any, p_BTD: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+    """Return the untouched stream after a layer, which is called: a sharded one is gathered by a hook on the call."""
+    attention, family = base_layer.self_attn, context.family
+    with torch.no_grad():
+        return base_layer(
+            p_BTD,
+            attention_mask=context.attention_masks[family.window_of(attention) is not None],
+            position_ids=position_ids,
+            past_key_values=context.cache,
+            use_cache=context.cache is not None,
+            position_embeddings=context.rotary[family.rotary_kind(attention)],
+        )
 
 
 def _attention_masks(
