@@ -24,7 +24,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.model.routed_scale import Routed, RouterLayer
 from scale_cli.upscale.method import NewPieces, start_model
 from tests.model.test_families import BASES, tiny
-from tests.widening import as_if_trained, ensemble, joined, tiny_llama, widen
+from tests.widening import as_if_trained, joined, tiny_llama, widen
 
 IDS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
 PADDED = torch.ones_like(IDS)
@@ -42,41 +42,25 @@ def routed(model: WidenedModel) -> Any:
     return loaded.eval()
 
 
-def stack() -> ScaleForCausalLM:
-    below = as_if_trained(widen(tiny_llama(), "adapt"))
-    return as_if_trained(widen(below.requires_grad_(False), "route", prior=0.8), seed=2)
-
-
-def together(rule: str) -> JoinedForCausalLM:
-    """Expansions with tokens of their own, joined: 61 tokens in all; in a mean all know the same."""
+def together() -> JoinedForCausalLM:
+    """Expansions with tokens of their own, joined: 61 tokens in all."""
     base = tiny_llama(vocab_size=57)
-    of_one, of_other = NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10])
-    if rule == "mean":
-        of_one = of_other = NewPieces(["7 8", "3 7", "10 11", "3 10"], own_pieces=[7, 10])
-    one, other = (as_if_trained(grown(base, new), seed=seed) for seed, new in enumerate((of_one, of_other)))
-    upon = as_if_trained(widen(copy.deepcopy(one), "route"), seed=2)
-    put = ensemble if rule == "mean" else joined
-    return put(base, one=(0, one), other=(0, other), upon=(1, upon))
+    runs = []
+    for seed, new in enumerate(
+        (NewPieces(["7 8", "3 7"], own_pieces=[7]), NewPieces(["10 11", "3 10"], own_pieces=[10]))
+    ):
+        model = start_model(copy.deepcopy(base), MethodConfig(variant="route"), 0, new)
+        assert isinstance(model, ScaleForCausalLM)
+        runs.append(as_if_trained(model, seed=seed))
+    upon = as_if_trained(widen(copy.deepcopy(runs[0]), "route"), seed=2)
+    return joined(base, one=(0, runs[0]), other=(0, runs[1]), upon=(1, upon))
 
 
-def grown(base: Any, new: NewPieces) -> ScaleForCausalLM:
-    model = start_model(copy.deepcopy(base), MethodConfig(variant="route"), 0, new)
-    assert isinstance(model, ScaleForCausalLM)
-    return model
-
-
-@pytest.fixture(
-    scope="module", params=["one expansion", "a switching router", "a stack", "a join of new tokens", "a mean of them"]
-)
+# Stacks, means and other joins: `test_document_mixture.py`.
+@pytest.fixture(scope="module", params=["a switching router", "a join of new tokens"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    model: WidenedModel
-    if request.param == "a stack":
-        model = stack()
-    elif "new tokens" in request.param or "mean" in request.param:
-        model = together("mean" if "mean" in request.param else "posterior")
-    else:
-        switch_rate = 0.05 if "switching" in request.param else 0.0
-        model = as_if_trained(widen(tiny_llama(), "route", switch_rate=switch_rate))
+    join = request.param == "a join of new tokens"
+    model: WidenedModel = together() if join else as_if_trained(widen(tiny_llama(), "route", switch_rate=0.05))
     return model, routed(model)
 
 
