@@ -220,7 +220,13 @@ def stack_reads(
         }
         for member in members
     ]
-    config = JoinedConfig(base.config.to_diff_dict(), described, prior, switch_rate, rule)
+    config = JoinedConfig(
+        base_config=base.config.to_diff_dict(),
+        members=described,
+        router_prior=prior,
+        router_switch_rate=switch_rate,
+        rule=rule,
+    )
     model = JoinedForCausalLM(config, base)
     for head, (place, member) in enumerate(zip(model.members, members, strict=True), start=1):
         tensors = member.expansion.state_dict()

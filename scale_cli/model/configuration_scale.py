@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import transformers
@@ -33,13 +34,12 @@ _READ_FROM_BASE = (
 class _OverABase(PreTrainedConfig):
     """What the configurations of widened models have in common: a plain or widened base's, and new tokens."""
 
-    def _take_from_base(self: Any, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return what transformers' configuration takes: what was given, and what is the base's."""
-        fields |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
+    def __post_init__(self: Any, **given: Any) -> None:
+        given |= {name: self.base_config.get(name) for name in _READ_FROM_BASE}
         if self.new_tokens:
-            fields["vocab_size"] += len(self.new_tokens)
+            given["vocab_size"] += len(self.new_tokens)
         # The base ties its own embeddings where it does; E' and H' are never tied.
-        return fields | {"tie_word_embeddings": False}
+        super().__post_init__(**given | {"tie_word_embeddings": False})
 
     def pieces(self: Any) -> list[list[int]]:
         """Return of every new token the old ids in its place."""
@@ -58,43 +58,24 @@ class ScaleConfig(_OverABase):
 
     model_type = "scale"
 
-    def __init__(
-        self,
-        base_config: dict[str, Any] | None = None,  # `model_type` included; of a widened base, nested
-        variant: str = "preserve",  # preserve | adapt | route
-        expansion_hidden_size: int = 0,  # channels of the expansion stream (d')
-        expansion_intermediate_size: int = 0,  # MLP channels added
-        expansion_num_attention_heads: int = 0,  # query heads added, of the base's head_dim
-        expansion_num_key_value_heads: int = 0,  # added at the base's query to key/value ratio
-        attention_collaboration_layers: list[int] | None = None,  # whose attention has W12 blocks
-        mlp_collaboration_layers: list[int] | None = None,  # whose MLP has W12 blocks
-        expansion_embedding_rms: float | None = None,  # of E' at its start; None where that was by another rule
-        router_rule: str = "posterior",  # posterior | cosine; read only by the variant `route`
-        router_prior: float = 0.5,  # weight of the base head at the first token
-        router_switch_rate: float = 0.0,  # fixed share alpha of the posterior rule, per token
-        router_threshold: float = 0.5,  # tau of the cosine rule
-        new_tokens: list[str] | None = None,  # of each that the base has not the old ids in its place, with spaces
-        own_pieces: list[int] | None = None,  # first ones of those that begin no text without the new tokens' script
-        use_cache: bool = True,  # whether generation keeps keys, values and the router's state
-        **kwargs: Any,
-    ) -> None:
-        self.base_config = dict(base_config or {})
-        self.variant = variant
-        self.expansion_hidden_size = expansion_hidden_size
-        self.expansion_intermediate_size = expansion_intermediate_size
-        self.expansion_num_attention_heads = expansion_num_attention_heads
-        self.expansion_num_key_value_heads = expansion_num_key_value_heads
-        self.attention_collaboration_layers = list(attention_collaboration_layers or [])
-        self.mlp_collaboration_layers = list(mlp_collaboration_layers or [])
-        self.expansion_embedding_rms = expansion_embedding_rms
-        self.router_rule = router_rule
-        self.router_prior = router_prior
-        self.router_switch_rate = router_switch_rate
-        self.router_threshold = router_threshold
-        self.new_tokens = list(new_tokens or [])
-        self.own_pieces = list(own_pieces or [])
-        self.use_cache = use_cache
-        super().__init__(**self._take_from_base(kwargs))
+    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included; of a widened base, nested
+    variant: str = "preserve"  # preserve | adapt | route
+    expansion_hidden_size: int = 0  # channels of the expansion stream (d')
+    expansion_intermediate_size: int = 0  # MLP channels added
+    expansion_num_attention_heads: int = 0  # query heads added, of the base's head_dim
+    expansion_num_key_value_heads: int = 0  # added at the base's query to key/value ratio
+    attention_collaboration_layers: list[int] = field(default_factory=list)  # whose attention has W12 blocks
+    mlp_collaboration_layers: list[int] = field(default_factory=list)  # whose MLP has W12 blocks
+    expansion_embedding_rms: float | None = None  # of E' at its start; None where that was by another rule
+    router_rule: str = "posterior"  # posterior | cosine; read only by the variant `route`
+    router_prior: float = 0.5  # weight of the base head at the first token
+    router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
+    router_threshold: float = 0.5  # tau of the cosine rule
+    # Of each token that the base has not the old ids in its place, with spaces between them.
+    new_tokens: list[str] = field(default_factory=list)
+    # The first ones of those that begin no text without the new tokens' script.
+    own_pieces: list[int] = field(default_factory=list)
+    use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
     @property
     def routes(self) -> bool:
@@ -128,26 +109,19 @@ class JoinedConfig(_OverABase):
     model_type = "scale-joined"
     routes, router_rule, router_threshold = True, "posterior", 0.5  # as of ScaleConfig: it routes in no other way
 
-    def __init__(
-        self,
-        base_config: dict[str, Any] | None = None,  # `model_type` included
-        # Of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and as `expansion` its
-        # sizes, as ScaleConfig takes them; with them the new tokens that it brings, which may be another's too.
-        members: list[dict[str, Any]] | None = None,
-        router_prior: float | None = None,  # of the base head, the others share the rest; None: all have the same
-        router_switch_rate: float = 0.0,  # fixed share alpha of the posterior rule, per token
-        # `posterior` weighs the base's head and every member's; `mean` the base's, and the members' logits' mean.
-        rule: str = "posterior",
-        use_cache: bool = True,  # whether generation keeps keys, values and the router's state
-        **kwargs: Any,
-    ) -> None:
-        self.base_config = dict(base_config or {})
-        self.members = list(members or [])
-        self.rule = rule
-        self.router_prior = 1.0 / len(self.head_names) if router_prior is None else router_prior
-        self.router_switch_rate = router_switch_rate
-        self.use_cache = use_cache
-        super().__init__(**self._take_from_base(kwargs))
+    base_config: dict[str, Any] = field(default_factory=dict)  # `model_type` included
+    # Of every expansion its `name`, its `parent` (0 for the base, k for the k-th member) and as `expansion` its sizes,
+    # as ScaleConfig takes them; with them the new tokens that it brings, which may be another's too.
+    members: list[dict[str, Any]] = field(default_factory=list)
+    router_prior: float | None = None  # of the base head, the others share the rest; None: all have the same
+    router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
+    rule: str = "posterior"  # it weighs the base's head and every member's; `mean`: the base's, and their logits' mean
+    use_cache: bool = True  # whether generation keeps keys, values and the router's state
+
+    def __post_init__(self, **given: Any) -> None:
+        if self.router_prior is None:
+            self.router_prior = 1.0 / len(self.head_names)
+        super().__post_init__(**given)
 
     @property
     def new_tokens(self) -> list[str]:
