@@ -12,41 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import differences
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.errors import RunFolderError, StorageError, one_line
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
 from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import (
-    EVALUATION,
-    BaseRecord,
-    Cost,
-    MetricsRecord,
-    TrainState,
-    read_records,
-    trained_sha256,
-)
+from scale_cli.storage.records import BaseRecord, Cost, TrainState, trained_sha256
 from scale_cli.values import language_name
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.
 _SAME_BASE_LOSS = 5e-3
-# Which parts of a config the reader is shown where they differ; `model` is held equal by its content hash.
-_SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
-_SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """One periodic evaluation."""
-
-    num_tokens: float  # trained on, targets
-    nats_per_token: dict[str, float | None]  # by head; None: not finite
 
 
 @dataclass(frozen=True)
@@ -56,12 +35,10 @@ class ComparedRun:
     name: str  # short, distinct in this comparison
     folder: Path  # where it lies, as the user gave it
     config: RunConfig  # what it was trained with
-    report: Report  # its forgetting report
-    raw_report: dict[str, Any]  # the same as it stands in the file
+    report: Report
     base: BaseRecord
     model_config: dict[str, Any]  # of the trained model, as transformers writes it
     cost: Cost
-    curves: dict[str, list[CurvePoint]]  # periodic evaluations, by corpus; empty where there were none
 
     @property
     def method(self) -> MethodConfig:
@@ -91,7 +68,7 @@ class Option:
     run: ComparedRun
     untouched: Report  # whose base it is held against
     head: str  # of its own report: adapted | posterior | cosine
-    label: str  # distinct, for figures and tables
+    label: str  # distinct, for the figure and the tables
     served: str  # in words
     num_models: int  # held in memory: 1 or 2
     passes: str  # forward passes for every token, in words
@@ -107,9 +84,8 @@ class Option:
 def load_runs(folders: list[Path]) -> list[ComparedRun]:
     """Read the runs to compare, in the order given; refuse what cannot be compared with the first."""
     resolved = [folder.resolve() for folder in folders]
-    for index, folder in enumerate(resolved):
-        if folder in resolved[:index]:
-            raise RunFolderError(f"{folders[index]}: given twice")
+    if twice := [folder for folder, whole in zip(folders, resolved, strict=True) if resolved.count(whole) > 1]:
+        raise RunFolderError(f"{twice[-1]}: given twice")
     depth = 1  # runs of one name are told apart by their parents
     while len({folder.parts[-depth:] for folder in resolved}) < len(resolved):
         depth += 1
@@ -124,47 +100,19 @@ def _load_run(folder: Path, name: str) -> ComparedRun:
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: no such folder")
     files = (TrainState.FILE, BaseRecord.FILE, Cost.FILE, "config.json", "scale.yaml", MANIFEST)
-    needed = {**{run.final / file: "train" for file in files}, run.metrics: "train"}
-    needed[run.evaluation / Report.FILE] = "evaluate"
+    needed = {**{run.final / file: "train" for file in files}, run.evaluation / Report.FILE: "evaluate"}
     for path, verb in needed.items():
         if not path.is_file():
             missing = f"{path.relative_to(folder)} is missing (`scale {verb}` writes it)"
             raise RunFolderError(f"{folder}: not a finished run, {missing}")
     try:
-        raw_report = read_json(run.evaluation / Report.FILE)
-        report = Report.from_json(raw_report)
-        curves = _curves(read_records(run.metrics), TrainState.load(run.final))
+        report = Report.from_json(read_json(run.evaluation / Report.FILE))
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{folder}: damaged, not what a finished run holds ({one_line(error)})") from None
     if report.trained_sha256 != trained_sha256(run.final):
         raise RunFolderError(f"{run.evaluation}: is of another training than {run.final}; run `scale evaluate` again")
-    return ComparedRun(
-        name=name,
-        folder=folder,
-        config=load_config(run.final / "scale.yaml"),
-        report=report,
-        raw_report=raw_report,
-        base=BaseRecord.load(run.final),
-        model_config=read_json(run.final / "config.json"),
-        cost=Cost.load(run.final),
-        curves=curves,
-    )
-
-
-def _curves(records: list[MetricsRecord], state: TrainState) -> dict[str, list[CurvePoint]]:
-    """Read the periodic evaluations, each placed at the tokens that had been trained on by its step."""
-    known = {0: 0, state.step: state.num_tokens}
-    known |= {record["step"]: record["num_tokens"] for record in records if "num_tokens" in record}
-    steps = sorted(known)
-    curves: dict[str, list[CurvePoint]] = {}
-    for record in records:
-        # Only some steps are logged; between two of them tokens grow evenly, a global batch a step.
-        num_tokens = float(np.interp(record["step"], steps, [known[step] for step in steps]))
-        for corpus, losses in record.get(EVALUATION, {}).items():
-            # At step 0 every method computes what the base computes.
-            start = CurvePoint(0.0, dict.fromkeys(losses, losses["base"]))
-            curves.setdefault(corpus, [start]).append(CurvePoint(num_tokens, losses))
-    return curves
+    config, model_config = load_config(run.final / "scale.yaml"), read_json(run.final / "config.json")
+    return ComparedRun(name, folder, config, report, BaseRecord.load(run.final), model_config, Cost.load(run.final))
 
 
 def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
@@ -194,29 +142,6 @@ def _check_comparable(first: ComparedRun, other: ComparedRun) -> None:
         if same_one is not None and same_one.num_items != benchmark.num_items:
             found = f"{benchmark.name} has {same_one.num_items} and {benchmark.num_items}"
             raise RunFolderError(f"runs must be evaluated on the same items: {found} in {both}")
-
-
-def setup_differences(runs: list[ComparedRun]) -> dict[str, list[str]]:
-    """Return in what, besides its method, each run was set up otherwise than the first; runs set up alike are left out.
-
-    A line a key, `train.lr: 0.001 -> 0.0001` (first run -> this run), and one for each list of sources.
-    """
-    found, first = {}, runs[0].config
-    for run in runs[1:]:
-        other = run.config
-        lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
-        listed: list[tuple[str, Any, Any]] = [
-            ("corpus.sources", first.corpus.sources, other.corpus.sources),
-            ("evaluation.perplexity", first.evaluation.perplexity, other.evaluation.perplexity),
-            ("evaluation.benchmarks", first.evaluation.benchmarks, other.evaluation.benchmarks),
-        ]
-        for key, *both in listed:
-            old, new = ({source.name: source for source in sources} for sources in both)
-            if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
-                lines.append(f"{key}: {', '.join(changed)}")
-        if lines:
-            found[run.name] = lines
-    return found
 
 
 def option_of(run: ComparedRun, head: str, untouched: Report) -> Option:
@@ -261,21 +186,20 @@ def mean_interval(intervals: Sequence[Interval]) -> Interval:
     return Interval(mean, mean - below, mean + above)
 
 
+def front(options: Sequence[Option], most_models: int) -> list[Option]:
+    """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
+    shown = [option for option in options if option.num_models <= most_models and option.is_finite]
+    places: list[Any] = [(option.lost.value, option.gained.value) for option in shown]
+    best = [place for place, keep in zip(places, non_dominated([*places, (0.0, 0.0)]), strict=False) if keep]
+    return [shown[index] for index in sorted(range(len(shown)), key=places.__getitem__) if places[index] in best]
+
+
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return which points (lost, gained) no other beats: loses no more, gains no less, and is not its equal."""
     return [
         not any(other != (lost, gained) and other[0] <= lost and other[1] >= gained for other in points)
         for lost, gained in points
     ]
-
-
-def front(options: Sequence[Option], most_models: int) -> list[Option]:
-    """Return the options of so many models that neither another such nor the untouched base beats, least loss first."""
-    shown = [option for option in options if option.num_models <= most_models and option.is_finite]
-    places: Any = [(option.lost.value, option.gained.value) for option in shown]
-    _, *kept = non_dominated([(0.0, 0.0), *places])
-    best = [(place, index) for index, (place, keep) in enumerate(zip(places, kept, strict=True)) if keep]
-    return [shown[index] for _, index in sorted(best)]
 
 
 def side_names(report: Report) -> tuple[str, str]:

@@ -15,7 +15,6 @@ from scale_cli.evaluation.results import (
     BenchmarkResult,
     CorpusResult,
     HeadResult,
-    LanguageAverage,
     Report,
 )
 from scale_cli.report import Interval
@@ -34,9 +33,7 @@ class Made:
         variant: of the method.
         lost: English, bits/byte, served alone; None for not finite.
         gained: Korean, likewise.
-        width: half of every interval.
         benchmarks: name to (difference in accuracy, Holm-adjusted p).
-        curve_steps: periodic evaluations.
         base: hash of the base's only tensor.
         train: keys of the config's train section.
         new_tokens: so many new ones, with which Korean takes a quarter of the tokens.
@@ -47,9 +44,7 @@ class Made:
     variant: str = "full"
     lost: float | None = 0.4
     gained: float | None = 0.9
-    width: float = 0.01
     benchmarks: dict[str, tuple[float, float]] = field(default_factory=dict)
-    curve_steps: int = 4
     base: str = "a" * 64
     train: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 0
@@ -70,8 +65,6 @@ def write_run(folder: Path, made: Made) -> Path:
     report = replace(report_of(made), trained_sha256=trained_sha256(folder / "final"))
     (folder / "evaluation").mkdir()
     write_json(folder / "evaluation" / "report.json", report.to_json())
-    lines = "".join(json.dumps(record) + "\n" for record in _metrics(made))
-    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
     return folder
 
 
@@ -117,20 +110,6 @@ def _cost(made: Made) -> dict[str, Any]:
     }
 
 
-def _metrics(made: Made) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    for index in range(1, made.curve_steps + 1):
-        step = 100 * index // made.curve_steps
-        done = index / made.curve_steps
-        losses = {
-            name: {"base": base, "adapted": None if change is None else base + done * change, "routed": base - done}
-            for name, base, change in (("stories", 2.0, made.lost), ("청원", 6.0, made.gained and -made.gained))
-        }
-        records.append({"step": step, "loss": 3.0, "num_tokens": 1024 * step})
-        records.append({"step": step, "evaluation_nats_per_token": losses})
-    return records
-
-
 def report_of(made: Made) -> Report:
     """Return the report of a made-up run; mixed with the base it loses next to nothing, and gains all but as much."""
     corpora = []
@@ -146,9 +125,8 @@ def report_of(made: Made) -> Report:
         num_prompts = 20 if made.continued else 0
         corpora.append(CorpusResult(name, language, role, 50, num_tokens, 80_000, heads, num_prompts))
     benchmarks = [_benchmark(name, *outcome) for name, outcome in made.benchmarks.items()]
-    averages = [_average(made)] if made.benchmarks else []
     served = "posterior" if made.variant == "route" else "adapted"
-    return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks, averages)
+    return Report(made.variant, served, 100, 102_400, "t" * 64, corpora, benchmarks)
 
 
 def _head(base: float, change: float | None, head: str, language: str, made: Made) -> HeadResult:
@@ -156,7 +134,7 @@ def _head(base: float, change: float | None, head: str, language: str, made: Mad
     if change is None:
         nothing = Interval(None, None, None)
         return HeadResult(None, None, None, nothing, None, share)
-    width = 0.0 if head == "base" else made.width if abs(change) > 0.001 else 0.0002
+    width = 0.0 if head == "base" else 0.01 if abs(change) > 0.001 else 0.0002
     difference = Interval(change, change - width, change + width)
     in_script = Interval(0.5, 0.4, 0.6) if made.continued else None
     return HeadResult(base * 3, 2.0 ** (base + change), base + change, difference, 0.69, share, in_script)
@@ -170,10 +148,3 @@ def _benchmark(name: str, difference: float, p_holm: float) -> BenchmarkResult:
         change = Interval(difference, difference - 0.02, difference + 0.02)
         heads[head] = BenchmarkHead({"acc": acc}, {"acc": change}, 40, 20, p_holm / 2, p_holm)
     return BenchmarkResult(name, language, "retention" if language == "en" else "acquisition", 500, heads)
-
-
-def _average(made: Made) -> LanguageAverage:
-    mean = sum(difference for difference, _ in made.benchmarks.values()) / len(made.benchmarks)
-    change = Interval(mean, mean - 0.01, mean + 0.01)
-    acc = {head: Interval(0.52, 0.5, 0.54) for head in HEADS}
-    return LanguageAverage("en", len(made.benchmarks), acc, dict.fromkeys(HEADS[1:], change))

@@ -1,31 +1,24 @@
-"""The verb `scale compare`: one report of finished runs, as a page, as Markdown and as JSON, with figures."""
+"""The verb `scale compare`: one report of finished runs, as a page, as Markdown and as JSON, with a figure."""
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from scale_cli.comparison import (
-    ComparedRun,
-    Option,
-    beside_base,
-    front,
-    load_runs,
-    option_of,
-    setup_differences,
-    side_names,
-)
+from scale_cli.comparison import ComparedRun, Option, beside_base, front, load_runs, option_of, side_names
+from scale_cli.config.same_run import differences
+from scale_cli.config.schema import RunConfig
 from scale_cli.errors import require
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, CorpusResult, Figure
 from scale_cli.report import (
-    AXIS,
     COLOURS,
     DASH,
     MARKS,
@@ -33,18 +26,14 @@ from scale_cli.report import (
     Interval,
     Row,
     Table,
-    add_legend,
     aligned,
     difference_cell,
     difference_in_words,
-    draw_point,
     in_points,
     markdown,
     number,
     page,
     quantity,
-    shorten,
-    svg,
     with_interval,
 )
 from scale_cli.storage.atomic import new_folder, write_json, write_text
@@ -53,8 +42,20 @@ from scale_cli.values import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.
 KIND = "scale comparison"
+# Which parts of a config the reader is shown where they differ; `model` is held equal by its content hash.
+_SHOWN_SECTIONS = ("seed", "corpus", "train", "evaluation")
+_SOURCES = r"(corpus\.sources|evaluation\.(perplexity|benchmarks))(\..*)?"
 _LINEAR_BELOW = 0.01  # bits/byte forgotten; more of it on a logarithmic axis
-Draw = Callable[[Any], None]
+_LINES = "#8a8a8a"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # the reader's font has Hangul, matplotlib's has not
+    "svg.hashsalt": "scale",
+    "text.parse_math": False,  # names of runs are text
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e2e2e2",
+    "legend.frameon": False,
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,8 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return report.json: what was read, unchanged, and what was made of it."""
+        """Return report.json: what was read, and what was made of it."""
         base, of_option = self.runs[0].base, ("head", "label", "num_models", "passes")
-        of_run = ("name", "cost", "curves")
         return {
             "kind": KIND,
             "base": {"name": base.name, "content_sha256": base.content_sha256},
@@ -99,11 +99,12 @@ class Comparison:
             ],
             "runs": [
                 {
+                    "name": run.name,
                     "folder": str(run.folder),
                     "method_in_words": run.method.in_words,
                     "method": run.method.model_dump(mode="json"),
-                    "report": run.raw_report,
-                    **{key: getattr(run, key) for key in of_run},
+                    "report": run.report.to_json(),
+                    "cost": run.cost,
                 }
                 for run in self.runs
             ],
@@ -111,22 +112,20 @@ class Comparison:
 
 
 def compare(folders: list[Path], output: Path) -> Comparison:
-    """Compare finished runs, and write report.html, report.md, report.json and the figures."""
+    """Compare finished runs, and write report.html, report.md, report.json and the figure."""
     require("matplotlib", "scale compare")
     check_replaceable(output, KIND)
     comparison = compare_runs(load_runs(folders), output)
-    drawn = figures_of(comparison)
-    told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "figures": drawn}
-    images = [(title, b64encode(drawing.encode()).decode()) for _, title, drawing in drawn]
+    drawn = draw_trade_off(comparison.options)
+    told = {"comparison": comparison, "notes": notes(comparison), "tables": tables(comparison), "is_drawn": bool(drawn)}
+    shown = {"image": b64encode(drawn.encode()).decode(), "colours": COLOURS}
     signs = {variant: sign for variant, (_, sign) in MARKS.items()}
     with new_folder(output) as folder:
-        for name, _, drawing in drawn:
-            write_text(folder / f"{name}.svg", drawing)
+        if drawn:
+            write_text(folder / "trade-off.svg", drawn)
         write_json(folder / "report.json", to_jsonable_python(comparison.to_json()))
         write_text(folder / "report.md", markdown("comparison.md.j2", **told))
-        write_text(
-            folder / "report.html", page("comparison.html.j2", **told, images=images, colours=COLOURS, signs=signs)
-        )
+        write_text(folder / "report.html", page("comparison.html.j2", **told, **shown, signs=signs))
     return comparison
 
 
@@ -155,8 +154,9 @@ def notes(comparison: Comparison) -> list[str]:
             "The runs have different tokens: bits/byte compare between them, figures of a token do not. A difference "
             f"between different tokens has no interval. Bytes a token, by corpus: {held}."
         )
-    for name, changed in setup_differences(runs).items():
-        lines.append(f"Set up otherwise than {runs[0].name}: {name} in {'; '.join(changed)}.")
+    for run in runs[1:]:
+        if changed := setup_differences(runs[0].config, run.config):
+            lines.append(f"Set up otherwise than {runs[0].name}: {run.name} in {'; '.join(changed)}.")
     if len({(run.cost.device, run.cost.num_processes) for run in runs}) > 1:
         found = ", ".join(f"{run.name} {run.cost.num_processes} x {run.cost.device}" for run in runs)
         lines.append(f"The runs were trained on different devices; speed and memory do not compare: {found}.")
@@ -166,6 +166,18 @@ def notes(comparison: Comparison) -> list[str]:
     odd = [option.label for option in comparison.options if not option.is_finite]
     if runs[0].report.has_trade_off and odd:
         lines.append(f"Left out of the trade-off picture, without a finite loss on both sides: {', '.join(odd)}.")
+    return lines
+
+
+def setup_differences(first: RunConfig, other: RunConfig) -> list[str]:
+    """Return in what, besides its method, a run was set up otherwise: a line a key, or a list of sources."""
+    lines = [line.replace("None", "not set") for line in differences(first, other, _SHOWN_SECTIONS, _SOURCES)]
+    for section, key in (("corpus", "sources"), ("evaluation", "perplexity"), ("evaluation", "benchmarks")):
+        old, new = (
+            {source.name: source for source in getattr(getattr(config, section), key)} for config in (first, other)
+        )
+        if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
+            lines.append(f"{section}.{key}: {', '.join(changed)}")
     return lines
 
 
@@ -262,72 +274,49 @@ def _benchmark_tables(comparison: Comparison) -> list[Table]:
     return [Table(titles, rows, "l" + "r" * len(measured), "Benchmarks", variants)]
 
 
-def figures_of(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return the figures of a comparison, each with the name of its file and its title, as SVG."""
-    runs, shown = comparison.runs, [option for option in comparison.options if option.is_finite]
-    drawn: list[tuple[str, str, Draw]] = []
-    if shown:
-        drawn.append(("trade-off", "Trade-off", partial(_draw_trade_off, options=shown)))
-    for index, corpus in enumerate(
-        corpus for corpus in runs[0].report.corpora if any(corpus.name in run.curves for run in runs)
-    ):
-        draw = partial(_draw_curves, runs=[run for run in runs if corpus.name in run.curves], corpus=corpus)
-        drawn.append((f"curve-{index}", f"Learning curve, {corpus.name}", draw))
-    return [(name, title, svg(draw)) for name, title, draw in drawn]
+def draw_trade_off(options: Sequence[Option]) -> str:
+    """Return as SVG every option, numbered as in the legend, and lines through those that no other beats."""
+    from matplotlib import rc_context  # takes a second, and only the figure needs it
+    from matplotlib.figure import Figure
+
+    shown = [option for option in options if option.is_finite]
+    if not shown:
+        return ""
+    lost, gained = side_names(shown[0].run.report)
+    written = io.StringIO()
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure = Figure((5.0, 4.0 + 0.18 * math.ceil((len(shown) + 1) / 2)), layout="constrained")
+        axes: Any = figure.subplots()
+        axes.plot(0.0, 0.0, MARKS["base"][0], color=COLOURS["base"], label="base")
+        for index, option in enumerate(shown, 1):
+            variant, place = option.run.method.variant, (option.lost.value, option.gained.value)
+            style = {"color": COLOURS[variant], "mfc": COLOURS[variant] if option.num_models == 1 else "white"}
+            axes.errorbar(
+                *place,
+                _arms(option.gained),
+                _arms(option.lost),
+                fmt=MARKS[variant][0],
+                label=f"{index}  {option.label}",
+                **style,
+            )
+            axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=COLOURS[variant])
+        for most_models, line in ((1, "-"), (2, "--")):
+            best = front(options, most_models)
+            places = [option.lost.value for option in best], [option.gained.value for option in best]
+            axes.plot(*places, linestyle=line, color=_LINES, zorder=1)
+        axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
+        axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+        axes.set(
+            title="Forgetting and gain against the base", xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte"
+        )
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()
 
 
-def _axes(figure: Any, title: str, height_inches: float, num_labels: int) -> Any:
-    figure.set_size_inches(5.0, height_inches + 0.18 * math.ceil(num_labels / 2))
-    axes = figure.subplots()
-    axes.set_title(title)
-    return axes
-
-
-def _number(axes: Any, index: int, place: Any, colour: str) -> None:
-    """Write beside a mark its number in the legend."""
-    axes.annotate(str(index), place, (6, 4), textcoords="offset points", color=colour, weight="bold")
-
-
-def _draw_trade_off(figure: Any, options: Sequence[Option]) -> None:
-    """Draw every option, numbered as in the legend, and a line through those that no other beats."""
-    axes = _axes(figure, "Forgetting and gain against the base", 4.0, len(options) + 1)
-    draw_point(axes, "base", Interval(0.0, None, None), Interval(0.0, None, None), COLOURS["base"], "o")
-    for index, option in enumerate(options, 1):
-        variant, filled = option.run.method.variant, option.num_models == 1
-        mark, label = MARKS[variant][0], f"{index}  {option.label}"
-        draw_point(axes, label, option.lost, option.gained, COLOURS[variant], mark, filled=filled)
-        _number(axes, index, (option.lost.value, option.gained.value), COLOURS[variant])
-    for most_models, style in ((1, "-"), (2, "--")):
-        best = front(options, most_models)
-        places = [option.lost.value for option in best], [option.gained.value for option in best]
-        axes.plot(*places, linestyle=style, color=AXIS, linewidth=1.4, zorder=1)
-    axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
-    axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
-    axes.margins(0.08)
-    lost, gained = side_names(options[0].run.report)
-    axes.set(xlabel=f"{lost}, bits/byte", ylabel=f"{gained}, bits/byte")
-    add_legend(figure)
-
-
-def _draw_curves(figure: Any, runs: Sequence[ComparedRun], corpus: CorpusResult) -> None:
-    """Draw what each run serves over training; runs of different tokens in bits/byte, by the bytes a token."""
-    role = "kept" if corpus.role == "retention" else "learned"
-    axes = _axes(figure, f"{language_name(corpus.language)}, {role}: {shorten(corpus.name)}", 3.0, len(runs) + 1)
-    measured = {run.name: run.report.corpus(corpus.name) for run in runs}
-    in_bytes = len({of.num_tokens for of in measured.values()}) > 1
-    units = {name: 1 / (of.bytes_per_token * math.log(2)) if in_bytes else 1.0 for name, of in measured.items()}
-    for index, run in enumerate(runs, 1):
-        head, variant = "adapted" if run.report.served == "adapted" else "routed", run.method.variant
-        said = [point.nats_per_token.get(head) for point in run.curves[corpus.name]]
-        xs = [point.num_tokens for point in run.curves[corpus.name]]
-        ys = [math.nan if nats is None else nats * units[run.name] for nats in said]
-        style = {"color": COLOURS[variant], "marker": MARKS[variant][0], "markevery": [-1], "linewidth": 1.8}
-        axes.plot(xs, ys, label=shorten(f"{index}  {run.name}"), **style)
-        _number(axes, index, (xs[-1], ys[-1]), COLOURS[variant])
-    before = runs[0].curves[corpus.name][0].nats_per_token["base"]
-    if before is not None:
-        level = before * units[runs[0].name]
-        axes.axhline(level, label="base", color=COLOURS["base"], linestyle="--", linewidth=1.4)
-    axes.set(xlabel="training tokens", ylabel="bits/byte" if in_bytes else "nats/token")
-    axes.xaxis.set_major_formatter(lambda tokens, _: quantity(tokens))
-    add_legend(figure)
+def _arms(interval: Interval) -> list[list[float]] | None:
+    """Return how far an interval reaches to either side, as matplotlib's error bars take it."""
+    if interval.value is None or interval.low is None or interval.high is None:
+        return None
+    return [[max(0.0, interval.value - interval.low)], [max(0.0, interval.high - interval.value)]]

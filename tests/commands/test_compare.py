@@ -9,13 +9,18 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from scale_cli.commands.compare import compare
+from scale_cli.commands.compare import compare, compare_runs, setup_differences
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
+from scale_cli.comparison import Option, front, load_runs, mean_interval, non_dominated
+from scale_cli.config.schema import RunConfig
 from scale_cli.errors import RunFolderError, StorageError
+from scale_cli.report import Interval
 from scale_cli.storage.atomic import verify_folder
 from tests.command_line import Scale
 from tests.export.conftest import configured
@@ -60,7 +65,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
     made = {
         "full": Made("full", 0.4, 0.95, benchmarks=TASKS),
         SCRIPT: Made("lora", 0.12, 0.6, benchmarks={"blimp": (0.0, 1.0)}, train={"lr": 2e-4}),
-        "얼린 층": Made("freeze", 0.3, 0.8, curve_steps=0),
+        "얼린 층": Made("freeze", 0.3, 0.8),
         "llama-pro": Made("llama-pro", None, None),
         "preserve": Made("preserve", 0.1, 0.7),
         "adapt": Made("adapt", 0.35, 0.9),
@@ -105,14 +110,13 @@ def test_the_report_holds_its_inputs_unchanged(compared: tuple[list[Path], Path]
     verify_folder(out)
 
 
-def test_figures_are_well_formed_and_stand_alone(compared: tuple[list[Path], Path]) -> None:
+def test_the_figure_and_the_tables_are_well_formed_and_a_name_is_text(compared: tuple[list[Path], Path]) -> None:
     _, out = compared
-    drawn = sorted(path.name for path in out.glob("*.svg"))
-    assert drawn == ["curve-0.svg", "curve-1.svg", "trade-off.svg"]
     text = (out / "report.md").read_text(encoding="utf-8")
-    for name in drawn:
-        ElementTree.parse(out / name)
-        assert f"({name})" in text
+    root = ElementTree.parse(out / "trade-off.svg").getroot()
+    labels = "".join(element.text or "" for element in root.iter() if element.tag.endswith("}text"))
+    assert SCRIPT in labels and "얼린 층 + base" in labels
+    assert "(trade-off.svg)" in text
     assert "<script>" not in text.replace(r"\<script", "")
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
@@ -125,18 +129,17 @@ def edit_report(folder: Path, edit: Callable[[dict[str, object]], object]) -> No
     write_json(path, report)
 
 
-def test_runs_without_curves_and_with_one_side_say_what_is_missing(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", Made("full", curve_steps=0))
+def test_runs_with_one_side_say_what_is_missing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Made("full"))
     edit_report(folder, lambda report: report["corpora"].pop())  # type: ignore[attr-defined]
     compare([folder], tmp_path / "out")
     page = Page(tmp_path / "out" / "report.html")
-    assert "train.eval_every_steps" in page.words
     assert "A trade-off needs a retention and an acquisition corpus" in page.words
 
 
 @pytest.mark.parametrize(
     ("missing", "verb"),
-    [("final/position.json", "train"), ("metrics.jsonl", "train"), ("evaluation/report.json", "evaluate")],
+    [("final/position.json", "train"), ("evaluation/report.json", "evaluate")],
 )
 def test_a_run_that_is_not_finished_is_named_with_what_is_missing(
     folders: list[Path], tmp_path: Path, missing: str, verb: str
@@ -172,8 +175,6 @@ def test_runs_of_other_tokens_compare_in_bytes_and_not_in_tokens(tmp_path: Path)
     assert english["grown"] == english["route"]
     assert "64 new tokens" in text
     assert "Bytes a token, by corpus: route 4.00 4.00, grown 4.00 16.00" in text
-    curves = [(tmp_path / "out" / name).read_text(encoding="utf-8") for name in ("curve-0.svg", "curve-1.svg")]
-    assert [">bits/byte<" in curve for curve in curves] == [False, True]
     same = write_run(tmp_path / "same", Made("route", new_tokens=64, base_bits=1.7))
     with pytest.raises(RunFolderError, match="sequence_length"):
         compare([tmp_path / "grown", same], tmp_path / "out")
@@ -213,7 +214,7 @@ def test_a_damaged_report_and_a_run_given_twice_are_one_message(folders: list[Pa
 
 
 def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / parent / "full", Made(curve_steps=0)) for parent in ("seed0", "seed1")]
+    folders = [write_run(tmp_path / parent / "full", Made()) for parent in ("seed0", "seed1")]
     assert [run.name for run in compare(folders, tmp_path / "out").runs] == ["seed0/full", "seed1/full"]
 
 
@@ -226,18 +227,13 @@ def test_an_earlier_comparison_is_replaced_and_nothing_else_is(folders: list[Pat
     with pytest.raises(RunFolderError, match="something other"):
         compare(folders, out)
     before = sorted(folders[0].rglob("*"))
-    for held in (folders[0], folders[0] / "metrics.jsonl"):
-        with pytest.raises(RunFolderError, match="--output"):
-            compare(folders, held)
+    with pytest.raises(RunFolderError, match="--output"):
+        compare(folders, folders[0])
     assert sorted(folders[0].rglob("*")) == before
 
 
 def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scale) -> None:
-    train_keys = {"max_steps": 4, "eval_every_steps": 2}
-    configs = [
-        config.model_copy(update={"train": config.train.model_copy(update=train_keys)})
-        for config in (configured(shared_data, tmp_path / name, {"variant": name}) for name in ("full", "route"))
-    ]
+    configs = [configured(shared_data, tmp_path / name, {"variant": name}) for name in ("full", "route")]
     for config in configs:
         upscale(config)
         train(config, None, print)
@@ -246,16 +242,74 @@ def test_two_real_runs_end_to_end(shared_data: Path, tmp_path: Path, scale: Scal
         assert read.call_count == 1, "of a rival, too"
     done = scale("compare", *(config.output_dir for config in configs), "--output", tmp_path / "out")
     assert done.exit_code == 0
-    assert "full + base" in done.stdout
-    assert str(tmp_path / "out" / "report.html") in done.stdout
-    written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    for run, config in zip(written["runs"], configs, strict=True):
-        assert run["cost"] == json.loads((config.output_dir / "final" / "cost.json").read_text(encoding="utf-8"))
-        assert run["cost"]["trainable_parameters"] > 0
-        assert run["cost"]["peak_memory_bytes"] > 10_000_000
-        trained_on = run["report"]["num_tokens_trained"]
-        for points in run["curves"].values():
-            assert [point["num_tokens"] for point in points] == [0, trained_on / 2, trained_on]
-    full, route = (run["cost"] for run in written["runs"])
-    assert full["trainable_parameters"] == full["total_parameters"]
+    assert "full + base" in done.stdout and str(tmp_path / "out" / "report.html") in done.stdout
+    full, route = (run["cost"] for run in json.loads((tmp_path / "out" / "report.json").read_text())["runs"])
+    assert full["trainable_parameters"] == full["total_parameters"] > 0
     assert route["total_parameters"] == route["trainable_parameters"] + full["total_parameters"]
+
+
+# How models can be served, and which of these ways no other beats
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=12))  # few values, so ties
+def test_no_kept_point_is_dominated_and_every_other_is_by_a_kept_one(points: list[tuple[float, float]]) -> None:
+    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return one != other and one[0] <= other[0] and one[1] >= other[1]
+
+    kept = non_dominated(points)
+    best = [point for point, keep in zip(points, kept, strict=True) if keep]
+    assert best and not any(beats(other, point) for point in best for other in points)
+    dropped = [point for point, keep in zip(points, kept, strict=True) if not keep]
+    assert all(any(beats(other, point) for other in best) for point in dropped)
+
+
+def options(tmp_path: Path, *made: Made) -> list[Option]:
+    folders = [write_run(tmp_path / f"{index}-{m.variant}", m) for index, m in enumerate(made)]
+    return compare_runs(load_runs(folders), tmp_path / "out").options
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("full", [("adapted", 1, "1"), ("posterior", 2, "2")]),
+        ("preserve", [("adapted", 1, "1"), ("posterior", 1, "1")]),
+        ("adapt", [("adapted", 1, "1"), ("posterior", 1, "1 + 4/4")]),
+        ("route", [("posterior", 1, "1 + 1/4")]),
+    ],
+)
+def test_only_methods_that_widen_nothing_need_a_second_model_to_be_mixed(
+    tmp_path: Path, variant: str, expected: list[tuple[str, int, str]]
+) -> None:
+    assert [(o.head, o.num_models, o.passes) for o in options(tmp_path, Made(variant=variant))] == expected
+
+
+def test_the_front_leaves_out_what_the_base_itself_beats_and_what_is_not_finite(tmp_path: Path) -> None:
+    found = options(tmp_path, Made("full", 0.4, 0.9), Made("preserve", 0.1, -0.2), Made("lora", None, None))
+    assert [option.label for option in front([o for o in found if o.head == "adapted"], 2)] == ["0-full"]
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5))
+def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tuple[float, float, float]]) -> None:
+    intervals = [Interval(value, value - below, value + above) for value, below, above in parts]
+    mean = mean_interval(intervals)
+    assert mean.value is not None and mean.low is not None and mean.high is not None
+    assert mean.low <= mean.value <= mean.high
+    # Never wider than if all corpora erred together.
+    assert mean.high - mean.value <= sum(above for *_, above in parts) / len(parts) + 1e-6
+    if len(parts) == 1:
+        assert (mean.low, mean.high) == pytest.approx((intervals[0].low, intervals[0].high))
+    nothing = Interval(None, None, None)
+    assert mean_interval([*intervals, nothing]) == mean_interval([]) == nothing
+
+
+def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_names() -> None:
+    web = {"name": "web", "path": "web.txt", "language": "ko"}
+    old = {"name": "old", "path": "old.txt", "language": "en"}
+
+    def config(sources: list[dict[str, object]], **train: object) -> RunConfig:
+        sections = {"model": {"base": "b"}, "corpus": {"sources": sources}, "train": {"max_steps": 1, **train}}
+        return RunConfig.model_validate({"output_dir": "x", **sections})
+
+    first, more = config([old, web]), config([web, {**old, "name": "new"}], max_hours=3.0, attention="eager")
+    assert setup_differences(first, more) == ["train.attention: not set -> 'eager'", "corpus.sources: new, old"]
+    assert setup_differences(first, config([web, old])) == []
