@@ -30,7 +30,7 @@ class Section(BaseModel):
 class Change(Enum):
     """What marks a key that may change between two verbs of one run; one that is not marked never may.
 
-    In a section that stands in a list, as a source does, or that may be null, a mark does nothing (`same_run._marked`).
+    In a section that stands in a list, as a source does, or that may be null, a mark does nothing (`schema._marked`).
     """
 
     FREE = "a cadence, a place, or how work is cut up: what is written, when and by whom, not what is computed"

@@ -14,7 +14,7 @@ from scale_cli.commands import train as train_verb
 from scale_cli.commands.run import run_pipeline
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import leaves
+from scale_cli.config.schema import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import check_launch, on_main, refuse_several

@@ -14,8 +14,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from scale_cli.comparison import ComparedRun, Option, beside_base, front, load_runs, option_of, side_names
-from scale_cli.config.same_run import differences
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import RunConfig, differences
 from scale_cli.errors import require
 from scale_cli.evaluation.results import BESIDE_BASE, FIGURES, ROLES, CorpusResult, Figure
 from scale_cli.report import (

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from scale_cli.config.load import dump_config, load_config
-from scale_cli.config.same_run import EXPORT_SECTIONS, differences
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import EXPORT_SECTIONS, RunConfig, differences
 from scale_cli.data.corpora import open_sources
 from scale_cli.errors import ExportParityError, PublishError, UsageError, one_line
 from scale_cli.evaluation.results import finished_report, report_sha256

@@ -13,8 +13,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from transformers import PreTrainedModel
 
-from scale_cli.config.same_run import LOCATION_KEYS, TRAIN_SECTIONS, scored_otherwise
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import LOCATION_KEYS, TRAIN_SECTIONS, RunConfig, scored_otherwise
 from scale_cli.config.training import TrainConfig
 from scale_cli.data.batches import Batches, MicroBatch, known_windows
 from scale_cli.data.corpora import (

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_cli.config.load import dump_config
-from scale_cli.config.same_run import BASE_KEYS, UPSCALE_SECTIONS, differences
-from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.schema import BASE_KEYS, UPSCALE_SECTIONS, MethodConfig, RunConfig, differences
 from scale_cli.data.batches import known_windows
 from scale_cli.data.corpora import ids_to_count, open_sources, training_sources, windows_of
 from scale_cli.errors import RunFolderError

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import EVALUATE_SECTIONS, differences
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import EVALUATE_SECTIONS, RunConfig, differences
 from scale_cli.config.sources import EvaluationSource
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.report import (

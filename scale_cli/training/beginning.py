@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from scale_cli.config.same_run import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
+from scale_cli.config.schema import BASE_KEYS, LOCATION_KEYS, TRAIN_SECTIONS, differences
 from scale_cli.errors import RunFolderError
 from scale_cli.methods.recipes import first_averaged
 from scale_cli.processes import main_decides

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from scale_cli.config.same_run import leaves
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import RunConfig, leaves
 from scale_cli.errors import ConfigError, one_line, require
 from scale_cli.storage.records import MetricsLog, MetricsRecord
 

@@ -26,8 +26,15 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import BASE_KEYS, TRAIN_SECTIONS, UPSCALE_SECTIONS, check_same_run
-from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
+from scale_cli.config.schema import (
+    BASE_KEYS,
+    TRAIN_SECTIONS,
+    UPSCALE_SECTIONS,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    check_same_run,
+)
 from scale_cli.config.sources import CorpusSource, TextSource
 from scale_cli.config.training import TrainConfig
 from scale_cli.config.vocabulary import Script

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from scale_cli.config.load import json_schema, load_config
-from scale_cli.config.same_run import leaves
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import RunConfig, leaves
 from scale_cli.errors import ConfigError
 from scripts.config_reference import files
 

@@ -44,15 +44,12 @@ def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
 
 
 @methods
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(
-    family: str, method: MethodConfig, dtype: torch.dtype
-) -> None:
+def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(family: str, method: MethodConfig) -> None:
     def described(model: MethodModel) -> list[tuple[Any, ...]]:
         return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
     base = base_of(family)
-    base.to(dtype=dtype)  # type: ignore[call-arg]
+    base.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
     planned = without_weights(base, method)
     assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
     assert described(planned) == described(start_model(base, method, seed=0))

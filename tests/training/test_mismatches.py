@@ -10,8 +10,7 @@ import pytest
 
 from scale_cli.commands.upscale import upscale_is_finished
 from scale_cli.config.load import load_config
-from scale_cli.config.same_run import ACCEPTABLE
-from scale_cli.config.schema import RunConfig
+from scale_cli.config.schema import ACCEPTABLE, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256
 from scale_cli.storage.layout import RunFolder
