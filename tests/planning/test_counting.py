@@ -43,23 +43,25 @@ def window(vocab_size: int, length: int, batch_size: int = 1) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "shift_labels": ids, "num_items_in_batch": length, "use_cache": False}
 
 
-@methods
-def test_a_model_without_weights_has_the_parameters_of_the_one_that_trains(family: str, method: MethodConfig) -> None:
-    def described(model: MethodModel) -> list[tuple[Any, ...]]:
-        return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-
-    base = base_of(family)
-    base.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
-    planned = without_weights(base, method)
-    assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
-    assert described(planned) == described(start_model(base, method, seed=0))
+def described(model: MethodModel) -> list[tuple[Any, ...]]:
+    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
 
 @methods
-def test_products_without_numbers_are_counted_as_those_of_the_real_model(family: str, method: MethodConfig) -> None:
+def test_parameters_products_and_what_is_saved_are_those_of_the_model_that_trains(
+    family: str, method: MethodConfig
+) -> None:
     base, length = base_of(family), 24
-    counted = count_flops(without_weights(base, method), length)
-    real = start_model(base, method, seed=0).train()
+    planned, real = without_weights(base, method), start_model(base, method, seed=0).train()
+    assert {parameter.device.type for parameter in planned.parameters()} == {"meta"}
+    assert described(planned) == described(real)
+    for mixed_precision in ("no", "bf16"):
+        saved = count_saved_tensors(without_weights(base, method), mixed_precision)
+        with kept_for_backward(real, "cpu", mixed_precision) as kept:
+            for_training(real, TrainConfig(max_steps=1))(**window(61, 120))
+        whole = saved.copies_bytes + 120 * (saved.bytes_per_token + saved.head_bytes_per_token)
+        assert whole == pytest.approx(num_bytes(kept.values()), rel=1e-3)
+    counted = count_flops(planned, length)
     for parameter in real.parameters():
         parameter._backward_hooks = None  # OSF's projections of gradients: a step's, not a token's
     real.set_attn_implementation("eager")
@@ -90,17 +92,3 @@ def test_masks_of_isolated_documents_are_counted_as_autograd_saves_them(variant:
     itemsize = 4 if mixed_precision == "no" else 2
     assert len(of_masks) == base.config.num_hidden_layers
     assert planned.bytes_per_pair == len(of_masks) * itemsize + 1, "and the mask that they are made of"
-
-
-@methods
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_what_is_said_to_be_saved_is_what_autograd_saves(
-    family: str, method: MethodConfig, mixed_precision: str
-) -> None:
-    base, length = base_of(family), 120
-    planned = count_saved_tensors(without_weights(base, method), mixed_precision)
-    real = start_model(base, method, seed=0).train()
-    with kept_for_backward(real, "cpu", mixed_precision) as kept:
-        for_training(real, TrainConfig(max_steps=1))(**window(61, length))
-    per_token = planned.bytes_per_token + planned.head_bytes_per_token
-    assert planned.copies_bytes + length * per_token == pytest.approx(num_bytes(kept.values()), rel=1e-3)
