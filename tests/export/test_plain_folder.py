@@ -25,8 +25,6 @@ from tests.widening import as_if_trained, tiny_llama, widen
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "linear": {"rope_type": "linear", "factor": 2.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
     "llama3": {
         "rope_type": "llama3",

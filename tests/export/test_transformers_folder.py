@@ -100,21 +100,14 @@ def test_it_opens_in_a_fresh_process_without_this_package_and_answers_as_the_tra
         assert torch.equal(answers["generated_True"], generated)
 
 
-def test_it_holds_its_code_and_every_weight_and_is_not_opened_without_trust(trained_run: TrainedRun) -> None:
-    folder = export(trained_run(METHODS["route-posterior"], format="transformers")).folder
-    code = {file.name for file in folder.glob("*.py")}
-    assert {"modeling_scale.py", "configuration_scale.py", "routing.py"} <= code
-    assert all("scale_cli" not in (folder / name).read_text(encoding="utf-8") for name in code)
+def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
+    trained_run: TrainedRun,
+) -> None:
+    config = trained_run(METHODS["adapt"], "bfloat16", format="transformers", dtype="bfloat16")
+    folder = export(config).folder
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loaded_for_further_training_the_base_is_frozen_and_its_bits_are_the_bases(
-    trained_run: TrainedRun, dtype: str
-) -> None:
-    config = trained_run(METHODS["adapt"], dtype, format="transformers", dtype=dtype)
-    loaded = ScaleForCausalLM.from_pretrained(export(config).folder, dtype="auto")
+    loaded = ScaleForCausalLM.from_pretrained(folder, dtype="auto")
     trained = load_widened(config.output_dir / "final", config.model)
     base = dict(trained.base.named_parameters())
     assert all(torch.equal(parameter, base[name]) for name, parameter in loaded.base.named_parameters())

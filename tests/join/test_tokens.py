@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_cli.commands.join import join, prove
+from scale_cli.commands.join import join
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
@@ -111,14 +111,6 @@ def test_other_tokens_of_one_script_are_refused_in_one_line(runs: dict[str, RunC
     ) as refused:
         join_runs(folders(runs, "korean", "other-korean"), None, 0.0)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("rule", ["posterior", "mean"])
-def test_runs_of_the_same_tokens_have_them_once(runs: dict[str, RunConfig], rule: str) -> None:
-    joined = join_runs(folders(runs, "korean", "again"), None, 0.0, rule)
-    assert joined.model.config.vocab_size == len(joined.tokenizer) == OLD + NEW
-    assert [joined.model.config.known_tokens(head) for head in (1, 2)] == [range(NEW), range(NEW)]
-    prove(joined)
 
 
 def test_one_plain_model_holds_the_new_tokens_that_all_its_heads_have_alike(
