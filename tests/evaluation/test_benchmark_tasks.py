@@ -29,20 +29,8 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Lines of the TSVs without their header, and the choices, as the HF card has them; lm-eval's prompts, of its columns.
 KOBEST: dict[str, tuple[int, int, Callable[[dict[str, Any]], str]]] = {
     "boolq": (1404, 2, lambda doc: f"{doc['Text']} 질문: {doc['Question']} 답변: "),
-    "copa": (
-        1000,
-        2,
-        lambda doc: kobest.copa_doc_to_text({"premise": doc["sentence"], "question": doc["question"]}),
-    ),
     "hellaswag": (500, 4, lambda doc: f"문장: {doc['context']}"),
     "sentineg": (397, 2, lambda doc: kobest.sentineg_doc_to_text({"sentence": doc["Text"]})),
-    "wic": (
-        1260,
-        2,
-        lambda doc: kobest.wic_doc_to_text(
-            {"word": doc["Target"], "context_1": doc["SENTENCE1"], "context_2": doc["SENTENCE2"]}
-        ),
-    ),
 }
 
 

@@ -24,15 +24,12 @@ import pytest
 import uvicorn
 from transformers import AutoTokenizer
 
-from scale_cli.commands.export import export
 from scale_cli.commands.serve import serve
-from scale_cli.config.load import load_config
 from scale_cli.config.schema import ModelConfig
 from scale_cli.export.dense import dense_model
 from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
 from scale_cli.generation import Generator, Sampling
 from scale_cli.server import create_app
-from scale_cli.storage.layout import RunFolder
 from scale_cli.upscale.base import load_base
 from scale_cli.upscale.run import load_tokenizer
 from tests.vocabulary.grown_run import prove_on_few, two_scripts_in_one
@@ -40,21 +37,12 @@ from tests.vocabulary.tokenizers_at_hand import KOREAN, RUSSIAN
 from tests.widening import as_if_trained, lower_stories, widen
 
 PROMPTS = [
-    *("Once upon a time", "Lily saw a big", "It was the best of times,", "The committee shall report", "def main()"),
-    *(
-        "학교에서",
-        "안녕하세요.",
-        "모든 국민은 법 앞에",
-        "오늘은 날씨가 참",
-        "В начале",
-        "3.14159 is",
-        "“Where,” she asked,",
-    ),
-    *("A", " A", "", "Once upon a time\n", "Tom and 학교", "The dog </s> said", KOREAN[:30], RUSSIAN[:30]),
+    *("Once upon a time", "Lily saw a big", "안녕하세요.", "В начале", "3.14159 is", "“Where,” she asked,"),
+    *(" A", "", "Once upon a time\n", "The dog </s> said", KOREAN[:30], RUSSIAN[:30]),
 ]
 NUM_NEW = 8
 NAME = "korean"
-KINDS = ["with BOS", "without BOS", "new tokens", "new tokens, joined"]
+KINDS = ["with BOS", "without BOS", "new tokens, joined"]
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +57,13 @@ def folders(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
         made[kind] = folder
 
     def folder_of(kind: str) -> Path:
-        if kind in made:
-            return made[kind]
-        if kind.startswith("with"):
+        if kind not in made and kind.startswith("with"):
             widened(kind, "ckpt-novels-en" if kind == "without BOS" else "ckpt-stories260K")
-        else:
-            of_both = tmp_path_factory.mktemp("joined")
+        elif kind not in made:
             with pytest.MonkeyPatch.context() as patch:
                 prove_on_few(patch)
-                made["new tokens, joined"], _ = two_scripts_in_one(shared_data, of_both, lower_stories(shared_data))
-            made["new tokens"] = export(load_config(RunFolder(of_both / "hangul" / "run").config)).folder
+                folder = tmp_path_factory.mktemp("joined")
+                made[kind], _ = two_scripts_in_one(shared_data, folder, lower_stories(shared_data))
         return made[kind]
 
     return folder_of
@@ -148,13 +133,13 @@ def test_it_samples_where_a_temperature_is_asked_for_and_the_seed_alone_decides(
     assert text_of(client, PROMPTS[0], temperature=1.0, top_p=1e-6, seed=7) == greedy
 
 
-def test_sixteen_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
+def test_ten_at_once_are_each_answered_as_alone(client: openai.OpenAI) -> None:
     def ask(number: int) -> str:
         return text_of(client, PROMPTS[number], temperature=1.0, seed=number % 3, stream=number % 2 == 1)
 
-    alone = [ask(number) for number in range(16)]
-    with ThreadPoolExecutor(16) as users:
-        assert list(users.map(ask, range(16))) == alone
+    alone = [ask(number) for number in range(10)]
+    with ThreadPoolExecutor(10) as users:
+        assert list(users.map(ask, range(10))) == alone
 
 
 def test_n_answers_are_drawn_and_told_apart(client: openai.OpenAI) -> None:
@@ -188,13 +173,9 @@ def test_an_answer_ends_before_a_stop_however_it_is_cut_into_tokens(client: open
 def test_what_is_not_answered_is_refused_in_one_line(client: openai.OpenAI) -> None:
     asked: Any = {"model": NAME, "prompt": "Once", "max_tokens": 2}
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"logprobs": 2}, "^logprobs: .*vLLM"),
         ({"logprobs": 0}, "^logprobs: .*vLLM"),
         ({"echo": True}, "^echo: "),
         ({"best_of": 2}, "^best_of: "),
-        ({"frequency_penalty": 0.5}, "^frequency_penalty: "),
-        ({"n": 0}, "^n: "),
-        ({"temperature": -1.0}, "^temperature: "),
         ({"top_p": 0.0}, "^top_p: "),
         ({"max_tokens": 0}, "^max_tokens: "),
         ({"prompt": ["one", "two"]}, "^prompt: "),
