@@ -20,8 +20,7 @@ from scale_cli.errors import RunFolderError, StorageError, one_line
 from scale_cli.evaluation.results import ROLES, CorpusResult, Report
 from scale_cli.report import NO_INTERVAL, Interval
 from scale_cli.storage.atomic import MANIFEST, read_json
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, Cost, TrainState, trained_sha256
+from scale_cli.storage.records import BaseRecord, Cost, RunFolder, TrainState, trained_sha256
 from scale_cli.values import language_name
 
 # Floating point and bfloat16 move the base's loss by less than this; another corpus or context length, by more.

@@ -64,7 +64,7 @@ def ask(flag: str, meaning: str) -> str:
 def load(path: Path, overrides: Sequence[str] | None) -> RunConfig:
     """Return the config of a file or of a run's folder, after a look at where its results will land."""
     from scale_cli.config.load import load_config
-    from scale_cli.storage.layout import RunFolder
+    from scale_cli.storage.records import RunFolder
 
     if path.is_dir():  # of a run: its own config, wherever it lies now
         overrides = [f"output_dir={json.dumps(str(path))}", *(overrides or ())]

@@ -28,8 +28,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.routed_scale import Routed
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import read_json
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.records import BaseRecord, RunFolder
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import load_any_base, router_of

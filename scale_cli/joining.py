@@ -36,8 +36,7 @@ from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.model.vocabulary_scale import composed
 from scale_cli.report import Table, number, percent
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, RunRecord
+from scale_cli.storage.records import BaseRecord, RunFolder, RunRecord
 from scale_cli.upscale.base import check_same_base, record_base, root_model, stages_below, tensor_sha256
 from scale_cli.upscale.method import router_of
 from scale_cli.upscale.preservation import SAMPLE_TEXTS, own_logits, sample_ids

@@ -30,7 +30,7 @@ from scale_cli.export.plain_folder import routed_class
 from scale_cli.processes import cpu_precision
 from scale_cli.report import aligned
 from scale_cli.storage.atomic import write_text
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from scale_cli.terminal import printable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.run import load_tokenizer

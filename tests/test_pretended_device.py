@@ -30,7 +30,7 @@ from scale_cli.generation import Generator, Sampling
 from scale_cli.methods.widened import RouterConfig
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.model.modeling_scale import ScaleForCausalLM
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from scale_cli.training.optimiser import build_optimiser, load_optimiser_tensors, optimiser_tensors
 from scale_cli.training.step import StepResult, train_step
 from scale_cli.upscale import preservation

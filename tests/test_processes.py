@@ -19,8 +19,7 @@ from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import check_launch, on_main, refuse_several
 from scale_cli.storage.atomic import load_tensors, read_json
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED, TrainState, read_records
+from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training.interruption import StopRequest
 from tests.command_line import Scale

@@ -36,7 +36,7 @@ from scale_cli.report import (
     with_interval,
 )
 from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.layout import check_replaceable
+from scale_cli.storage.records import check_replaceable
 from scale_cli.values import language_name
 
 # What report.json says of itself; a folder whose report says this may be replaced by another comparison.

@@ -22,8 +22,7 @@ from scale_cli.export.card import base_licence, model_card
 from scale_cli.export.formats import Format, formats_of, parity_in_words
 from scale_cli.processes import device
 from scale_cli.storage.atomic import is_whole, new_folder, read_json, write_text
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, trained_sha256
+from scale_cli.storage.records import BaseRecord, ExportRecord, Parity, RunFolder, trained_sha256
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import MethodFolder, Run, open_folder

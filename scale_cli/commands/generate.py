@@ -18,7 +18,7 @@ from scale_cli.errors import ConfigError
 from scale_cli.generation import Continuation, Generator, Sampling, SpokenToken, TextStreamer
 from scale_cli.report import percent
 from scale_cli.storage.atomic import write_text
-from scale_cli.storage.layout import check_folder
+from scale_cli.storage.records import check_folder
 from scale_cli.terminal import printable, progress_bar
 
 _AT_ONCE = 32

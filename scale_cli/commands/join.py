@@ -20,7 +20,7 @@ from scale_cli.model.family_scale import family_of
 from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
-from scale_cli.storage.layout import check_replaceable
+from scale_cli.storage.records import check_replaceable
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.preservation import sample_ids
 from scale_cli.upscale.run import write_grown_tokenizer

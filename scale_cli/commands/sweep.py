@@ -19,7 +19,7 @@ from scale_cli.data.corpora import cache_dir
 from scale_cli.errors import ConfigError, TrainingError
 from scale_cli.report import Table, number
 from scale_cli.storage.atomic import new_folder, write_json, write_text
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 
 _TITLES = ("values", "bits/byte", "base's text, bits/byte lost")
 

@@ -40,8 +40,7 @@ from scale_cli.storage.atomic import (
     save_tensors,
     verify_folder,
 )
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, TrainState
+from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, RunFolder, TrainState
 from scale_cli.training.beginning import init_from, starting_point
 from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
 from scale_cli.training.loop import run_loop

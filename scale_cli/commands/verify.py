@@ -30,8 +30,7 @@ from scale_cli.joining import KIND, JoinReport
 from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import MANIFEST, described_files, read_json, verify_folder
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, ExportRecord, TrainState, place_of, read_records
+from scale_cli.storage.records import BaseRecord, ExportRecord, RunFolder, TrainState, place_of, read_records
 from scale_cli.upscale.base import load_written, record_base
 from scale_cli.upscale.preservation import check_preservation, own_logits, sample_ids
 from scale_cli.upscale.run import MethodFolder, load_tokenizer

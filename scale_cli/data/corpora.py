@@ -21,8 +21,7 @@ from scale_cli.data.tokens import TokenCache, TokenisedCorpus
 from scale_cli.errors import CorpusError, RunFolderError
 from scale_cli.processes import is_main
 from scale_cli.report import percent
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import read_corpora
+from scale_cli.storage.records import RunFolder, read_corpora
 
 # Up to 4 readings of a text teach nearly what new text would, and a reading after 16 less than half of it (Muennighoff
 # et al., arXiv 2305.16264).

@@ -27,8 +27,7 @@ from scale_cli.report import (
     worst_document,
 )
 from scale_cli.storage.atomic import file_sha256, is_whole
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import RunRecord, trained_sha256
+from scale_cli.storage.records import RunFolder, RunRecord, trained_sha256
 
 if TYPE_CHECKING:
     from scale_cli.evaluation.scoring import DocumentLosses  # imports torch, which a finished report does without

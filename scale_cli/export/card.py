@@ -22,8 +22,7 @@ from scale_cli.evaluation.results import Report, guarantee
 from scale_cli.export.formats import Format, parity_in_words
 from scale_cli.model.configuration_scale import LEAST_TRANSFORMERS
 from scale_cli.report import markdown
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, TrainState
+from scale_cli.storage.records import BaseRecord, BranchPoint, Parity, RunFolder, TrainState
 from scale_cli.upscale.base import looks_local, root_model, stages_below
 from scale_cli.values import language_name
 

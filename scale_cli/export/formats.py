@@ -22,8 +22,7 @@ from scale_cli.export.dense import lower_weights, plain_model
 from scale_cli.export.plain_folder import copy_tokenizer, frame_prompts, routed_class, router_keys, write_plain
 from scale_cli.model.modeling_scale import ScaleForCausalLM, WidenedModel
 from scale_cli.processes import placed
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import Parity
+from scale_cli.storage.records import Parity, RunFolder
 from scale_cli.upscale.base import load_written
 from scale_cli.upscale.method import MethodModel, describe_method, load_onto_base, write_peft, write_trained
 from scale_cli.upscale.preservation import trained_logits

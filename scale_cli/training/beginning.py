@@ -14,8 +14,7 @@ from scale_cli.errors import RunFolderError
 from scale_cli.methods.recipes import first_averaged
 from scale_cli.processes import main_decides
 from scale_cli.storage.atomic import changed_versions, verify_folder
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import RunFolder, TrainState
 from scale_cli.training.checkpoint import branch_point_at, checkpoints, has_moments, newest_whole_checkpoint
 from scale_cli.upscale.run import MethodFolder, Run
 

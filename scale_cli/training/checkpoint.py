@@ -29,8 +29,7 @@ from scale_cli.storage.atomic import (
     load_tensors,
     verify_folder,
 )
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BranchPoint, TrainState
+from scale_cli.storage.records import BranchPoint, RunFolder, TrainState
 from scale_cli.storage.shards import has_shards, load_shards
 from scale_cli.training.optimiser import (
     empty_optimiser_tensors,

@@ -34,8 +34,7 @@ from scale_cli.storage.atomic import (
     write_json,
     write_text,
 )
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, MetricsLog, TrainState
+from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, MetricsLog, RunFolder, TrainState
 from scale_cli.storage.shards import save_shards
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer

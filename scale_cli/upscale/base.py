@@ -23,8 +23,7 @@ from scale_cli.model.family_scale import FAMILIES, family_of
 from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, quantise
 from scale_cli.processes import ALONE, Share, device, gathered, share
 from scale_cli.storage.atomic import json_sha256
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.records import BaseRecord, RunFolder
 
 # Fields that change no computation; a widened base's router acts when it is served only.
 _NOT_COMPUTING = re.compile(

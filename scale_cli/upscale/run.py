@@ -47,8 +47,7 @@ from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
 from scale_cli.storage.atomic import read_json, verify_folder
-from scale_cli.storage.layout import RunFolder, check_folder
-from scale_cli.storage.records import BaseRecord, TrainState
+from scale_cli.storage.records import BaseRecord, RunFolder, TrainState, check_folder
 from scale_cli.upscale.base import REMEDY, check_weights, load_base_config, stage_folder, stages_below
 from scale_cli.upscale.method import (
     MethodModel,

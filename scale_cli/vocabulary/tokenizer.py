@@ -17,8 +17,7 @@ from scale_cli.data.encoding import Document
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import BaseModelError, ConfigError, one_line
 from scale_cli.storage.atomic import is_whole, json_sha256, new_folder, read_json, write_json, writing
-from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, extended
-from scale_cli.vocabulary.learning import count_words, learn
+from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, count_words, extended, learn
 
 _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.

@@ -16,8 +16,7 @@ from scale_cli.commands.upscale import upscale
 from scale_cli.errors import Interrupted
 from scale_cli.planning import peak_tokens_per_s
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState, read_records
+from scale_cli.storage.records import RunFolder, TrainState, read_records
 from scale_cli.training import loop
 from scale_cli.training import run as training_run
 from scale_cli.training.observing import Observer

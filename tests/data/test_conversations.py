@@ -25,8 +25,7 @@ from scale_cli.data.documents import CorpusReader, Messages
 from scale_cli.data.ledger import Rejected, TokenLedger
 from scale_cli.data.tokens import TokenCache
 from scale_cli.errors import ConfigError
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import read_records
+from scale_cli.storage.records import RunFolder, read_records
 from tests.training.conftest import make_config
 
 __all__ = ["make_config"]

@@ -16,8 +16,7 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.tokens import PARTS
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState
+from scale_cli.storage.records import RunFolder, TrainState
 from tests.test_processes import files, losses
 from tests.training.conftest import configs_in
 

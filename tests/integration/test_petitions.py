@@ -17,8 +17,7 @@ from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ForgettingError
 from scale_cli.evaluation.results import Report
 from scale_cli.processes import cpu_precision
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import BaseRecord
+from scale_cli.storage.records import BaseRecord, RunFolder
 from scale_cli.upscale.base import changed_tensors, load_base
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "petitions.yaml"

@@ -6,7 +6,7 @@ import pytest
 
 from scale_cli.errors import RunFolderError
 from scale_cli.storage.atomic import new_folder, write_json
-from scale_cli.storage.layout import RunFolder, check_replaceable
+from scale_cli.storage.records import RunFolder, check_replaceable
 
 
 @pytest.mark.parametrize("name", ["run", "a/b/c", ".", ".."])

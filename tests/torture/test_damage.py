@@ -11,7 +11,7 @@ import pytest
 
 from scale_cli.errors import StorageError
 from scale_cli.storage.atomic import verify_folder
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from scale_cli.training.checkpoint import newest_whole_checkpoint
 from tests.torture.tiny_run import MAX_STEPS, SAVED_STEPS, Runs, assert_same
 from tests.torture.verbs import run_verb

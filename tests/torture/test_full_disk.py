@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from scale_cli.storage.atomic import MANIFEST, verify_folder
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from tests.torture.faults import Fault
 from tests.torture.tiny_run import Runs, Undisturbed, assert_as_undisturbed, beginning, hashes, undisturbed
 from tests.torture.verbs import Ended, run_verb

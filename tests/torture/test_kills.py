@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from tests.torture.faults import Fault
 from tests.torture.tiny_run import Runs, assert_as_undisturbed, assert_same, beginning, undisturbed
 from tests.torture.verbs import ended_group, run_verb

@@ -18,7 +18,7 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.storage.atomic import MANIFEST, verify_folder
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from scale_cli.upscale.base import tensor_sha256
 from scripts.from_scratch import train_tokenizer, write_base
 from tests.torture.faults import Fault

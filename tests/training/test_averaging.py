@@ -14,8 +14,7 @@ from scale_cli.config.training import TrainConfig
 from scale_cli.errors import RunFolderError
 from scale_cli.methods.recipes import Average, Update, of_final
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import EVALUATION, read_records
+from scale_cli.storage.records import EVALUATION, RunFolder, read_records
 from scale_cli.training.optimiser import build_optimiser, trainable_parameters
 from tests.hooks import training_of
 from tests.training.conftest import MakeConfig, are_equal, finished, go_on, trained

@@ -12,8 +12,7 @@ import torch
 from scale_cli.commands.train import train
 from scale_cli.data.ledger import TokenLedger
 from scale_cli.errors import Interrupted, TrainingError
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TrainState, read_records
+from scale_cli.storage.records import RunFolder, TrainState, read_records
 from scale_cli.training.step import TakenStep
 from tests.training.conftest import MakeConfig, are_equal, around_steps, finished, go_on, trained, upscaled
 

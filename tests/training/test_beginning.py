@@ -11,7 +11,7 @@ from scale_cli.commands.run import run_pipeline
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError, RunFolderError, StorageError
 from scale_cli.storage.atomic import MANIFEST, file_sha256, load_tensors, read_json
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from tests.training.conftest import MakeConfig, are_equal, configs_in, finished, go_on, trained
 
 TRUNK = ("train.schedule=constant", "train.max_steps=6", "train.save_every_steps=2", "train.keep_checkpoints=9")

@@ -13,8 +13,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import ACCEPTABLE, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError, ScaleError
 from scale_cli.storage.atomic import file_sha256
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.storage.records import TRAINED, RunFolder, TrainState
 from scale_cli.upscale.run import Run, check_processes
 from tests.training.conftest import finished, go_on
 from tests.widening import lower_stories

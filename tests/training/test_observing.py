@@ -19,7 +19,6 @@ from scale_cli.commands.verify import verify
 from scale_cli.config.schema import RunConfig
 from scale_cli.data.corpora import open_sources
 from scale_cli.storage.atomic import file_sha256, remove_folder
-from scale_cli.storage.layout import RunFolder
 from scale_cli.storage.records import (
     BENCHMARKS,
     BITS,
@@ -30,6 +29,7 @@ from scale_cli.storage.records import (
     Losses,
     MetricsLog,
     MetricsRecord,
+    RunFolder,
     Score,
     TrainState,
     read_records,

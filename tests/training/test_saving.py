@@ -27,8 +27,7 @@ from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.report import quantity
 from scale_cli.storage import atomic
 from scale_cli.storage.atomic import file_sha256, verify_folder
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import TRAINED, TrainState
+from scale_cli.storage.records import TRAINED, RunFolder, TrainState
 from scale_cli.training import run as training_run
 from scale_cli.training.checkpoint import step_of
 from scale_cli.training.run import Snapshot, take_snapshot, write_checkpoint

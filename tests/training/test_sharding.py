@@ -30,8 +30,7 @@ from scale_cli.errors import StorageError
 from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.storage.atomic import load_tensors, verify_folder
-from scale_cli.storage.layout import RunFolder
-from scale_cli.storage.records import EVALUATION, TRAINED, TrainState
+from scale_cli.storage.records import EVALUATION, TRAINED, RunFolder, TrainState
 from scale_cli.storage.shards import load_shards, save_shards
 from scale_cli.training import loop, observing
 from scale_cli.training.optimiser import trainable_parameters

@@ -23,7 +23,7 @@ from scale_cli.methods import adept
 from scale_cli.methods.adept import rates_by
 from scale_cli.methods.recipes import Update
 from scale_cli.storage.atomic import load_tensors
-from scale_cli.storage.layout import RunFolder
+from scale_cli.storage.records import RunFolder
 from scale_cli.training.beginning import check_init_from
 from scale_cli.training.optimiser import build_optimiser, set_learning_rate, trainable_parameters
 from scale_cli.training.step import hooks_of

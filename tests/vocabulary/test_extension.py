@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, models
 
 from scale_cli.config.vocabulary import Script
 from scale_cli.errors import BaseModelError, PreservationError
-from scale_cli.vocabulary.extension import NewToken, Spelling, extended, new_tokens, pieces
-from scale_cli.vocabulary.learning import count_words, learn
+from scale_cli.vocabulary.extension import NewToken, Spelling, count_words, extended, learn, new_tokens, pieces
 from scale_cli.vocabulary.proofs import check_extension, check_union
 from tests.vocabulary.tokenizers_at_hand import ENGLISH, KINDS, KOREAN, RUSSIAN, llama_3
 
