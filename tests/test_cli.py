@@ -59,13 +59,6 @@ def test_the_version_is_told(scale: Scale) -> None:
     assert scale("--version") == Outcome(0, f"scale {version('scale-cli')}\n", "")
 
 
-def test_a_shell_completes_options() -> None:
-    asked = {"_SCALE_COMPLETE": "complete_bash", "COMP_WORDS": "scale train --res", "COMP_CWORD": "2"}
-    command = [str(Path(sys.executable).with_name("scale"))]
-    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["--resume"]
-
-
 @pytest.mark.parametrize("arguments", [["nosuch"], ["train"], ["train", "config.yaml", "--nosuch"]], ids=" ".join)
 def test_a_command_line_that_makes_no_sense_exits_2(scale: Scale, arguments: list[str]) -> None:
     done = scale(*arguments)
@@ -105,21 +98,14 @@ def files_beside_tokens(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in files_of(folder).items() if not name.startswith("tokens/")}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["train", "--resume", "nowhere"], "nowhere"),
-        (["train", "--resume", "run"], "run"),
-    ],
-)
-def test_what_cannot_be_trained_is_named_and_changes_nothing(
-    upscaled: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+@pytest.mark.parametrize("place", ["nowhere", "run"])
+def test_what_cannot_be_resumed_is_named_and_changes_nothing(
+    upscaled: Path, scale: Scale, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.chdir(upscaled.parent)
     before = files_beside_tokens(upscaled.parent / "run")
-    verb, *further = arguments
-    done = scale(verb, upscaled, *further)
-    assert told in done.error()
+    done = scale("train", upscaled, "--resume", place)
+    assert place in done.error()
     assert done.exit_code == 2
     assert files_beside_tokens(upscaled.parent / "run") == before
 

@@ -304,6 +304,7 @@ def draw_trade_off(options: Sequence[Option]) -> str:
             best = front(options, most_models)
             places = [option.lost.value for option in best], [option.gained.value for option in best]
             axes.plot(*places, linestyle=line, color=_LINES, zorder=1)
+        axes.margins(0.08)
         axes.set_xscale("symlog", linthresh=_LINEAR_BELOW)  # what forgets little stands apart from what forgets much
         axes.xaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
         axes.set(
