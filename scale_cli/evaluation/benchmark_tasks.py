@@ -46,8 +46,6 @@ from scale_cli.evaluation.benchmarks import (
     Item,
     ItemOutcome,
     check_task_file,
-    judging_metric,
-    mean_scores,
 )
 from scale_cli.evaluation.continuations import SelectableHeads
 from scale_cli.evaluation.results import HEADS, SkippedBenchmark
@@ -221,8 +219,7 @@ class OpenedBenchmarks:
                 share=share,
             )
             try:
-                items = measure_items(benchmark, answers, max_items)
-                measured.append(BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1))
+                measured.append(measure_items(benchmark, answers, max_items))
             except RunError as error:
                 skipped.append(SkippedBenchmark(benchmark.name, str(error)))
         return measured, skipped
@@ -232,7 +229,7 @@ class OpenedBenchmarks:
     ) -> Losses:
         """Return of every benchmark each head's mean of the metric that judges it, on the first items of every task."""
         measured, _ = self.measure(model, tokenizer, config, share, config.train.eval_max_items)
-        return {benchmark.name: mean_scores(benchmark.items) for benchmark in measured}
+        return {benchmark.name: benchmark.mean_scores() for benchmark in measured}
 
 
 def open_benchmarks(sources: list[BenchmarkSource]) -> OpenedBenchmarks:
@@ -323,7 +320,7 @@ def _reports_macro_f1(task: Any) -> bool:
     return task.OUTPUT_TYPE == "multiple_choice" and task.aggregation().get("f1") is macro_f1_score
 
 
-def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> list[Item]:
+def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int | None = None) -> BenchmarkItems:
     """Return a benchmark's items, of every task at most so many, with lm-eval's metrics of each under every head.
 
     Raises:
@@ -345,9 +342,10 @@ def measure_items(benchmark: Benchmark, answers: ObservedHeads, max_items: int |
         task = benchmark.tasks[name]
         gold, outcomes = (_chosen if task.OUTPUT_TYPE == "multiple_choice" else _generated)(task, by_head)
         items.append(Item(name, doc_id, gold, outcomes))
-    if judging_metric(items) is None:
+    measured = BenchmarkItems(benchmark.source, benchmark.name, items, benchmark.reports_macro_f1)
+    if measured.judged_by is None:
         raise RunError("lm-eval reports nothing by which an item is right or wrong")
-    return items
+    return measured
 
 
 def _chosen(task: Any, by_head: dict[str, list[Any]]) -> tuple[int | list[int], dict[str, ItemOutcome]]:

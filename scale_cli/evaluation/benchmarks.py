@@ -89,28 +89,25 @@ class BenchmarkItems:
     items: list[Item]
     reports_macro_f1: bool  # whether lm-eval reports macro-F1 of it
 
+    def scores(self) -> dict[str, Values]:
+        """Return (N, H) scores by every metric that all items have."""
+        first, *others = (item.heads["base"].metrics for item in self.items)
+        names = [name for name in first if all(name in metrics for metrics in others)]
+        return {
+            name: np.array([[item.heads[head].metrics[name] for head in HEADS] for item in self.items])
+            for name in names
+        }
 
-def judging_metric(items: list[Item]) -> str | None:
-    """Return the first metric by which every item is right, wrong or in between: `acc` of multiple choice."""
-    scores = {metric: _scores(items, metric) for metric in _metrics_of(items)}
-    return next((metric for metric, values in scores.items() if ((values >= 0.0) & (values <= 1.0)).all()), None)
+    @property
+    def judged_by(self) -> str | None:
+        """The first metric by which every item is right, wrong or in between: `acc` of multiple choice."""
+        return next((name for name, values in self.scores().items() if ((values >= 0.0) & (values <= 1.0)).all()), None)
 
-
-def mean_scores(items: list[Item]) -> dict[str, float | None]:
-    """Return every head's mean of the metric by which some items are judged."""
-    metric = judging_metric(items)
-    assert metric is not None, "such items are not measured"
-    return {head: finite(float(np.mean([item.heads[head].metrics[metric] for item in items]))) for head in HEADS}
-
-
-def _metrics_of(items: list[Item]) -> list[str]:
-    return [
-        name for name in items[0].heads["base"].metrics if all(name in item.heads["base"].metrics for item in items)
-    ]
-
-
-def _scores(items: list[Item], metric: str) -> Values:
-    return np.array([[item.heads[head].metrics[metric] for head in HEADS] for item in items])
+    def mean_scores(self) -> dict[str, float | None]:
+        """Return every head's mean of that metric."""
+        assert self.judged_by is not None, "such items are not measured"
+        columns = zip(HEADS, self.scores()[self.judged_by].T, strict=True)
+        return {head: finite(np.mean(scores_N)) for head, scores_N in columns}
 
 
 @dataclass(frozen=True)
@@ -123,12 +120,22 @@ class _Metric:
 
     @classmethod
     def of(cls, rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator) -> _Metric:
-        once_N = np.ones(len(rows_NC), dtype=np.int64)
-        return cls(statistic(once_N, rows_NC), resampled(rows_NC, statistic, num_resamples, rng), len(rows_NC))
+        """Draw items with replacement, the same for every head."""
+        rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
+        num_items, at_once = len(rows_NC), max(1, _VALUES_AT_ONCE // len(counts_U))
+        sizes = [min(at_once, num_resamples - first) for first in range(0, num_resamples, at_once)]
+        drawn = [statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC) for size in sizes]
+        return cls(statistic(np.ones(num_items, dtype=np.int64), rows_NC), np.concatenate(drawn), num_items)
 
     def intervals(self) -> dict[str, Interval]:
-        columns = zip(HEADS, self.value_H, self.resampled_RH.T, strict=True)
-        return {head: percentile_interval(value, drawn_R, self.num_items) for head, value, drawn_R in columns}
+        """Return the middle 95 % of every head's resampled values; no interval where one item says nothing of it."""
+        intervals = {}
+        for head, value, drawn_R in zip(HEADS, self.value_H, self.resampled_RH.T, strict=True):
+            low = high = None
+            if self.num_items > 1 and np.isfinite(value) and np.isfinite(drawn_R).all():
+                low, high = map(float, np.percentile(drawn_R, [2.5, 97.5]))
+            intervals[head] = Interval(finite(value), low, high)
+        return intervals
 
     def differences(self) -> dict[str, Interval]:
         from_base = self.value_H - self.value_H[0], self.resampled_RH - self.resampled_RH[:, :1]
@@ -160,18 +167,19 @@ def summarise_benchmarks(
 
 
 def _resample(benchmark: BenchmarkItems, num_resamples: int, rng: np.random.Generator) -> dict[str, _Metric]:
-    items = benchmark.items
-    metrics = {name: _Metric.of(_scores(items, name), means, num_resamples, rng) for name in _metrics_of(items)}
+    metrics = {name: _Metric.of(scores_NH, means, num_resamples, rng) for name, scores_NH in benchmark.scores().items()}
     if benchmark.reports_macro_f1:
-        classes_NC = np.array([[item.gold, *(item.heads[head].prediction for head in HEADS)] for item in items])
+        classes_NC = np.array(
+            [[item.gold, *(item.heads[head].prediction for head in HEADS)] for item in benchmark.items]
+        )
         metrics["macro_f1"] = _Metric.of(classes_NC, macro_f1, num_resamples, rng)
     return metrics
 
 
 def _test(benchmark: BenchmarkItems, metrics: dict[str, _Metric], rng: np.random.Generator) -> BenchmarkResult:
-    judged_by = judging_metric(benchmark.items)
+    judged_by = benchmark.judged_by
     assert judged_by is not None, "a benchmark without one is not measured"
-    scores_NH = _scores(benchmark.items, judged_by)
+    scores_NH = benchmark.scores()[judged_by]
     right_or_wrong = bool(np.isin(scores_NH, (0.0, 1.0)).all())
     intervals = {name: metric.intervals() for name, metric in metrics.items()}
     differences = {name: metric.differences() for name, metric in metrics.items()}
@@ -197,16 +205,6 @@ def _average(language: str, metrics: list[_Metric]) -> LanguageAverage:
     return LanguageAverage(language, len(metrics), mean.intervals(), mean.differences())
 
 
-def resampled(rows_NC: Values, statistic: Statistic, num_resamples: int, rng: np.random.Generator) -> Values:
-    """Return (R, H): the heads' figure over items drawn with replacement, the same items for every head."""
-    rows_UC, counts_U = np.unique(rows_NC, axis=0, return_counts=True)
-    num_items, at_once = len(rows_NC), max(1, _VALUES_AT_ONCE // len(counts_U))
-    sizes = [min(at_once, num_resamples - first) for first in range(0, num_resamples, at_once)]
-    return np.concatenate(
-        [statistic(rng.multinomial(num_items, counts_U / num_items, size=size), rows_UC) for size in sizes]
-    )
-
-
 def means(counts: Indices, scores_UH: Values) -> Values:
     """Return (..., H), the heads' mean scores, where `counts` (..., U) says how often each row occurs."""
     return counts @ scores_UH / counts.sum(axis=-1, keepdims=True)
@@ -225,14 +223,6 @@ def macro_f1(counts: Indices, classes_UC: Values) -> Values:
         total = total + 2.0 * (counts @ (is_gold & is_said)) / np.maximum(named, 1)
         num_classes = num_classes + (named > 0)
     return total / num_classes
-
-
-def percentile_interval(value: float, resampled_R: Values, num_items: int) -> Interval:
-    """Return a figure with the middle 95 % of its resampled values; without them where one item says nothing of it."""
-    if num_items < 2 or not np.isfinite(value) or not np.isfinite(resampled_R).all():
-        return Interval(finite(value), None, None)
-    low, high = np.percentile(resampled_R, [2.5, 97.5])
-    return Interval(float(value), float(low), float(high))
 
 
 def paired_p(before_N: Values, after_N: Values, rng: np.random.Generator) -> float | None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig
 from scale_cli.config.schema import ModelConfig
 from scale_cli.errors import RunError
 from scale_cli.evaluation.benchmark_tasks import Benchmark, ObservedHeads, measure_items
-from scale_cli.evaluation.benchmarks import Item, judging_metric
+from scale_cli.evaluation.benchmarks import Item
 from scale_cli.evaluation.results import HEADS
 from scale_cli.export.dense import dense_model
 from scale_cli.methods.widened import RouterConfig
@@ -75,7 +75,7 @@ def test_the_adaptation_head_scores_as_lm_eval_scores_the_exported_model_and_the
     ]
     for source in sources:
         benchmark = opened(source)
-        items = measure_items(benchmark, answers)
+        items = measure_items(benchmark, answers).items
         (task,) = benchmark.tasks.values()
         for head, hf in theirs.items():
             expected = [said for said, _ in hf.loglikelihood(task.instances, disable_tqdm=True)]
@@ -216,7 +216,8 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, 
     benchmark = make_task()
     tokenizer, served = load_tokenizer(ModelConfig(base=str(shared_data / STORIES / "hf"))), model
     answers = ObservedHeads(model, tokenizer, RouterConfig(), max_length=128, batch_size=2, mixed_precision="no")
-    items = measure_items(benchmark, answers)
+    measured = measure_items(benchmark, answers)
+    items = measured.items
     for head, alone in (("base", served.base), ("posterior", served)):
         theirs = HFLM(alone, backend="causal", tokenizer=tokenizer, max_length=128, batch_size=2)
         found: Any = evaluate(theirs, {"tasks": benchmark.tasks}, bootstrap_iters=0)
@@ -228,7 +229,7 @@ def test_answers_and_marks_are_lm_evals_own_of_each_heads_model(make_task: Any, 
     assert len({tuple(texts_of(items, head)) for head in HEADS}) > 1, "heads that differ"
     assert all(len(outcome.metrics) == 2 for item in items for outcome in item.heads.values()), "bleu is no mean"
     assert not any(stop in str(text) for text in texts_of(items, "base") for stop in ("\n", " and", ". "))
-    assert judging_metric(items) == "exact_match, first-words"
+    assert measured.judged_by == "exact_match, first-words"
 
 
 def test_a_generative_task_that_says_nothing_of_right_or_wrong_or_asks_too_much_is_one_line(
