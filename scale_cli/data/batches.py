@@ -152,13 +152,6 @@ class StepBatches:
     num_targets: tuple[int, ...]  # of the global batch, over all processes, by source
 
 
-def _drawn(draws: npt.NDArray[np.float64], weights: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Return the source that every draw from [0, 1) falls on."""
-    bounds = np.cumsum(weights) / np.sum(weights)
-    # The last bound may round to just below 1, and a draw may lie above it; the last bound may lie a rounding below it.
-    return np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
-
-
 class Batches:
     """All batches of a run.
 
@@ -196,7 +189,10 @@ class Batches:
         self.micro_batch_size = micro_batch_size
         num_samples = num_steps * global_batch_size
         draws = np.random.default_rng([seed, 0]).random(num_samples)
-        self._source_of = _drawn(draws, weights).astype(np.uint16)
+        bounds = np.cumsum(weights) / np.sum(weights)
+        # The last bound may round to just below 1; a draw above it falls on the last source that has a weight.
+        drawn = np.minimum(np.searchsorted(bounds, draws, side="right"), np.flatnonzero(weights)[-1])
+        self._source_of = drawn.astype(np.uint16)
         self._turn_of = np.zeros(num_samples, dtype=np.int64)
         for index in range(len(sources)):
             mine = self._source_of == index
@@ -232,16 +228,14 @@ class Batches:
     def trained_tokens(self, num_steps: int) -> list[TrainedTokens]:
         """Return, for every source, what the first steps train of it, and what they leave of its unfinished epoch."""
         turns = np.bincount(self._source_of[: num_steps * self.global_batch_size], minlength=len(self.sources))
-        return [self._trained(source, int(num_turns)) for source, num_turns in enumerate(turns)]
-
-    def _trained(self, source: int, num_turns: int) -> TrainedTokens:
-        windows = self.sources[source]
-        num_targets = int(windows.num_targets.sum())
-        num_whole, num_begun = divmod(num_turns, len(windows))
-        if not num_begun:
-            return TrainedTokens(num_whole * num_targets, num_whole, 0)
-        begun = int(windows.num_targets[self._epoch_order(source, num_whole)[:num_begun]].sum())
-        return TrainedTokens(num_whole * num_targets + begun, num_whole + 1, num_targets - begun)
+        trained = []
+        for source, (windows, num_turns) in enumerate(zip(self.sources, turns.tolist(), strict=True)):
+            num_whole, num_begun = divmod(num_turns, len(windows))
+            begun = self._epoch_order(source, num_whole)[:num_begun]
+            of_epoch, of_begun = int(windows.num_targets.sum()), int(windows.num_targets[begun].sum())
+            held_over = of_epoch - of_begun if num_begun else 0
+            trained.append(TrainedTokens(num_whole * of_epoch + of_begun, num_whole + bool(num_begun), held_over))
+        return trained
 
     def micro_batches(self, step: int, rank: int = 0, num_processes: int = 1) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one process in one step (steps count from 0)."""

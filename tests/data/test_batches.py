@@ -182,14 +182,6 @@ def test_different_seeds_draw_and_order_differently(seeds: list[int]) -> None:
     assert draws[0] != draws[1]
 
 
-@settings(deadline=None, max_examples=30)
-@given(plans(), st.integers(-8, 8))
-def test_only_the_proportions_of_the_weights_count(plan: dict[str, Any], exponent: int) -> None:
-    scaled = plan | {"weights": [2.0**exponent * weight for weight in plan["weights"]]}
-    for step in range(plan["num_steps"]):
-        assert rows(global_batch(batches(**plan), step)) == rows(global_batch(batches(**scaled), step))
-
-
 def test_another_source_does_not_reorder_the_first() -> None:
     """The k-th window drawn from a source is the same whatever stands beside it."""
     alone = batches([60], 3, num_steps=6)

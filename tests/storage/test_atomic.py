@@ -233,23 +233,6 @@ def test_one_flipped_bit_in_any_file_is_detected(whole: Path, data: st.DataObjec
     verify_folder(whole)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_a_file_that_was_cut_or_grew_is_detected_and_named(whole: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(FILES)))
-    before = FILES[name]
-    cut = st.integers(0, max(0, len(before) - 1)).map(lambda length: before[:length])
-    after = data.draw((cut if before else st.nothing()) | st.binary(min_size=1, max_size=9).map(before.__add__))
-    assert_damage_is_named(whole, whole / name, after)
-
-
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_a_missing_file_is_named(copied: Path, name: str) -> None:
-    (copied / name).unlink()
-    with pytest.raises(StorageError, match=f"{copied / name}: missing"):
-        verify_folder(copied)
-
-
 @pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": 3}', '{"files": {"a.txt": {}}}', '{"files": ["a"]}', ""])
 def test_a_manifest_of_another_shape_is_damage(copied: Path, manifest: str) -> None:
     (copied / MANIFEST).write_text(manifest, encoding="utf-8")

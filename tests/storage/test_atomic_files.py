@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scale_cli.errors import StorageError
-from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json, write_text
+from scale_cli.storage.atomic import load_tensors, read_json, save_tensors, write_json
 from tests.storage.test_atomic import failing
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab가", max_size=2), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@settings(deadline=None, max_examples=50)
-@given(JSON)
-def test_json_reads_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "value.json"
-    write_json(path, value)
-    assert read_json(path) == value
-    assert json.loads(path.read_bytes()) == value
-
-
-def test_text_is_written_byte_for_byte(tmp_path: Path) -> None:
-    write_text(tmp_path / "new" / "file.txt", "가\r\nb\n")
-    assert (tmp_path / "new" / "file.txt").read_bytes() == "가\r\nb\n".encode()
 
 
 @pytest.mark.parametrize("owner", [(os, "fsync"), (Path, "replace")])

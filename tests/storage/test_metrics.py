@@ -34,17 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def test_a_record_is_in_the_file_when_append_returns_and_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "metrics.jsonl"
-    log = MetricsLog(path, resumed_step=0)
-    for step in range(1, 5):
-        log.append(record(step))
-        assert read(path) == [record(earlier) for earlier in range(1, step + 1)]
-    MetricsLog(path, resumed_step=0)
-    assert read(path) == []
-    assert list(path.parent.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("damage", [b"\xff", b'{"step": 1e400}', b"[" * 100_000, b"{}", b"3"])
 def test_a_damaged_record_is_named_by_its_line(path: Path, damage: bytes) -> None:
     write(path, range(1, 3))

@@ -120,8 +120,15 @@ def test_nothing_of_a_zip_lands_outside_and_nothing_of_it_stays(
     assert not Path("/tmp/evil.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>"])
-@pytest.mark.parametrize("section", ["corpus.sources.0", "evaluation.perplexity.0", "evaluation.benchmarks.0"])
+# The three sections have one type of names.
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        *(("corpus.sources.0", name) for name in ("/etc/passwd", "a/b", "..", ".hidden", "a\nb", "a" * 65, "<script>")),
+        ("evaluation.perplexity.0", "../../evil"),
+        ("evaluation.benchmarks.0", "../../evil"),
+    ],
+)
 def test_a_name_of_a_source_is_no_path(scale: Scale, base: Path, tmp_path: Path, name: str, section: str) -> None:
     config = write_config(tmp_path, base)
     overrides = ["evaluation.benchmarks=[arc_easy]"] if "benchmarks" in section else []
