@@ -277,7 +277,7 @@ def training_memory(
     products are less precise also as the gradient that goes into the next ones. Where the base is distilled, both
     heads' log-probabilities stand beside them, and the base's probabilities of one sequence, all in float32.
     """
-    num_tokens = train.sequences_at_once(num_processes) * sequence_length
+    num_tokens = train.sequences_at_once(num_processes) * sequence_length // train.sharing_windows(num_processes)
     product_dtype = lowered_dtype(train.mixed_precision) or torch.float32
     if saved.head_bytes_per_token:
         head = num_tokens * vocab_size * 3 * torch.float32.itemsize

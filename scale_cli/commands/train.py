@@ -43,6 +43,7 @@ from scale_cli.storage.atomic import (
 from scale_cli.storage.records import TRAINED, BranchPoint, MetricsLog, RunFolder, TrainState
 from scale_cli.training.beginning import init_from, starting_point
 from scale_cli.training.checkpoint import branch_point_at, load_checkpoint
+from scale_cli.training.context import parallelism, share_windows
 from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
@@ -104,6 +105,7 @@ def train(
     if not run.folder.upscaled.is_dir():
         raise RunFolderError(f"{run.folder.upscaled}: not there; run `scale upscale` first")
     run.check(training_sources(config), accelerator.num_processes)
+    parallelism(config.train, accelerator.num_processes)  # or it is refused
     check_trackers(config.train.trackers)
     benchmarks = open_benchmarks_of(config.evaluation) if config.train.eval_benchmarks_every_steps else None
     for skipped in benchmarks.skipped if benchmarks is not None else ():
@@ -263,9 +265,14 @@ def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[M
 
 def _wrapped(model: MethodModel, config: RunConfig, accelerator: Accelerator) -> nn.Module:
     """Return the model as it is run: sharded, which Accelerate would wrap once more, or by Accelerate."""
-    settings = settings_on(accelerator.device.type, config)
-    if settings.sharding != "none" and accelerator.num_processes > 1:
-        return shard_model(model, accelerator, settings)
+    settings, device_type = settings_on(accelerator.device.type, config), accelerator.device.type
+    layout = parallelism(settings, accelerator.num_processes)
+    mesh = layout.build_device_mesh(device_type) if layout.total_size > 1 else None
+    if mesh is not None and layout.cp_enabled:
+        isolated = config.corpus.isolate_documents
+        settings = settings.model_copy(update={"attention": share_windows(mesh, isolated=isolated)})
+    if mesh is not None and settings.sharding != "none":
+        return shard_model(model, accelerator, settings, mesh[tuple(layout.fsdp_dim_names)])
     return accelerator.prepare(for_training(model.to(accelerator.device), settings))
 
 

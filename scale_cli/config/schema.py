@@ -236,6 +236,8 @@ class RunConfig(Section):
             yield f"train.mixed_precision: fp16 goes with sharding: none, not with {train.sharding}"
         if (train.mixed_precision, self.model.dtype) in (("fp16", "bfloat16"), ("bf16", "float16")):
             yield f"train.mixed_precision: {train.mixed_precision} does not go with model.dtype: {self.model.dtype}"
+        if train.context_parallel > 1:
+            yield from self._problems_of_sharing_windows()
         if self.model.quantisation is not None and (train.sharding != "none" or train.compile):
             asked = "compile: true" if train.compile else f"sharding: {train.sharding}"
             yield f"train.{asked} does not go with model.quantisation: {self.model.quantisation}"
@@ -258,6 +260,15 @@ class RunConfig(Section):
         taken = vocabulary.sources or [source.name for source in self.corpus.new]
         if any(source.messages_field is not None and source.name in taken for source in self.corpus.sources):
             yield "method.vocabulary.sources: new tokens are learned of text, not of conversations"
+
+    def _problems_of_sharing_windows(self) -> Iterator[str]:
+        number, length = self.train.context_parallel, self.corpus.sequence_length
+        if length % (2 * number):
+            yield f"train.context_parallel: {number} processes share windows of multiples of {2 * number}, not {length}"
+        if self.train.attention not in (None, "sdpa"):
+            yield f"train.context_parallel: goes with train.attention sdpa, not with {self.train.attention}"
+        if self.train.compile:
+            yield "train.context_parallel: does not go with train.compile"
 
     def _observing_problems(self) -> Iterator[str]:
         train = self.train

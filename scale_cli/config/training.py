@@ -77,6 +77,12 @@ class TrainConfig(Section):
         description="what is split is split over all processes, or over those of each machine, which then exchange no "
         "weights, gradients only",
     )
+    context_parallel: Free[int] = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="processes that share every window, each with some of its positions: docs/processes.md",
+    )
     init_from: PathText | None = Field(
         default=None,
         description="a checkpoint, or the final/, of a run of the same base and method: begin with that; several "
@@ -222,7 +228,11 @@ class TrainConfig(Section):
         given = None if self.average is None else self.average.steps
         return given or math.ceil(_SHARE_AVERAGED * self.max_steps)
 
+    def sharing_windows(self, num_processes: int) -> int:
+        """Return how many of some processes share a window; one alone has nobody to share it with."""
+        return min(self.context_parallel, num_processes)
+
     def sequences_at_once(self, num_processes: int) -> int:
         """Return what `micro_batch_size` is or, left out, stands for among some processes that share a step."""
-        share = self.global_batch_size // num_processes
+        share = self.global_batch_size // (num_processes // self.sharing_windows(num_processes))
         return self.micro_batch_size or max(size for size in range(1, _MICRO_BATCH_SIZE + 1) if share % size == 0)

@@ -111,6 +111,17 @@ class MicroBatch:
     # what to compute without asking a device
     distillation: tuple[float, ...] | None = None
 
+    def part(self, index: int, number: int) -> MicroBatch:
+        """Return what one of some processes has of every sequence: a part, and the part as far from its end."""
+        positions = self.position_ids
+        if positions is None:
+            positions = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)
+
+        def cut(whole: Tensor) -> Tensor:
+            return whole.unflatten(1, (2 * number, -1))[:, [index, -1 - index]].flatten(1)
+
+        return replace(self, input_ids=cut(self.input_ids), targets=cut(self.targets), position_ids=cut(positions))
+
     def pinned(self) -> MicroBatch:
         return self._each(Tensor.pin_memory)
 
@@ -285,13 +296,17 @@ class Prefetched(Generic[Item]):
 
 
 def batches_ahead(
-    batches: Batches, first: int, rank: int, num_processes: int, device: torch.device
+    batches: Batches, first: int, rank: int, num_processes: int, device: torch.device, sharing: int = 1
 ) -> Prefetched[StepBatches]:
     """Return what one process takes, step by step from a step on, the next made meanwhile.
 
+    So many neighbours share every window (`sharing`), as the innermost dimension of a mesh of all processes.
     For a GPU they are made in memory that it copies from by itself.
     """
-    steps = batches.from_step(first, rank, num_processes)
+    group, part = divmod(rank, sharing)
+    steps = batches.from_step(first, group, num_processes // sharing)
+    if sharing > 1:
+        steps = (replace(s, micro_batches=[batch.part(part, sharing) for batch in s.micro_batches]) for s in steps)
     if device.type == "cuda":
         steps = (replace(step, micro_batches=[batch.pinned() for batch in step.micro_batches]) for step in steps)
     return Prefetched(steps, _STEPS_AHEAD)

@@ -20,7 +20,6 @@ heads are read without a call (`model/head_loss.py`), and so are its base layers
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,27 +45,22 @@ from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
 
-def shard_model(model: MethodModel, accelerator: Accelerator, train: TrainConfig) -> nn.Module:
-    """Shard a model in place over all processes, put what this process holds on its device, and return what to train.
+def shard_model(
+    model: MethodModel, accelerator: Accelerator, train: TrainConfig, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """Shard a model in place, put what this process holds on its device, and return what to train.
+
+    It is split over the last dimension of `mesh`, and copied over the first of two; None: over all processes.
 
     The model is whole, and on the CPU: one layer at a time goes to the device before it is split.
     """
     if isinstance(model, ScaleForCausalLM) and isinstance(model.base, ScaleForCausalLM):
         raise ConfigError(f"train.sharding: {train.sharding}: not over a base that is widened already; choose none")
     root = for_training(model, train)
-    _shard(
-        model, root, _mesh(accelerator, train), keep_frozen_whole=train.sharding == "expansion", lowered=_lowered(train)
-    )
+    if mesh is None:
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    _shard(model, root, mesh, keep_frozen_whole=train.sharding == "expansion", lowered=_lowered(train))
     return root
-
-
-def _mesh(accelerator: Accelerator, train: TrainConfig) -> DeviceMesh:
-    """Return the processes over which tensors are split; of several machines, each may hold all of them."""
-    device, number = accelerator.device.type, accelerator.num_processes
-    of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", number))
-    if train.sharded_within == "launch" or of_machine == number:
-        return init_device_mesh(device, (number,))
-    return init_device_mesh(device, (number // of_machine, of_machine), mesh_dim_names=("replicate", "shard"))
 
 
 def _lowered(train: TrainConfig) -> MixedPrecisionPolicy:

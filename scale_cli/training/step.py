@@ -24,7 +24,7 @@ from scale_cli.training.optimiser import set_learning_rate, trainable_parameters
 from scale_cli.training.schedule import learning_rate
 from scale_cli.training.sharding import gradients_kept, whole_tensor
 from scale_cli.upscale.method import MethodModel
-from scale_cli.upscale.objective import ChunkedLossModel
+from scale_cli.upscale.objective import ChunkedLossModel, attending_by_sdpa
 
 _UNSCALED = GradScaler(enabled=False)
 
@@ -196,7 +196,7 @@ def hooks_of(
 
     def loss(window: MicroBatch) -> Tensor:
         num_tokens = max(int((window.targets != IGNORED).sum()), 1)
-        with autocast(accelerator.device.type, train.mixed_precision):
+        with autocast(accelerator.device.type, train.mixed_precision), attending_by_sdpa(model):
             return loss_share(alone, window, accelerator.device, num_tokens)
 
     training = Training(model, train, start, accelerator, probe, loss)

@@ -29,6 +29,9 @@ from scale_cli.model.head_loss import plain_cross_entropy
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import MethodModel
 
+# What attention is called that looks over all parts of a window (`training/context.py`).
+SHARING_WINDOWS = "sharing_windows"
+
 
 def plain_of(model: Any) -> Any:
     """Return a model without what PEFT has put around it."""
@@ -128,9 +131,9 @@ def attends_by_mask(config: RunConfig, device_type: str) -> bool:
 
 @contextmanager
 def attending_by_sdpa(model: MethodModel) -> Iterator[None]:
-    """Evaluate without flex_attention, which is compiled for every new shape: documents have all lengths."""
+    """Attend within whole texts of any length: flex_attention would be compiled for each."""
     trained_by = _root(model).config._attn_implementation
-    if trained_by != "flex_attention":
+    if trained_by not in ("flex_attention", SHARING_WINDOWS):
         yield
         return
     _set_attention(model, "sdpa")

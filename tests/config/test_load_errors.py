@@ -94,6 +94,8 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "layers collaborate"),
         ([DISTILS], "distillation.weight: acts on replay alone, and no corpus.sources[].role is replay"),
         ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
+        (["train.context_parallel=7"], "train.context_parallel: 7 processes share windows of multiples of 14"),
+        (["train.context_parallel=2", "train.compile=true"], "train.context_parallel: does not go with train.compile"),
         (["train.optimiser=muon", "train.sharding=all"], "train: optimiser: muon goes with sharding: none"),
         (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
         (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "more than max_steps 10 together"),

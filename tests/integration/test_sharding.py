@@ -31,6 +31,14 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, pair in PAIRS.items():
         made.add_pair(name, *pair)
     made.add("all-two", "train.micro_batch_size=2", "train.sharding=all", like="one")
+    # Two pairs of processes, each with windows of its own.
+    shared = (
+        "train.context_parallel=2",
+        "train.activation_checkpointing=true",
+        "train.sharding=all",
+        "train.micro_batch_size=2",
+    )
+    made.add("context-four", *shared, like="one")
     made.add("expansion-four", "train.micro_batch_size=1", "train.sharding=expansion", like="one")
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -43,7 +51,12 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(
     ("name", "as_in"),
-    [*((f"{name}-two", f"{name}-one") for name in PAIRS), ("expansion-four", "one"), ("all-two-then-four", "one")],
+    [
+        *((f"{name}-two", f"{name}-one") for name in PAIRS),
+        ("expansion-four", "one"),
+        ("context-four", "one"),
+        ("all-two-then-four", "one"),
+    ],
 )
 def test_more_methods_and_four_processes_have_the_losses_and_weights_of_one(runs: Runs, name: str, as_in: str) -> None:
     losses = runs.logged(name, "loss")

@@ -153,6 +153,8 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.add_pair("branch", "all", *branch)
     node = ("train.sharding=all", "train.sharded_within=node", "train.micro_batch_size=1")
     made.add("node-four", *node, like="one")
+    # One process has nobody to share a window with.
+    made.add_pair("context", "none", "train.context_parallel=2", "corpus.isolate_documents=true", *EVALUATED)
     made.add_cut("one-then-two", sharding="all", micro_batch_size=2)
     with made.training_in_processes(2):
         for name in PAIRS:
@@ -160,7 +162,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in GOES_ON:
         made.add_cut(name, micro_batch_size=4)
     with made.training_in_processes(4):
-        for name in ("branch-one", *GOES_ON):
+        for name in ("branch-one", "context-one", *GOES_ON):
             train(made.configs[name], "auto", print)
     return made
 
@@ -169,7 +171,7 @@ def runs(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("name", "as_in"),
     [
         *((name, "one") for name in ("none-two", "expansion-two", "all-two", "node-four")),
-        *((f"{name}-two", f"{name}-one") for name in (*PAIRS, "branch")),
+        *((f"{name}-two", f"{name}-one") for name in (*PAIRS, "branch", "context")),
         *((name, name.partition("-then-")[0]) for name in GOES_ON),
         ("one-then-two", "one"),
     ],
@@ -196,10 +198,10 @@ def test_final_is_an_ordinary_method_folder_of_the_same_weights(runs: Runs, name
         torch.testing.assert_close(trained[key], tensor, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["none", "expansion", "all", "full", "lora", "grown"])
+@pytest.mark.parametrize("name", ["none", "expansion", "all", "full", "lora", "grown", "context"])
 def test_periodic_evaluation_is_that_of_one_process_whatever_is_sharded(runs: Runs, name: str) -> None:
     """Of the base bit for bit, where it is the base's own tokens."""
-    one, two = f"{name}-one" if name in PAIRS else "one", f"{name}-two"
+    one, two = f"{name}-one" if name in (*PAIRS, "context") else "one", f"{name}-two"
     (expected,), (found,) = runs.logged(one, EVALUATION), runs.logged(two, EVALUATION)
     assert found["tiny"] == pytest.approx(expected["tiny"], rel=1e-5)
     assert name in ("grown", "full") or found["tiny"]["base"] == expected["tiny"]["base"]
