@@ -50,6 +50,7 @@ def test_every_format_and_compression_gives_the_same_documents(tmp_path: Path, f
         assert read(file) == DOCUMENTS
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=30), max_size=8))
 def test_csv_and_json_give_the_texts_that_were_written(tmp_path_factory: Any, written: list[str]) -> None:
     folder = tmp_path_factory.getbasetemp()
