@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import PartialState
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -167,6 +168,46 @@ def on_main(work: Callable[[], Result]) -> Result | None:
         raise
     finally:
         _agreed(exit_code)
+
+
+def group_beside() -> ProcessGroup | None:
+    """Return a group of all processes whose exchanges, on the CPU, meet none of the steps'; None where one is alone."""
+    if not are_several():
+        return None
+    from torch.distributed import new_group
+
+    return new_group(backend="gloo", timeout=_STEPS)
+
+
+@contextmanager
+def all_succeed(group: ProcessGroup | None) -> Iterator[None]:
+    """Wait until every process of a group has done the body; where one fails, EndedElsewhere is raised on the others.
+
+    Without a group there is nobody to wait for.
+    """
+    exit_code = ScaleError.exit_code
+    try:
+        yield
+        exit_code = 0
+    except ScaleError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        failed = _highest(exit_code, group)
+    if failed:
+        raise EndedElsewhere(failed)
+
+
+def _highest(value: int, group: ProcessGroup | None) -> int:
+    """Return the highest of a group's values."""
+    if group is None:
+        return value
+    import torch
+    from torch.distributed import ReduceOp, all_reduce
+
+    of_all = torch.tensor([value])
+    all_reduce(of_all, ReduceOp.MAX, group)
+    return int(of_all.item())
 
 
 def main_decides(decide: Callable[[], int]) -> int:

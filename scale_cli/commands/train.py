@@ -25,12 +25,23 @@ from scale_cli.data.corpora import (
     training_sources,
 )
 from scale_cli.data.tokens import TokenisedCorpus
-from scale_cli.errors import OutOfMemory, RunFolderError, is_out_of_memory, one_line
+from scale_cli.errors import CorpusError, OutOfMemory, RunFolderError, is_out_of_memory, one_line
 from scale_cli.evaluation.benchmarks import open_benchmarks_of
 from scale_cli.methods.recipes import copy_start, of_final
 from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning import memory_of_run, peak_tokens_per_s
-from scale_cli.processes import cpu_precision, device_name, main_first, on_main, process_state, share_of_machine
+from scale_cli.processes import (
+    all_succeed,
+    cpu_precision,
+    device_name,
+    gathered,
+    group_beside,
+    main_first,
+    on_main,
+    process_state,
+    share,
+    share_of_machine,
+)
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
     claimed,
@@ -48,9 +59,10 @@ from scale_cli.training.loop import run_loop
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import build_optimiser
 from scale_cli.training.run import TrainingRun
-from scale_cli.training.sharding import gather_trained, hash_parts, is_sharded, shard_for_evaluation, shard_model
+from scale_cli.training.sharding import gather_trained, is_sharded, parts_here, shard_for_evaluation, shard_model
 from scale_cli.training.step import hooks_of
 from scale_cli.training.tracking import check_trackers, tracked
+from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel, beside_base, beside_new_tokens, load_trained
 from scale_cli.upscale.objective import for_training, settings_on
 from scale_cli.upscale.run import MethodFolder, Run
@@ -201,6 +213,9 @@ def _open_training(
     if settings.observes:
         observed = _observed(model, untouched, settings, accelerator)
         observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
+    hashes = {}
+    if is_sharded(model) and config.method.definition.widens:
+        hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
     return TrainingRun(
         start=start,
         corpora=corpora,
@@ -218,7 +233,8 @@ def _open_training(
         branch_point=branch_point,
         # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
         saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
-        base_parts=hash_parts(model.base) if is_sharded(model) and config.method.definition.widens else {},
+        base_parts=hashes,
+        beside=group_beside() if is_sharded(model) else None,
     )
 
 
@@ -236,13 +252,16 @@ def _open_text(
 ) -> tuple[list[TokenisedCorpus], list[TokenisedCorpus], Batches]:
     """Return a corpus for every source, those to measure on the way, and the batches; say what there is.
 
-    What is not in the cache is tokenised by the main process.
+    What is not in the cache is tokenised by the main process; on a machine with a cache of its own, by its first.
     """
     config, tokenizer = start.run.config, start.tokenizer
     corpora = main_first(lambda: open_sources(config, config.corpus.sources, tokenizer))
     held_out = []
     if config.train.eval_every_steps:
         held_out = main_first(lambda: open_sources(config, config.evaluation.perplexity, tokenizer))
+    names = [corpus.folder.name for corpus in (*corpora, *held_out)]  # with hashes of their text
+    of_all = gathered(names, share())
+    on_main(lambda: _check_same_names(of_all))
     batches = build_batches(config, corpora, accelerator.num_processes)
     if not accelerator.is_main_process:
         return corpora, held_out, batches
@@ -254,6 +273,14 @@ def _open_text(
     for warning in corpus_warnings(config, corpora, held_out or held_out_in_cache(config, tokenizer)):
         log(f"warning: {warning}")
     return corpora, held_out, batches
+
+
+def _check_same_names(of_all: list[list[str]]) -> None:
+    """Refuse processes that read different text, as machines without a common disk may."""
+    for of_source in zip(*of_all, strict=True):
+        if len(different := sorted(set(of_source))) > 1:
+            names = ", ".join(different)
+            raise CorpusError(f"corpus: machines read different text ({names}): copy the same files to each")
 
 
 def _known_text(config: RunConfig, batches: Batches, num_windows: int) -> list[MicroBatch]:
@@ -322,7 +349,8 @@ def _put_back_best(run: TrainingRun, log: Callable[[str], None]) -> TrainState:
 
 def _write_final(run: TrainingRun, state: TrainState) -> None:
     """Write `final/`: a method folder of whole tensors, whatever was sharded; of their average, where there is one."""
-    run.check_base(state.step)
+    with all_succeed(run.beside):
+        run.check_base(state.step, run.base_here())
     with of_final(run.hooks, run.optimiser):
         trained = gather_trained(run.model, run.accelerator)
         if run.accelerator.is_main_process:

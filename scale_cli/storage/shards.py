@@ -1,24 +1,37 @@
 """Tensors in parts: every process writes the parts it holds, as safetensors, and any number of processes reads them.
 
-By torch.distributed.checkpoint with its safetensors storage: each file holds parts of tensors, and their places in its
-JSON header. Nothing else is written: the `.metadata` pickle of the default storage does not exist.
+Read by torch.distributed.checkpoint with its safetensors storage, in whose form they are written: each file holds parts
+of tensors, and their places in its JSON header. A process needs no other to write its file.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from scale_cli.errors import StorageError, one_line
+from scale_cli.processes import Share
 
 _SHARDS = "shards"
+_PLACES = "DCP_SHARDING_INFO"  # torch's name for them
+
+
+class Shard(NamedTuple):
+    """What one process writes of some tensors."""
+
+    file: str  # below the folder
+    tensors: dict[str, Tensor]  # those that it holds, or its parts of them
+    header: dict[str, str]  # where they lie in the whole ones
 
 
 def has_shards(folder: Path) -> bool:
@@ -26,13 +39,30 @@ def has_shards(folder: Path) -> bool:
     return (folder / _SHARDS).is_dir()
 
 
-def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this process's parts of some tensors; every process has to call this, with the same names."""
-    writer = HuggingFaceStorageWriter(path=str(folder / _SHARDS), save_distributed=True)
-    try:
-        save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:
-        raise StorageError(f"{folder}: could not be written ({_first_reason(error)})") from None
+def shard_of(tensors: Mapping[str, Tensor], share: Share) -> Shard:
+    """Return what this process writes of some tensors, of which others write the rest; nothing is copied."""
+    parts, places = {}, {}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if not isinstance(tensor, DTensor):
+            part, offsets = tensor if share.index == 0 else None, (0,) * tensor.dim()
+        else:
+            part = tensor.to_local() if _is_writer(tensor, index) else None
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if part is not None and part.numel():
+            parts[name], places[name] = part, {"saved_offsets": list(offsets)}
+    file = f"{_SHARDS}/shard-{share.index + 1:05}-of-{share.num_processes:05}.safetensors"
+    return Shard(file, parts, {_PLACES: json.dumps(places)})
+
+
+def _is_writer(tensor: DTensor, index: int) -> bool:
+    """Return whether this process writes its part of the index-th tensor: those that hold the same part take turns."""
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    for place, placement, size in zip(coordinate, tensor.placements, tensor.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            if place != index % size:
+                return False
+            index //= size
+    return True
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -273,6 +273,7 @@ class _Loop:
         if run.metrics is not None:
             run.metrics.append(record)
             _show_samples(record)
+        run.accelerator.wait_for_everyone()  # samples are the main process's, and may take longer than a step waits
         if is_new:
             run.save()
 

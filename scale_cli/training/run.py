@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 from scale_cli.config.load import dump_config
@@ -24,28 +25,36 @@ from scale_cli.data.ledger import SourceTokens, TokenLedger
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import PreservationError
 from scale_cli.methods.recipes import Hook
-from scale_cli.processes import device_name, is_main, peak_memory_bytes
+from scale_cli.processes import all_succeed, device_name, is_main, peak_memory_bytes, share
 from scale_cli.storage.atomic import (
     MANIFEST,
     new_folder,
     partial_folder,
     remove_folder,
     save_tensors,
+    sync,
     write_json,
     write_text,
+    writing,
 )
 from scale_cli.storage.records import CORPORA, TRAINED, BranchPoint, Cost, MetricsLog, RunFolder, TrainState
-from scale_cli.storage.shards import save_shards
+from scale_cli.storage.shards import shard_of
 from scale_cli.training.checkpoint import OPTIMISER, checkpoints, step_of
 from scale_cli.training.observing import Observer
 from scale_cli.training.optimiser import optimiser_tensors, trainable_parameters
-from scale_cli.training.sharding import changed_parts, is_sharded
-from scale_cli.upscale.base import changed_tensors
+from scale_cli.training.sharding import parts_here
+from scale_cli.upscale.base import changed_tensors, tensor_sha256
 from scale_cli.upscale.method import MethodModel, describe_method
 from scale_cli.upscale.run import MethodFolder, copy_grown_tokenizer
 
-# By file name the tensors of a checkpoint as they were at one instant: copies on the CPU, so that training may go on.
-Snapshot = dict[str, dict[str, Tensor]]
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process writes of a checkpoint, as it was at one instant, so that training may go on."""
+
+    files: dict[str, dict[str, Tensor]]  # copies on the CPU, by the file's name
+    header: dict[str, str] | None  # of a file of parts: their places
+    base: dict[str, Tensor]  # what this process holds of a sharded base: no copies, it does not change
 
 
 @dataclass
@@ -71,6 +80,7 @@ class TrainingRun:
     saved_step: int | None  # of the last checkpoint that is in the run's folder, or on its way there
     # hashes of what this process holds of a sharded base; empty where it is not sharded
     base_parts: dict[str, str]
+    beside: ProcessGroup | None  # of those who write a checkpoint together; None where the main one does it alone
     stalled_s: float = 0.0  # seconds that training has waited for checkpoints
     _thread: ThreadPoolExecutor = field(init=False)  # that writes them
     _job: Future[None] | None = field(default=None, init=False)
@@ -98,8 +108,9 @@ class TrainingRun:
         """Save checkpoints beside the body, and wait for the last one.
 
         One is being written at most: the next one waits for it. The training thread copies what trains and the moments
-        to host memory; hashing the base, writing, syncing and deleting old checkpoints are the other thread's. It ends
-        with the body: a thread that frees tensors while the interpreter ends aborts the process.
+        to host memory, or what the process holds of them; hashing the base, writing, syncing and deleting old
+        checkpoints are the other thread's. It ends with the body: a thread that frees tensors while the interpreter
+        ends aborts the process.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         try:
@@ -109,23 +120,22 @@ class TrainingRun:
             self._thread.shutdown()
             self.stalled_s += time.monotonic() - started_s
         self.finish_saving()  # where the body fails, its error is the one to tell
+        self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
         """Begin a checkpoint, unless the position already has one; every process has to call this.
 
-        The parts of a sharded model are written by all processes together, on the training thread: their exchanges must
-        not meet a step's.
+        All of them wait for the checkpoint before, which may take longer than a step waits.
         """
         if self.saved_step == self.state.step:
             return
         started_s = time.monotonic()
         self.finish_saving()
+        self.accelerator.wait_for_everyone()
         if scale := self.scaler.state_dict():
             scaled = {"loss_scale": scale["scale"], "loss_scale_steps": scale["_growth_tracker"]}
             self.state = replace(self.state, **scaled)
-        if is_sharded(self.model):
-            write_checkpoint(self, self.state, None)
-        elif self.metrics is not None:
+        if self.beside is not None or self.metrics is not None:
             self._job = self._thread.submit(write_checkpoint, self, self.state, take_snapshot(self))
         self.saved_step = self.state.step
         self.stalled_s += time.monotonic() - started_s
@@ -141,15 +151,19 @@ class TrainingRun:
         if job is not None:
             job.result()
 
-    def check_base(self, step: int) -> None:
-        """Check a widened model's base against its hashes: a sharded one in parts, any other on the main process."""
-        if not self.method.definition.widens:
-            return  # it has no such base
+    def base_here(self) -> dict[str, Tensor]:
+        """Return what this process holds of a sharded base."""
         model: Any = self.model
+        return parts_here(model.base) if self.base_parts else {}
+
+    def check_base(self, step: int, here: Mapping[str, Tensor]) -> None:
+        """Check a widened model's base against its hashes: a sharded one what is `here`, any other the main process."""
+        model: Any = self.model
+        changed = []
         if self.base_parts:
-            changed = changed_parts(model.base, self.base_parts)
-        else:
-            changed = changed_tensors(model.base, self.start.record) if is_main() else []
+            changed = [name for name, expected in self.base_parts.items() if tensor_sha256(here[name]) != expected]
+        elif self.method.definition.widens and is_main():
+            changed = changed_tensors(model.base, self.start.record)
         if changed:
             raise PreservationError(f"step {step}: the base has changed: {', '.join(changed[:3])}")
 
@@ -184,11 +198,12 @@ class TrainingRun:
 
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
-    """Copy what a checkpoint of a model that is not sharded has to hold."""
-    return {
-        TRAINED: _copied(trainable_parameters(run.model)),
-        OPTIMISER: _copied(optimiser_tensors(run.optimiser, run.model)),
-    }
+    """Copy what this process has to write of a checkpoint."""
+    trained, moments = trainable_parameters(run.model), optimiser_tensors(run.optimiser, run.model)
+    if run.beside is None:
+        return Snapshot({TRAINED: _copied(trained), OPTIMISER: _copied(moments)}, None, {})
+    shard = shard_of({**trained, **moments}, share())
+    return Snapshot({shard.file: _copied(shard.tensors)}, shard.header, run.base_here())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,44 +219,42 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot | None) -> None:
-    """Write a checkpoint, then delete the oldest.
+def write_checkpoint(run: TrainingRun, state: TrainState, snapshot: Snapshot) -> None:
+    """Write a checkpoint, then delete the oldest, on any thread, while the model trains.
 
-    A snapshot is written by the main process, on any thread, while the model trains. Without one the model is sharded:
-    every process has to call this, between two steps, and writes its parts.
+    Of a sharded model every process has to call this, and writes its parts. They exchange no more than whether each
+    has succeeded, in a group of their own. The folder is whole where all have, and absent where any has not.
     """
-    accelerator, folder = run.accelerator, run.folder.checkpoint(state.step)
+    with ExitStack() as held:
+        with all_succeed(run.beside):
+            partial = _begin_folder(run, run.folder.checkpoint(state.step), held)
+        with all_succeed(run.beside):
+            with _beside_the_training_stream(run.model.device):
+                run.check_base(state.step, snapshot.base)
+            if is_main():
+                run.describe(partial, state)
+            for name, tensors in snapshot.files.items():
+                save_tensors(partial / name, tensors, snapshot.header)
+                with writing(partial):
+                    sync(partial / name)  # on the disk of the process that wrote it, which may be another machine's
+    if is_main():
+        _remove_old_checkpoints(run, state)
+
+
+def _begin_folder(run: TrainingRun, folder: Path, held: ExitStack) -> Path:
+    """Return where a checkpoint is filled, by the main process or by all; it gets its name when `held` ends well."""
+    if not is_main():
+        return partial_folder(folder)
     if run.metrics is not None:
         run.metrics.sync()
-    with _beside_the_training_stream(run.model.device):
-        run.check_base(state.step)
-    if accelerator.is_main_process and folder.is_dir() and not (folder / MANIFEST).is_file():
+    if folder.is_dir() and not (folder / MANIFEST).is_file():
         remove_folder(folder)  # so damaged that it cannot be told from somebody else's folder
-    with new_folder(folder) if snapshot is not None else _folder_of_all(folder, accelerator) as partial:
-        if accelerator.is_main_process:
-            run.describe(partial, state)
-        if snapshot is None:
-            save_shards(partial, {**trainable_parameters(run.model), **optimiser_tensors(run.optimiser, run.model)})
-        for name, tensors in (snapshot or {}).items():
-            save_tensors(partial / name, tensors)
-    if accelerator.is_main_process:
-        _remove_old_checkpoints(run, state)
-    if snapshot is None:
-        accelerator.wait_for_everyone()
+    return held.enter_context(new_folder(folder))
 
 
 def _beside_the_training_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Let copies from a GPU not wait for the steps under way, nor those for them: what is frozen needs no order."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def _folder_of_all(path: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield one folder to every process, to be filled together: `new_folder` for all of them."""
-    with new_folder(path) if accelerator.is_main_process else nullcontext(partial_folder(path)) as partial:
-        accelerator.wait_for_everyone()  # the folder is there
-        yield partial
-        accelerator.wait_for_everyone()  # every file is
 
 
 def _remove_old_checkpoints(run: TrainingRun, newest: TrainState) -> None:

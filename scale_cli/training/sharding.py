@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -40,7 +39,6 @@ from scale_cli.errors import ConfigError
 from scale_cli.methods.recipes import local_part
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.training.optimiser import trainable_parameters
-from scale_cli.upscale.base import tensor_sha256
 from scale_cli.upscale.method import MethodModel
 from scale_cli.upscale.objective import ChunkedLossModel, for_training, plain_of
 
@@ -165,16 +163,9 @@ def gather_trained(model: nn.Module, accelerator: Accelerator) -> dict[str, Tens
     return gathered
 
 
-def hash_parts(module: nn.Module) -> dict[str, str]:
-    """Return the SHA-256 of what this process holds of every parameter."""
-    return {name: tensor_sha256(local_part(parameter)) for name, parameter in module.named_parameters()}
-
-
-def changed_parts(module: nn.Module, before: dict[str, str]) -> list[str]:
-    """Return the parameters of which any process holds other bytes than before; every process has to call this."""
-    now = hash_parts(module)
-    mine = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
-    return sorted(set(gather_object(mine)))
+def parts_here(module: nn.Module) -> dict[str, Tensor]:
+    """Return what this process holds of every parameter; between two steps, for within one some are together."""
+    return {name: local_part(parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 @contextmanager

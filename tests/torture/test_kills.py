@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scale_cli.storage.atomic import partial_folder, save_tensors
 from scale_cli.storage.records import RunFolder
+from scale_cli.training import loop
+from scale_cli.training import run as training_run
+from scale_cli.training.step import train_step
 from tests.torture.faults import Fault
-from tests.torture.tiny_run import Runs, assert_as_undisturbed, assert_same, beginning, undisturbed
-from tests.torture.verbs import ended_group, run_verb
+from tests.torture.tiny_run import SAVED_STEPS, Runs, assert_as_undisturbed, assert_same, beginning, undisturbed
+from tests.torture.verbs import PATIENCE_S, Ended, Hook, ended_group, run_verb, start_group
 
 pytestmark = pytest.mark.long
 
@@ -97,25 +108,105 @@ def test_killed_at_two_boundaries_in_a_row_a_run_ends_as_the_whole_one(
     record_property("kills at two boundaries in a row", kills)
 
 
+@dataclass(frozen=True)
+class InProcess:
+    """What is put into one process of several."""
+
+    rank: int
+    hook: Hook
+
+    def __call__(self) -> None:
+        if os.environ["RANK"] == str(self.rank):
+            self.hook()
+
+
+@dataclass(frozen=True)
+class KillBesideSteps:
+    """Kill this process in its second save, when it has taken two steps more."""
+
+    def __call__(self) -> None:
+        steps_done, may_die = itertools.count(1), threading.Event()
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            taken = train_step(*args, **kwargs)
+            if next(steps_done) == SAVED_STEPS[1] + 2:
+                may_die.set()
+            return taken
+
+        def save(path: Path, *args: Any) -> None:
+            if path.parents[1] == partial_folder(path.parents[1].parent / f"step-{SAVED_STEPS[1]:08}"):
+                may_die.wait(PATIENCE_S)
+                os.kill(os.getpid(), signal.SIGKILL)
+            save_tensors(path, *args)
+
+        vars(loop)["train_step"] = step
+        vars(training_run)["save_tensors"] = save
+
+
+def by_two(runs: Runs, name: str, hook: Hook | None = None) -> list[Ended]:
+    return ended_group(start_group(*runs.arguments("train", name), num_processes=2, hook=hook))
+
+
 def resumed_by_two(runs: Runs, name: str) -> None:
-    for ended in ended_group(runs.start_two(name)):
+    for ended in by_two(runs, name):
         assert ended.exit_code == 0, ended.printed
 
 
-def test_of_two_processes_one_or_both_are_killed_and_the_run_ends_as_the_whole_one(
+def run_of_two(runs: Runs, sharding: str) -> tuple[Runs, RunFolder]:
+    """Return runs of a sharding, and one of them that two processes have trained."""
+    two = Runs(runs.root, runs.inputs, (f"train.sharding={sharding}",))
+    whole = two.upscaled(f"whole-{sharding}")
+    resumed_by_two(two, whole.root.name)
+    return two, whole
+
+
+def check_ends(ends: list[Ended]) -> bool:
+    """Check that who was not killed was told why it ends; return whether any was killed."""
+    for ended in ends:
+        assert ended.exit_code in (0, 1, -9), ended.printed
+        assert ended.exit_code != 1 or "another process is gone" in ended.printed, ended.printed
+    return any(ended.exit_code for ended in ends)
+
+
+def test_killed_while_both_processes_step_beside_their_sharded_save_a_run_ends_as_the_whole_one(
+    runs: Runs, in_full: bool
+) -> None:
+    for sharding in ("expansion", "all") if in_full else ("all",):
+        two, whole = run_of_two(runs, sharding)
+        for rank in (0, 1) if in_full else (1,):
+            run = two.upscaled("killed")
+            ends = by_two(two, "killed", InProcess(rank, KillBesideSteps()))
+            assert check_ends(ends) and ends[rank].exit_code == -9, ends
+            assert [folder.name for folder in run.checkpoints.glob("step-*")] == [run.checkpoint(SAVED_STEPS[0]).name]
+            resumed_by_two(two, "killed")
+            assert_same(run, whole)
+            shutil.rmtree(run.root)
+
+
+def test_of_two_processes_one_or_both_are_killed_anywhere_and_the_run_ends_as_the_whole_one(
     runs: Runs, in_full: bool, record_property: Record
 ) -> None:
+    """At random instants, and of each process at boundaries of what it writes."""
     instants = random.Random(2)
-    for sharding in ("none", "expansion") if in_full else ("none",):
-        two = Runs(runs.root, runs.inputs, (f"train.sharding={sharding}",))
-        whole = two.upscaled(f"whole-{sharding}")
-        started_s = time.monotonic()
-        resumed_by_two(two, whole.root.name)
-        usual_s = time.monotonic() - started_s
+    for sharding in ("none", "expansion", "all") if in_full else ():
+        two, whole = run_of_two(runs, sharding)
+        started_s, counted = time.monotonic(), two.root / "calls.jsonl"
         kills = 0
-        while kills < (20 if in_full else 1):
+        for rank in (0, 1):
             run = two.upscaled("killed")
-            for _ in range(4 if in_full else 1):
+            by_two(two, "killed", InProcess(rank, Fault(run.root, 0, counted=counted)))
+            usual_s = (time.monotonic() - started_s) / (rank + 1)
+            num_calls = len(counted.read_text(encoding="utf-8").splitlines())
+            shutil.rmtree(run.root)
+            for call in range(1, num_calls, 1 + num_calls // 12):
+                run = two.upscaled("killed")
+                kills += check_ends(by_two(two, "killed", InProcess(rank, Fault(run.root, call))))
+                resumed_by_two(two, "killed")
+                assert_same(run, whole)
+                shutil.rmtree(run.root)
+        for _ in range(5):
+            run = two.upscaled("killed")
+            for _ in range(4):
                 kills += kill_of_two(two, instants.uniform(0.4, 0.9) * usual_s, instants)
             resumed_by_two(two, "killed")
             assert_same(run, whole)
@@ -129,8 +220,4 @@ def kill_of_two(two: Runs, delay_s: float, instants: random.Random) -> bool:
     time.sleep(delay_s)
     for verb in instants.choice([verbs, verbs[:1], verbs[1:]]):
         verb.kill()
-    ends = ended_group(verbs)
-    for ended in ends:
-        assert ended.exit_code in (0, 1, -9), ended.printed
-        assert ended.exit_code != 1 or "another process is gone" in ended.printed, ended.printed
-    return any(ended.exit_code for ended in ends)
+    return check_ends(ended_group(verbs))

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def test_no_thread_of_a_run_outlives_it(make_config: MakeConfig, monkeypatch: py
     run = upscaled(config)
 
     def take(*args: Any) -> Snapshot:
-        return SlowToFree(take_snapshot(*args))
+        snapshot = take_snapshot(*args)
+        return replace(snapshot, files=SlowToFree(snapshot.files))
 
     def fail(done: int, _: Any) -> None:
         if done == 4:
