@@ -377,7 +377,7 @@ def offer_tokens(text: Text, tokenizer: PreTrainedTokenizerBase, first_id: int) 
     more = wanted.model_copy(update={"new_tokens": round(wanted.new_tokens / _SURE)})
     learned = Extension(first_id, more, [known], TokenCache(Path(), tokenizer))
     try:
-        found = learned.learned(_BYTES_READ, wanted.min_count)
+        found, _ = learned.learned(_BYTES_READ, wanted.min_count)
     except (BaseModelError, ConfigError) as error:
         return NewTokens(f"{words}; no new ones: {error}")
     number = min(wanted.new_tokens, most_added(first_id, int(_SURE * len(found))))

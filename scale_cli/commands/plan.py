@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
 
@@ -22,9 +22,32 @@ from scale_cli.report import Table, duration, quantity
 from scale_cli.upscale.base import base_without_weights, stage_folder
 from scale_cli.upscale.method import NewPieces, build_model
 from scale_cli.upscale.run import Run, check_context, check_processes
-from scale_cli.vocabulary.tokenizer import num_added
+from scale_cli.vocabulary.tokenizer import num_added, read_texts
 
+_WITHOUT = "no new tokens"  # the config's method on the same text
 _WIDTH, _LABEL = 100, 15  # of the lines for the terminal, and of what stands before them
+_BYTES_COUNTED, _BYTES_LEARNED = 1 << 20, 1 << 24  # of every source, for new tokens
+
+
+@dataclass(frozen=True)
+class SourceGrowth:
+    """The beginning of a training source, in old tokens and in new ones."""
+
+    name: str
+    num_bytes: int
+    num_tokens_before: int
+    num_tokens_after: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What new tokens do to a run."""
+
+    num_new: int
+    vocab_size: int  # with them
+    is_learned: bool  # else they are what the beginnings of the sources give
+    sources: list[SourceGrowth]
+    tokens_without: float  # that the text of a token of the run is without them
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,7 @@ class MethodPlan:
     chosen: bool  # whether it is the config's
     parameters: Parameters
     flops: TokenFlops  # what training on a token computes
+    num_tokens: int  # that the run's text is: more without new tokens
     flops_per_token: float  # all of it, in the run's windows
     memory: Memory  # of one process
     memory_bytes: int  # all of it
@@ -54,7 +78,7 @@ class Plan:
     methods: list[MethodPlan]  # the config's first
     refused: dict[str, str]  # methods that cannot be had with this base, and why
     warnings: list[str]  # what is rarely meant
-    num_new_tokens: int
+    new_tokens: Growth | None  # what they do; None where there are none
 
     def lines(self) -> list[str]:
         """Return the run, a table of work and one of memory, and how to read them, at most 100 columns wide."""
@@ -75,26 +99,21 @@ def plan(config: RunConfig, flops: float | None, num_processes: int) -> Plan:
     device = Device("cuda", flops or 0.0, "as stated")
     if flops is None:
         device = measure_device(base_config, config.model.dtype, config.train.mixed_precision)
-    num_tokens = config.train.max_steps * config.train.global_batch_size * config.corpus.sequence_length
-    num_new, planned, refused = _num_new_tokens(run), list[MethodPlan](), dict[str, str]()
-    for each in (method, *methods_beside(method)):
+    growth = None if method.vocabulary is None else growth_of(run)
+
+    def plan_of(method: MethodConfig) -> MethodPlan:
+        return _plan_method(config, base_config, method, device, num_processes, growth)
+
+    planned, refused = [plan_of(method)], dict[str, str]()
+    if growth is not None:
+        planned.append(replace(plan_of(method.model_copy(update={"vocabulary": None})), variant=_WITHOUT))
+    for other in methods_beside(method):
         try:
-            planned.append(_plan_method(config, base_config, each, device, num_processes, num_new))
-        except (ConfigError, MissingExtraError) as error:
-            if each is method:
-                raise
-            refused[each.variant] = str(error)  # the config does not ask for it
+            planned.append(plan_of(other))
+        except (ConfigError, MissingExtraError) as error:  # the config does not ask for it
+            refused[other.variant] = str(error)
     warnings = [*_absent(run), *idle_settings(config)]
-    return Plan(config, base_config, num_tokens, num_processes, device, planned, refused, warnings, num_new)
-
-
-def _num_new_tokens(run: Run) -> int:
-    """Return how many tokens the run adds to the base's: those of a folder, or as many as are learned."""
-    if (extension := run.extension) is None:
-        return 0
-    if extension.vocabulary.folder is not None:
-        return len(run.tokenizer) - extension.first_id
-    return num_added(extension.first_id, extension.vocabulary)
+    return Plan(config, base_config, planned[0].num_tokens, num_processes, device, planned, refused, warnings, growth)
 
 
 def methods_beside(method: MethodConfig) -> list[MethodConfig]:
@@ -118,13 +137,16 @@ def _plan_method(
     method: MethodConfig,
     device: Device,
     num_processes: int,
-    num_new: int,
+    growth: Growth | None,
 ) -> MethodPlan:
-    train, length = config.train, config.corpus.sequence_length
+    train, length, new = config.train, config.corpus.sequence_length, None
     num_tokens = train.max_steps * train.global_batch_size * length
-    new = None if method.vocabulary is None else NewPieces.unknown(num_new)
     if not method.trains_base_weights:
         train = train.model_copy(update={"decay_to_base": False})  # as it would be asked to be
+    if growth is not None and method.vocabulary is not None:
+        new = NewPieces.unknown(growth.num_new)
+    elif growth is not None:
+        num_tokens = round(num_tokens * growth.tokens_without)
     with torch.device("meta"):
         base = base_without_weights(copy.deepcopy(base_config), config.model.dtype, config.model.quantisation)
         model = build_model(base, method, config.seed, new)
@@ -140,12 +162,33 @@ def _plan_method(
         method == config.method,
         parameters,
         flops,
+        num_tokens,
         per_token,
         memory,
         memory.total,
         parameters.checkpoint_bytes,
         num_tokens * per_token / (device.flops_per_s * num_processes),
     )
+
+
+def growth_of(run: Run) -> Growth:
+    """Return how many tokens the texts are before and after the new tokens, by their beginnings."""
+    config, extension = run.config, run.extension
+    assert extension is not None
+    known: Any = run.known_tokenizer()
+    grown: Any = extension.sketched(_BYTES_LEARNED) if known is None else known.backend_tokenizer
+    sources, tokens_without = [], 0.0
+    for source, share in zip(config.corpus.sources, config.corpus.shares, strict=True):
+        texts = list(read_texts([source], config.corpus, _BYTES_COUNTED))
+        before, after = (
+            sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts, add_special_tokens=False))
+            for tokenizer in (run.base_tokenizer.backend_tokenizer, grown)
+        )
+        sources.append(SourceGrowth(source.name, sum(len(text.encode()) for text in texts), before, after))
+        tokens_without += share * before / max(after, 1)
+    first_id = extension.first_id
+    num_new = num_added(first_id, extension.vocabulary) if known is None else len(known) - first_id
+    return Growth(num_new, first_id + num_new, known is not None, sources, tokens_without)
 
 
 def _absent(run: Run) -> list[str]:
@@ -177,9 +220,15 @@ def _heading(plan: Plan) -> list[str]:
     }
     if plan.num_processes > 1:
         lines["processes"] = f"{plan.num_processes:,}, each on a device of its own"
-    if plan.num_new_tokens:
-        lines["new tokens"] = f"{plan.num_new_tokens:,}, {base.vocab_size + plan.num_new_tokens:,} in all"
     told = [f"{label:{_LABEL}}{text}" for label, text in lines.items()]
+    if (growth := plan.new_tokens) is not None:
+        origin = "" if growth.is_learned else "; here from the beginnings of the sources, so about:"
+        told.append(f"{'new tokens':{_LABEL}}{growth.num_new:,}, {growth.vocab_size:,} in all{origin}")
+        for of in growth.sources:
+            counts = of.num_tokens_before, of.num_tokens_after
+            tokens = " -> ".join(f"{count:,}" for count in counts)
+            each = " -> ".join(f"{of.num_bytes / max(count, 1):.2f}" for count in counts)
+            told.append(f"{'':{_LABEL}}{of.name}: {of.num_bytes:,} bytes are {tokens} tokens, {each} bytes each")
     for warning in plan.warnings:
         told += wrap(warning, _WIDTH, initial_indent=f"{'warning':{_LABEL}}", subsequent_indent=" " * _LABEL)
     return told
@@ -190,7 +239,7 @@ def _tables(plan: Plan) -> list[str]:
     for method in plan.methods:
         name = f"{'>' if method.chosen else ' '} {method.variant:{_LABEL - 2}}"
         sizes, per_token, held = method.parameters, method.flops_per_token, method.memory
-        counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * plan.num_tokens)
+        counts = (sizes.num_frozen, sizes.num_trainable, per_token, per_token * method.num_tokens)
         work.append([name, *map(quantity, counts), duration(method.time_s)])
         kinds = (held.frozen, held.trainable, held.gradients, held.moments, held.saved, held.head)
         memory.append([name, *(quantity(of, "B") for of in (*kinds, held.total, method.checkpoint_bytes))])
@@ -201,9 +250,13 @@ def _tables(plan: Plan) -> list[str]:
 
 def _footnotes(plan: Plan) -> list[str]:
     train = plan.config.train
+    lines = [f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()]
+    if plan.new_tokens is not None:
+        tokens = f"the same text in {plan.new_tokens.tokens_without:.2f} times the tokens."
+        lines += ["", f"{_WITHOUT}, and baselines that take none: {tokens}"]
     precision = f"{train.mixed_precision} autocast"
     return [
-        *(f"{variant:{_LABEL}}cannot be had: {reason}" for variant, reason in plan.refused.items()),
+        *lines,
         "",
         "> is the config's method; the others at the config's sizes. The time is the FLOPs alone, without",
         "evaluation and checkpoints. memory: of one process; saved: for the backward pass of a micro-batch of",

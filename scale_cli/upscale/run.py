@@ -47,7 +47,7 @@ from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
 from scale_cli.processes import Share, placed, share_of_machine
-from scale_cli.storage.atomic import read_json, verify_folder
+from scale_cli.storage.atomic import is_whole, read_json, verify_folder
 from scale_cli.storage.records import BaseRecord, RunFolder, TrainState, check_folder
 from scale_cli.upscale.base import REMEDY, check_weights, load_base_config, stage_folder, stages_below
 from scale_cli.upscale.method import (
@@ -107,6 +107,15 @@ class Run:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The run's own; new tokens are learned first where nobody has yet."""
         return load_grown(self.folder.upscaled) if self._has_grown else self.make_tokenizer()
+
+    def known_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the run's own tokenizer; None where it would have to be learned first."""
+        extension = self.extension
+        if extension is None or extension.vocabulary.folder is not None or self._has_grown:
+            return self.tokenizer
+        if not any(extension.cache.folder.glob("vocabulary.*")):
+            return None  # and no text has to be looked at
+        return load_grown(extension.folder) if is_whole(extension.folder) else None
 
     @property
     def _has_grown(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from scale_cli.vocabulary.extension import SENTENCEPIECE, NewToken, Spelling, co
 _FORMAT_VERSION = 1
 # Of every source: what comes after it would change hardly a token, and the words of more are held in memory.
 _BYTES_READ = 1 << 28
+_MIN_COUNT_OF_BEGINNINGS = 10
 _MOST_OF_THE_SCRIPT = 0.1  # of the base's own tokens
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,7 +55,7 @@ class Extension:
         if self.vocabulary.folder is not None:
             return _given(self.first_id, self.vocabulary.folder)
         if not is_whole(folder := self.folder):
-            new = self.learned(_BYTES_READ, self.vocabulary.min_count)
+            new, _ = self.learned(_BYTES_READ, self.vocabulary.min_count)
             self._check_enough(len(new))
             with new_folder(folder) as partial:
                 write_grown(partial, self.base, extended(self.base.backend_tokenizer, new, self.first_id))
@@ -71,6 +73,18 @@ class Extension:
         }
         return self.cache.folder / f"vocabulary.{json_sha256(learned)[:16]}"
 
+    def sketched(self, num_bytes: int) -> Tokenizer:
+        """Return about what the tokenizer will be, from so much of each text; it may lack the rarest tokens.
+
+        ConfigError where that is all the text there is, and gives too few.
+        """
+        new, is_all = self.learned(num_bytes, self.vocabulary.min_count)
+        if is_all:
+            self._check_enough(len(new))
+        elif len(new) < num_added(self.first_id, self.vocabulary):
+            new, _ = self.learned(num_bytes, min(self.vocabulary.min_count, _MIN_COUNT_OF_BEGINNINGS))
+        return extended(self.base.backend_tokenizer, new, self.first_id)
+
     def _check_enough(self, num_found: int) -> None:
         if num_found < num_added(self.first_id, self.vocabulary):
             most = most_added(self.first_id, num_found)
@@ -80,8 +94,8 @@ class Extension:
                 f"occur {self.vocabulary.min_count:,} times: {instead} method.vocabulary.min_count"
             )
 
-    def learned(self, num_bytes: int, min_count: int) -> list[NewToken]:
-        """Return the tokens that so much of each text gives."""
+    def learned(self, num_bytes: int, min_count: int) -> tuple[list[NewToken], bool]:
+        """Return the tokens that so much of each text gives, and whether that is all of it."""
         backend, script = self.base.backend_tokenizer, Script.named(self.vocabulary.script)
         spelling = Spelling.of(backend, self.base.name_or_path)
         tokens = self.base.get_vocab()
@@ -93,8 +107,12 @@ class Extension:
             )
         num_new = num_added(self.first_id, self.vocabulary)
         check_size(self.first_id + num_new)
-        words = count_words(read_texts(self.sources, self.cache.reading, num_bytes), backend, script)
-        return learn(words, backend, spelling, script, most=num_new, min_count=min_count)
+        words, num_read = Counter[str](), 0
+        for text in read_texts(self.sources, self.cache.reading, num_bytes):
+            words.update(count_words([text], backend, script))
+            num_read += len(text.encode())
+        new = learn(words, backend, spelling, script, most=num_new, min_count=min_count)
+        return new, num_read < num_bytes
 
 
 def num_added(first_id: int, vocabulary: VocabularyConfig) -> int:

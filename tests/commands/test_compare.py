@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest.mock import patch
@@ -303,10 +303,10 @@ def test_a_mean_lies_in_its_interval_and_one_corpus_keeps_its_own(parts: list[tu
 
 
 def test_runs_set_up_otherwise_are_told_in_a_line_a_key_and_sources_by_their_names() -> None:
-    web = {"name": "web", "path": "web.txt", "language": "ko"}
-    old = {"name": "old", "path": "old.txt", "language": "en"}
+    web: dict[str, object] = {"name": "web", "path": "web.txt", "language": "ko"}
+    old: dict[str, object] = {"name": "old", "path": "old.txt", "language": "en"}
 
-    def config(sources: Sequence[dict[str, str]], **train: object) -> RunConfig:
+    def config(sources: list[dict[str, object]], **train: object) -> RunConfig:
         sections = {"model": {"base": "b"}, "corpus": {"sources": sources}, "train": {"max_steps": 1, **train}}
         return RunConfig.model_validate({"output_dir": "x", **sections})
 

@@ -79,6 +79,7 @@ def test_what_is_written_can_be_planned_offers_new_tokens_and_replay_and_is_neve
     flags: dict[str, Path | str], scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
+    monkeypatch.setattr(plan_module, "_BYTES_LEARNED", 1 << 18)
     monkeypatch.setattr(fitting, "_BYTES_READ", 1 << 19)
     file = tmp_path / "mine.yaml"
     done = scale("init", file, *flat(flags))

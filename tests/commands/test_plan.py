@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from scale_cli.commands import plan as plan_module
-from scale_cli.commands.plan import Plan, plan
+from scale_cli.commands.plan import Plan, methods_beside, plan
 from scale_cli.config.schema import MethodConfig, RunConfig
 from scale_cli.methods import METHODS
 from scale_cli.upscale.run import Run
@@ -69,7 +70,26 @@ def test_the_flops_are_those_that_the_mathematics_asks_for_and_the_time_is_their
         assert method.flops_per_token == pytest.approx(ideal.total, rel=1e-12)
         assert method.flops.products == ideal.linear + ideal.head
         assert method.time_s == pytest.approx(every_method.num_tokens * ideal.total / (2 * 4e14))
-        assert sum(line[2:].startswith(f"{method.variant} ") for line in every_method.lines()) == 2
+
+
+def test_every_method_has_a_row_of_work_and_one_of_memory(every_method: Plan) -> None:
+    lines = every_method.lines()
+    assert len([line for line in lines if line.startswith("> ") and "route" in line]) == 2
+    for variant in METHODS:
+        assert sum(line[2:].startswith(f"{variant} ") for line in lines) == 2
+
+
+def test_every_other_variant_stands_beside_the_configs(tmp_path: Path) -> None:
+    for variant in METHODS:
+        layers = "none" if variant == "preserve" else "top:1"
+        method = MethodConfig.model_validate(
+            {"variant": variant, "collaboration": {"layers": layers}, "lora": {"rank": 3}}
+        )
+        beside = methods_beside(method)
+        assert {other.variant for other in beside} == METHODS.keys() - {variant}
+        assert {*map(attrgetter("lora.rank"), beside)} == {3}
+    distilled = MethodConfig.model_validate({"variant": "preserve", "distillation": {"weight": 1.0}})
+    assert len(methods_beside(distilled)) == len(METHODS) - 1
 
 
 def test_what_is_rarely_meant_and_what_is_not_there_is_warned_of_within_100_columns(
@@ -97,6 +117,18 @@ def test_a_decay_to_the_base_costs_those_methods_that_may_have_it(
     full, preserve = plan(RunConfig.model_validate(config), 1e12, 1).methods
     assert full.memory.frozen == full.memory.trainable
     assert preserve.memory.frozen == 2 * preserve.parameters.num_frozen, "the base in bfloat16"
+
+
+def test_a_method_that_the_base_is_too_small_for_is_named_and_the_others_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = [MethodConfig(variant="freeze"), MethodConfig(variant="full")]
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: beside)
+    base = write_base(tmp_path / "base", LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4))
+    config = RunConfig.model_validate(tree(tmp_path, base, variant="preserve"))
+    made = plan(config, 1e12, 1)
+    assert made.refused.keys() == {"freeze"} and [method.variant for method in made.methods] == ["preserve", "full"]
+    assert any("freeze" in line and "2 layers" in line for line in made.lines())
 
 
 def test_a_tokenizer_that_loses_the_text_is_told_in_the_plan(tmp_path: Path) -> None:

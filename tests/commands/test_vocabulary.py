@@ -14,11 +14,12 @@ from scale_cli import planning as speed
 from scale_cli.commands import plan as plan_module
 from scale_cli.commands.evaluate import evaluate
 from scale_cli.commands.export import export
-from scale_cli.commands.plan import plan
+from scale_cli.commands.plan import growth_of, methods_beside, plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.schema import MethodConfig, RunConfig
+from scale_cli.config.sources import CorpusConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError
 from scale_cli.export.plain_folder import routed_class
 from scale_cli.upscale.run import Run
@@ -97,30 +98,63 @@ def test_what_new_tokens_cannot_do_is_refused_in_one_line(
     assert PreservationError.exit_code == 3
 
 
-def test_more_tokens_than_the_text_gives_are_refused_and_what_is_said_instead_can_be_had(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
-    config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
-    with pytest.raises(ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives") as refused:
-        upscale(config)
-    assert not config.output_dir.exists()
-    (instead,) = re.findall(r"put (\d+) there", str(refused.value))
-    with pytest.raises(ModelLoads):
-        upscale(config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2}))
-
-
-def test_a_plan_has_the_new_tokens_before_and_after_they_are_learned(
+def test_a_plan_refuses_more_tokens_than_the_text_gives_and_what_it_says_instead_can_be_had(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "methods_beside", lambda _: [])
+    monkeypatch.setattr("scale_cli.commands.upscale.load_any_base", model_loads)
+    config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 20_000, "min_count": 2})
+    with pytest.raises(ConfigError, match=r"method\.vocabulary\.new_tokens: 20,000, but the text gives") as refused:
+        plan(config, 1e12, 1)
+    with pytest.raises(ConfigError) as refused_too:
+        upscale(config)
+    assert str(refused_too.value) == str(refused.value)
+    assert not config.output_dir.exists()
+    (instead,) = re.findall(r"put (\d+) there", str(refused.value))
+    fitting = config_of(shared_data, tmp_path, vocabulary={"new_tokens": int(instead), "min_count": 2})
+    assert plan(fitting, 1e12, 1).new_tokens is not None
+    with pytest.raises(ModelLoads):
+        upscale(fitting)
+
+
+def test_a_plan_counts_each_sources_tokens_and_what_the_same_text_would_cost_without(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_lora = next(method for method in methods_beside(MethodConfig()) if method.variant == "lora")
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [of_lora])
     config = config_of(shared_data, tmp_path, vocabulary={"new_tokens": 60, "min_count": 2})
-    asked = plan(config, 1e12, 1)
+    sketched = plan(config, 1e12, 1)
+    assert sketched.new_tokens is not None and not sketched.new_tokens.is_learned
     upscale(config)
-    assert plan(config, 1e12, 1).methods == asked.methods
-    assert asked.num_new_tokens == 64 and any("64, 576 in all" in line for line in asked.lines())
-    trained, planned = Run(config).open_start().load(), asked.methods[0]
+    made = plan(config, 1e12, 1)
+    assert made.new_tokens is not None and made.new_tokens.is_learned
+    for planned in (sketched, made):
+        assert planned.new_tokens is not None
+        (told,) = planned.new_tokens.sources
+        assert (planned.new_tokens.num_new, planned.new_tokens.vocab_size) == (64, 576)
+        assert told.num_tokens_before > 1.5 * told.num_tokens_after
+    old, new = Run(config).base_tokenizer, Run(config).tokenizer
+    texts = (tmp_path / "ko.txt").read_text(encoding="utf-8").split("\n\n")
+    counts = [sum(len(of(text, add_special_tokens=False).input_ids) for text in texts) for of in (old, new)]
+    (told,) = made.new_tokens.sources
+    assert [told.num_tokens_before, told.num_tokens_after] == counts
+
+    methods = {method.variant: method for method in made.methods}
+    trained = Run(config).open_start().load()
     numbers = [sum(p.numel() for p in trained.parameters() if p.requires_grad is trains) for trains in (False, True)]
-    assert [planned.parameters.num_frozen, planned.parameters.num_trainable] == numbers
+    assert [methods["route"].parameters.num_frozen, methods["route"].parameters.num_trainable] == numbers
+    num_without = round(2 * 2 * 32 * counts[0] / counts[1])
+    assert methods["no new tokens"].num_tokens == methods["lora"].num_tokens == num_without
+    without = config.model_copy(update={"method": config.method.model_copy(update={"vocabulary": None})})
+    alone = {method.variant: method for method in plan(without, 1e12, 1).methods}
+    assert methods["no new tokens"].memory == alone["route"].memory
+    assert methods["lora"].memory == alone["lora"].memory
     monkeypatch.setattr(speed, "peak_flops_per_s", lambda *_: 1e9)
-    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / planned.flops_per_token)
+    assert speed.peak_tokens_per_s(config, "a GPU", 1) == pytest.approx(1e9 / methods["route"].flops_per_token)
+    assert methods["no new tokens"].flops == alone["route"].flops
+
+    english = {"name": "en", "path": str(tmp_path / "en.txt"), "language": "en"}
+    sources = [config.corpus.sources[0].model_dump(), english | {"weight": 0.6}]
+    corpus = CorpusConfig.model_validate({**config.corpus.model_dump(), "sources": sources})
+    mixed = growth_of(Run(config.model_copy(update={"corpus": corpus})))
+    assert mixed.tokens_without == pytest.approx(0.625 * counts[0] / counts[1] + 0.375), "1 to 0.6"
