@@ -76,6 +76,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
+INT8 = "model.quantisation=int8"
 DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded"
 
 
@@ -97,6 +98,8 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         (["train.context_parallel=7"], "train.context_parallel: 7 processes share windows of multiples of 14"),
         (["train.context_parallel=2", "train.compile=true"], "train.context_parallel: does not go with train.compile"),
         (["train.optimiser=muon", "train.sharding=all"], "train: optimiser: muon goes with sharding: none"),
+        ([INT8, "train.compile=true"], "train.compile: true does not go with model.quantisation: int8"),
+        ([INT8, "train.sharding=all"], "train.sharding: all does not go with model.quantisation: int8"),
         (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
         (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "more than max_steps 10 together"),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.spatial.distance import cosine as cosine_distance
 from torch import Tensor
 
 from scale_cli.model.routing import (
@@ -99,6 +100,12 @@ def test_routing_loses_at_most_the_prior_to_every_head_on_every_document(said: S
 
 
 @unhurried
+@given(documents(base_may_break=False))
+def test_routing_is_finite_whatever_the_other_heads_say(said: Said) -> None:
+    assert math.isfinite(said.routed_loss())
+
+
+@unhurried
 @given(documents(), st.floats(1e-6, 0.5))
 def test_a_switch_rate_costs_at_most_its_own_logarithm_a_token(said: Said, switch_rate: float) -> None:
     routed, num_tokens = said.routed_loss(switch_rate), said.log_probs_KT.shape[1]
@@ -127,6 +134,28 @@ def test_windows_with_carried_weights_are_the_whole_document(
     torch.testing.assert_close(torch.cat([*windows, start_KB], dim=-1).exp(), whole.exp(), rtol=0.0, atol=1e-10)
 
 
+def test_documents_of_a_batch_do_not_touch_each_other() -> None:
+    log_probs_KBT = -10.0 * torch.rand(2, 5, 20, dtype=torch.float64)
+    log_probs_KBT[1, 3, 7] = -math.inf
+    prior_K = log_prior(0.3)
+    for switch_rate in (0.0, 0.01):
+        start_KB = prior_K[:, None].expand(-1, 5)
+        together = posterior_log_weights(log_probs_KBT, prior_K, switch_rate, start_KB)
+        for index in range(5):
+            alone = Said(log_probs_KBT[:, index].numpy(), 0.3).weights(switch_rate)
+            torch.testing.assert_close(together[:, index].exp(), alone.exp(), rtol=1e-12, atol=0.0)
+
+
+@unhurried
+@given(st.floats(1e-6, 1.0 - 1e-6), st.integers(2, 5))
+def test_the_prior_is_the_bases_share_and_the_rest_evenly(base_prior: float, num_heads: int) -> None:
+    weights = log_prior(base_prior, num_heads).exp().tolist()
+    assert weights[0] == pytest.approx(base_prior)
+    assert sum(weights) == pytest.approx(1.0)
+    assert len(weights) == num_heads
+    assert len(set(weights[1:])) == 1
+
+
 @unhurried
 @given(
     hnp.arrays(np.float32, (4, 7), elements=st.floats(-50.0, 50.0, width=32)),
@@ -146,6 +175,15 @@ def test_the_token_that_came_is_given_what_the_whole_distribution_gives_it(
     broken = torch.isnan(logits_BTV).any(-1) | (logits_BTV == torch.inf).any(-1) | (logits_BTV == -torch.inf).all(-1)
     assert (whole[broken] == -torch.inf).all()
     torch.testing.assert_close(torch.logsumexp(whole[~broken], dim=-1).abs() < 1e-4, torch.ones_like(broken[~broken]))
+
+
+@unhurried
+@given(documents())
+def test_a_mixture_is_the_weighted_mean_of_probabilities(said: Said) -> None:
+    weights = said.weights()[:, :-1]
+    mixed = mix_log_probs(weights, torch.from_numpy(said.log_probs_KT)).exp().numpy()
+    expected = (weights.exp().numpy() * np.exp(_zero_for_nan(said.log_probs_KT))).sum(axis=0)
+    np.testing.assert_allclose(mixed, expected, rtol=1e-9, atol=1e-300)
 
 
 @unhurried
@@ -176,6 +214,14 @@ def test_a_head_gone_astray_does_not_round_away_what_another_says() -> None:
     torch.testing.assert_close(scores.softmax(-1), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_the_cosine_is_scipys_and_torchs() -> None:
+    base, adapted = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(0))
+    cosine = logit_cosine(base, adapted)
+    torch.testing.assert_close(cosine, torch.nn.functional.cosine_similarity(base, adapted, dim=-1))
+    expected = [1.0 - cosine_distance(b, a) for b, a in zip(base.numpy(), adapted.numpy(), strict=True)]
+    np.testing.assert_allclose(cosine.numpy(), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
 def test_where_there_is_no_cosine_the_base_is_served(broken: float) -> None:
     base = torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
@@ -183,3 +229,10 @@ def test_where_there_is_no_cosine_the_base_is_served(broken: float) -> None:
     assert torch.isnan(cosine).all()
     for threshold in (-1.0, 0.5, 1.0):
         assert cosine_serves_base(cosine, threshold).all()
+
+
+@unhurried
+@given(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_the_papers_rule_serves_the_base_from_the_threshold_up(cosine: float, threshold: float) -> None:
+    served = cosine_serves_base(torch.tensor(cosine, dtype=torch.float64), threshold)
+    assert served.item() is (cosine >= threshold)
