@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Phi3Config, TorchAoConfig
 
+from scale_cli.commands import plan as plan_module
 from scale_cli.commands.export import export
+from scale_cli.commands.plan import plan
 from scale_cli.commands.train import train
 from scale_cli.commands.upscale import upscale
 from scale_cli.config.schema import MethodConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, RunFolderError
-from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of
+from scale_cli.methods.starts import leading_directions
+from scale_cli.model.quantised_base import QUANTISATIONS, is_quantised, parts_of, plain_weight
 from scale_cli.planning import Parameters, count_saved_tensors, kept_for_backward, num_bytes
 from scale_cli.upscale.base import base_without_weights, changed_tensors, check_finite, load_base, record_base
 from scale_cli.upscale.method import any_base_without_weights, build_model, start_model
@@ -28,6 +32,7 @@ from tests.widening import lower_layers, real_ids
 
 # nf4 holds blocks of 64 x 256 weights, which the matrices of stories260K are too small for.
 HELD = [("ckpt-stories260K", "int8"), ("ckpt-eltec", "int8"), ("ckpt-eltec", "nf4")]
+FROZEN_METHODS = ["route", "adapt", "lora"]
 
 
 def named(shared_data: Path, checkpoint: str, quantisation: Any, dtype: Any = "bfloat16") -> ModelConfig:
@@ -134,7 +139,18 @@ def test_what_is_exported_holds_the_quantised_weights_as_numbers(
     assert f"linear maps in {quantisation}, by torchao; in this" in (folder / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("quantisation", "variant"), [("int8", "adapt"), ("int8", "lora"), ("nf4", "route")])
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_blocks_start_from_what_quantised_weights_stand_for(shared_data: Path, quantisation: str) -> None:
+    model: Any = start_model(load_base(named(shared_data, "ckpt-eltec", quantisation)), MethodConfig(), seed=0)
+    frozen, added = model.base.model.layers[0].mlp.up_proj, model.expansion.layers[0].up_proj
+    rows = leading_directions(plain_weight(frozen), len(added.weight_21))
+    assert torch.equal(added.weight_21[: len(rows)], rows.to(added.weight_21.dtype))
+    eye = torch.eye(frozen.in_features, dtype=torch.bfloat16)
+    torch.testing.assert_close(frozen(eye).T, plain_weight(frozen), rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("variant", FROZEN_METHODS)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
 def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_keep(
     shared_data: Path, quantisation: str, variant: str
 ) -> None:
@@ -154,6 +170,22 @@ def test_a_plan_counts_the_bytes_that_a_quantised_base_takes_and_lets_a_step_kee
         trained(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=89, use_cache=False)
     of_weights = [tensor for tensor in kept.values() if tensor.untyped_storage().nbytes() % 89]
     assert count_saved_tensors(planned, "bf16").copies_bytes == pytest.approx(num_bytes(of_weights), rel=0.02)
+
+
+def test_a_plan_of_a_quantised_base_differs_in_its_bytes_alone_and_says_what_cannot_be_had(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "methods_beside", lambda _: [MethodConfig(variant="full")])
+    config = run_config(shared_data, tmp_path / "run", "int8")
+    planned, plainly = (
+        plan(config.model_copy(update={"model": model}), flops=1e12, num_processes=1)
+        for model in (config.model, whole(config.model))
+    )
+    assert "model.quantisation" in planned.refused["full"] and not plainly.refused
+    (of_quantised,), (of_whole, _) = planned.methods, plainly.methods
+    assert of_quantised.flops == of_whole.flops
+    assert of_quantised.memory == replace(of_whole.memory, frozen=of_quantised.memory.frozen)
+    assert of_quantised.memory.frozen < of_whole.memory.frozen
 
 
 @pytest.mark.parametrize("variant", ["full", "llama-pro"])
@@ -181,3 +213,20 @@ def test_matrices_that_nf4_cannot_hold_and_bases_that_are_quantised_already_are_
     loaded_plainly(named(shared_data, "ckpt-eltec", "int8")).save_pretrained(quantised)
     with pytest.raises(BaseModelError, match="is quantised already"):
         load_base(ModelConfig(base=str(quantised)))
+
+
+def test_what_reads_whole_weights_does_not_go_with_a_quantised_base(shared_data: Path, tmp_path: Path) -> None:
+    for key in ({"compile": True}, {"sharding": "expansion"}, {"sharding": "all"}):
+        with pytest.raises(ValueError, match=r"does not go with model.quantisation: int8"):
+            run_config(shared_data, tmp_path / "run", "int8", **key)
+
+
+def test_a_base_without_weights_is_quantised_as_a_loaded_one(shared_data: Path) -> None:
+    for checkpoint, quantisation in HELD:
+        base = load_base(named(shared_data, checkpoint, quantisation))
+        without = base_without_weights(base.config, "bfloat16", quantisation)
+        shapes = [
+            {name: [(part.shape, part.dtype) for part in parts_of(tensor)] for name, tensor in one.named_parameters()}
+            for one in (base, without)
+        ]
+        assert shapes[0] == shapes[1]
