@@ -57,7 +57,8 @@ class Document:
 class DocumentMarkers:
     """The tokenizer's own marks around a document; None where it has none."""
 
-    bos: int | None  # stands before every document; None too where it is the EOS, which then stands between two once
+    # Stands before every document. None also where BOS and EOS are one token, which then stands between two documents.
+    bos: int | None
     eos: int | None  # stands after every document
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A corpus as token ids: tokenised once, streamed to disk by many processes, and then read from a memory map.
+"""A corpus as token ids: tokenised once by workers, written by one process, and then read from a memory map.
 
 A folder of the cache is named after everything that decides its content (tokenizer, text, settings), so a change of any
 of them makes another folder and nothing stale is ever read:

@@ -106,9 +106,9 @@ class _Differences:
 
 @torch.no_grad()
 def measure_parity(exported: MethodModel, trained: MethodModel, expected: Logits, prompts: list[Tensor]) -> Parity:
-    """Compare an export with what it stands for of the trained model, on (1, T) ids, one prompt after another.
+    """Compare an export's logits with those of the trained model, prompt by prompt; ids are (1, T).
 
-    What is exact is computed in float64; for an export of less than float32 in float32, which is exact beside it.
+    The reference is computed in float64 for a float32 export, and in float32 for a narrower one.
     """
     exact = _Exact(torch.float64 if exported.dtype == torch.float32 else torch.float32)
     lowered = {parameter: parameter.to(exported.dtype) for parameter in trained.parameters()}
@@ -158,7 +158,7 @@ class Format:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.method = config, config.method.definition
-        self.is_had = True  # whether the method's models can be written so
+        self.fits_method = True  # whether the method's models can be written in this format
         self.loaded_as = self.name  # the part of the card that says how it is loaded (`card_loading.md.j2`)
         self.answers_as_served = False  # whether it answers as the run is served, or with the trained head alone
 
@@ -175,7 +175,7 @@ class Format:
         raise NotImplementedError
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
-        """Yield what is served from a folder, and what it stands for of the trained model; a router's way second."""
+        """Yield each way of loading the folder, with the logits it has to match; the router's way comes second."""
         raise NotImplementedError
 
     def prove(self, folder: Path, model: MethodModel, prompts: list[Tensor]) -> Parity:
@@ -234,12 +234,12 @@ class Transformers(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.is_had, self.answers_as_served = self.method.widens, True
+        self.fits_method, self.answers_as_served = self.method.widens, True
 
     def write(self, folder: Path, model: MethodModel, trained: MethodFolder, prompts: list[Tensor]) -> None:
         lowered = copy.deepcopy(model)
         lower_weights(lowered, getattr(torch, self.config.export.dtype))
-        assert isinstance(lowered, ScaleForCausalLM), "is_had"
+        assert isinstance(lowered, ScaleForCausalLM), "fits_method"
         write_self_contained(lowered, trained.tokenizer, folder)
 
     def load(self, folder: Path) -> Iterator[tuple[MethodModel, Logits]]:
@@ -254,7 +254,7 @@ class Adapter(Format):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.is_had, self.answers_as_served = bool(self.method.adapter), True
+        self.fits_method, self.answers_as_served = bool(self.method.adapter), True
         self.loaded_as = "peft" if self.method.adapter == "peft" else self.name
 
     def check(self) -> None:
@@ -287,9 +287,9 @@ def formats_of(config: RunConfig) -> list[Format]:
         for name in config.export.formats
     ]
     for one in made:
-        if not one.is_had:
-            had = " or ".join(name for name, other in FORMATS.items() if other(config).is_had)
+        if not one.fits_method:
+            fitting = " or ".join(name for name, other in FORMATS.items() if other(config).fits_method)
             variant = f"a model of the variant {config.method.variant}"
-            raise ConfigError(f"export.format: {one.name}: {variant} is exported as {had}")
+            raise ConfigError(f"export.format: {one.name}: {variant} is exported as {fitting}")
         one.check()
     return made

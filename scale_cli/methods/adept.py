@@ -1,4 +1,4 @@
-"""ADEPT: LLaMA-Pro's copies, of the layers without which the base loses least on what it knows (arXiv 2510.10071).
+"""ADEPT: copies as LLaMA-Pro's, of the layers whose bypass raises the loss on known text least (arXiv 2510.10071).
 
 The official code sets all of a layer's weights to 0, norms included, which is a bypass: the layer then adds nothing.
 """
@@ -111,11 +111,10 @@ def bypass_losses(base: Any, probe: Sequence[Any]) -> list[float]:
 class TensorRates(Hook):
     """Every few steps gives each tensor a rate by what it matters to what the base knows.
 
-    importance I = mean |theta| |g|, g over some windows of known text, |.| of each window's before they are averaged;
-    the rate is `train.lr` times 2 (max I - I) / (max I - min I), over all tensors that train. This is the official
-    code; the paper has 2 (1 - I), of groups of neurons. Until the first measurement, and where all tensors matter the
-    same, the rate is `train.lr`. Ours: a window counts alone, not two, so that rates do not depend on how a batch is
-    cut up.
+    A tensor's importance I is the mean over its entries of |theta| times |g|. |g| is taken of each window of known text
+    and then averaged, so that rates do not depend on how a batch is cut up; that is ours. The rate is `train.lr` times
+    2 (max I - I) / (max I - min I), over all tensors that train. This is the official code; the paper has 2 (1 - I), of
+    groups of neurons. Until the first measurement, and where all tensors matter the same, the rate is `train.lr`.
     """
 
     name = "tensor_rate"

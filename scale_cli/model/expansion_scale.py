@@ -68,7 +68,7 @@ class ExpansionLinear(nn.Module):
         return add_product(read, u.flatten(0, -2), weights[self.weight_22]).unflatten(0, x.shape[:-1])
 
     def collaborate(self, y: Tensor, u: Tensor, weights: Weights) -> Tensor:
-        """Return W x + W12 u of y = W x, a fresh product, or y where W12 does not exist."""
+        """Add W12 u to y = W x, which may be overwritten, and return it; without W12 return y."""
         if self.weight_12 is None:
             return y
         return add_product(y.flatten(0, -2), u.flatten(0, -2), weights[self.weight_12]).unflatten(0, y.shape[:-1])
@@ -364,7 +364,7 @@ class ExpansionLayer(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Everything that one expansion adds to the plain model `base`; `below` are the expansions between them."""
+    """Everything that one expansion adds to the plain model `base`; `below` lists those that stand on it already."""
 
     layers: nn.ModuleList
 

@@ -148,7 +148,7 @@ class _Loop:
         )
 
     def _take_step(self, step: int) -> Tensor:
-        """Take a step, and return what processes were asked to stop by in it."""
+        """Take a step, and return the sum of all processes' requests to stop, 0 without one."""
         run, started_s = self.run, time.monotonic()
         look = partial(self.stop.between_micro_batches, clock_too=step > self.begun.step)
         measured: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
@@ -278,7 +278,7 @@ class _Loop:
             run.save()
 
     def _save_and_leave(self, asked: int) -> NoReturn:
-        """Save the state, wait until it is safe, and leave, for what `asked` all processes: each has to call this."""
+        """Save a checkpoint, wait until it is on the disk, and raise Interrupted; every process has to call this."""
         self._settle_steps()
         run = self.run
         run.optimiser.zero_grad(set_to_none=True)
