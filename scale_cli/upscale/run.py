@@ -43,6 +43,7 @@ from scale_cli.data.encoding import DocumentMarkers
 from scale_cli.data.files import check_source
 from scale_cli.data.tokens import tokenizer_sha256
 from scale_cli.errors import BaseModelError, ChangedBaseError, ConfigError, RunFolderError, one_line
+from scale_cli.model.configuration_scale import ScaleConfig
 from scale_cli.model.family_scale import family_of
 from scale_cli.model.heads import HeadedModel
 from scale_cli.model.quantised_base import dequantise
@@ -263,7 +264,8 @@ def check_context(config: RunConfig, base_config: Any) -> None:
     for key, length in lengths.items():
         if length > base_config.max_position_embeddings:
             raise ConfigError(f"{key}: {length}, but the base has {base_config.max_position_embeddings} positions")
-    short = family_of(base_config).short_up_to(base_config)
+    root = base_config.root() if isinstance(base_config, ScaleConfig) else base_config
+    short = family_of(root).short_up_to(root)
     if config.train.context_parallel > 1 and short is not None and config.corpus.sequence_length > short:
         raise ConfigError(
             f"train.context_parallel: beyond {short} tokens the base turns all positions otherwise, which parts of a "
