@@ -11,7 +11,9 @@ from pathlib import Path
 def test_every_verb_is_taken_through_a_kill_and_its_export_loads_in_both_ways(tmp_path: Path) -> None:
     shape = ["--layers=2", "--hidden=256", "--vocabulary=8192", "--steps=20"]
     command = [sys.executable, "-m", "scripts.reach", str(tmp_path / "reach"), *shape]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=1800, check=False
+    )  # a CPU may lack bfloat16
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "resuming" in ended.stdout
     assert ended.stdout.index("\nLlamaForCausalLM") < ended.stdout.index("\nScaleRoutedLlamaForCausalLM")
