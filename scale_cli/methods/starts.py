@@ -180,7 +180,7 @@ def _initialise_linear(
 
 def _start_from(base_weight: Tensor, shape: torch.Size, start: str, std: float, generator: torch.Generator) -> Tensor:
     started = _normal(shape, std, generator)
-    rows = STARTS[start](base_weight, shape[0])
+    rows = STARTS[start](base_weight, started)
     started[: len(rows)] = rows
     return started
 
@@ -239,8 +239,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# From W and a number of rows to those rows that have a start of their own; the rest is N(0, s^2).
-STARTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "svd": lambda weight, count: leading_directions(weight.detach(), count),
-    "normal": lambda weight, _: weight[:0],
+# From W and as many rows of N(0, s^2) as start, to those rows that have a start of their own; the rest stays as drawn.
+STARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "svd": lambda weight, drawn: leading_directions(weight.detach(), len(drawn)),
+    "normal": lambda _, drawn: drawn,
 }

@@ -54,7 +54,7 @@ def disturb(model: MethodModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["full", "freeze", "lora", "llama-pro", "adept", "osf"])
+@pytest.mark.parametrize("variant", [name for name, method in METHODS.items() if not method.widens])
 def test_a_baseline_starts_as_its_base_trains_in_float32_and_is_exported_as_a_model_of_the_bases_class(
     shared_data: Path, tmp_path: Path, variant: str, dtype: str
 ) -> None:
