@@ -261,3 +261,18 @@ def check_source(source: TextSource) -> None:
         if file.store is None:  # a store has been asked for it; to open it there is to fetch it
             with named_errors(f"{source.name}: {file}"), file.open() as opened:
                 opened.read(1)
+
+
+def describe_content(source: TextSource, cache_dir: Path) -> list[object]:
+    """Return what decides a source's records, with a hash for every file."""
+    if source.dataset is None:
+        files = source_files(source)
+        kinds = [file.format + file.compression for file in files]
+        return list(zip(kinds, content_hashes(files, cache_dir), strict=True))
+    place = Path(source.dataset)
+    if not place.is_dir():
+        return [source.dataset, source.subset, source.split, dataset_builder(source).hash]
+    files = [SourceFile(str(file), 0) for file in sorted(place.rglob("*")) if file.is_file()]
+    names = [str(Path(file.name).relative_to(place)) for file in files]
+    contents = list(zip(names, content_hashes(files, cache_dir), strict=True))
+    return [source.dataset, source.subset, source.split, contents]

@@ -10,9 +10,9 @@ of them makes another folder and nothing stale is ever read:
     learned.bin     (tokens,) bool: of conversations, which ids are learned
     ledger.json     what was read and what became of it (data/ledger.py)
 
-While it is made, it stands beside its place as .NAME.unfinished, and .NAME.progress.json says how much of its files is
-certain. A later run cuts them to that and goes on from there. One process writes and the workers only tokenise, each
-document alone, so the bytes do not depend on the number of workers or of interruptions.
+While it is made, it stands beside its place as .NAME.unfinished. .NAME.progress.json, or .NAME.joined.json where parts
+are joined, says how much of its files is certain. A later run cuts them to that and goes on from there. One process
+writes and the workers only tokenise, each document alone: the bytes depend on no number of workers or interruptions.
 
 Many machines tokenise parts of a source's files, each to such a folder in `parts/`; who opens the source joins them.
 """
@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -47,7 +47,7 @@ from scale_cli.data.encoding import (
     encode_all,
     id_dtype,
 )
-from scale_cli.data.files import SourceFile, content_hashes, dataset_builder, file_parts, source_files
+from scale_cli.data.files import SourceFile, content_hashes, describe_content, file_parts
 from scale_cli.data.ledger import Ledger, check_bad_fraction, check_unknown_fraction
 from scale_cli.errors import CorpusError, StorageError
 from scale_cli.processes import ALONE, Share
@@ -55,7 +55,6 @@ from scale_cli.storage.atomic import (
     described_files,
     file_sha256,
     json_sha256,
-    new_folder,
     publish_folder,
     read_json,
     sole_user,
@@ -112,7 +111,7 @@ class TokenCache:
                 with sole_user(self.folder / PARTS):  # or another process makes anew what this one has joined
                     if not is_tokenised(folder):
                         self.tokenise_parts(source)  # what is missing
-                        join_parts(source, parts, folder)
+                        join_parts(source, self.spec_of(source), parts, folder)
                     for part in parts:
                         shutil.rmtree(part, ignore_errors=True)
             else:
@@ -161,7 +160,7 @@ class TokenCache:
 
     def name_of(self, source: TextSource) -> str:
         """Return a name for a source's text and settings as the tokenizer reads them: another for other content."""
-        return self._named(source, content=_content(source, self.folder))
+        return self._named(source, content=describe_content(source, self.folder))
 
     def _part_folder(self, source: TextSource, part: Sequence[SourceFile]) -> Path:
         """Return where a part of a source's files is tokenised; by their names too, which its ledger has."""
@@ -183,21 +182,6 @@ class TokenCache:
             "tokenizer": tokenizer_sha256(self.tokenizer),
         }
         return f"{source.name}-{json_sha256(settings)[:16]}"
-
-
-def _content(source: TextSource, cache_dir: Path) -> list[object]:
-    """Return what decides a source's records, with a hash for every file."""
-    if source.dataset is None:
-        files = source_files(source)
-        kinds = [file.format + file.compression for file in files]
-        return list(zip(kinds, content_hashes(files, cache_dir), strict=True))
-    place = Path(source.dataset)
-    if not place.is_dir():
-        return [source.dataset, source.subset, source.split, dataset_builder(source).hash]
-    files = [SourceFile(str(file), 0) for file in sorted(place.rglob("*")) if file.is_file()]
-    names = [str(Path(file.name).relative_to(place)) for file in files]
-    contents = list(zip(names, content_hashes(files, cache_dir), strict=True))
-    return [source.dataset, source.subset, source.split, contents]
 
 
 @lru_cache(maxsize=4)  # nobody changes a tokenizer that is loaded, and every source is named by it
@@ -245,30 +229,18 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
     template_of = cache.tokenizer if spec.conversations else None
     reader = CorpusReader(source, reading.max_document_bytes, template_of, files=part)
     ledger, documents = reader.ledger, (record for record in reader if isinstance(record, Document))
-    unfinished, progress = _beside(folder)
-    with sole_user(unfinished):
-        if is_tokenised(folder):  # another process made it while this one waited
-            unfinished.rmdir()
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
-        with _Columns(unfinished, progress, spec) as columns, _bar(source, reader, cache.show_progress) as bar:
+
+    def encode(columns: _Columns) -> Ledger:
+        with _bar(source, reader, cache.show_progress) as bar:
             done = columns.written.documents
             next(islice(documents, done, done), None)  # those are passed over
             for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
                 columns.append(encoded)
                 bar.update(reader.position_bytes - bar.n)
         ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
-        ledger.num_targets = _num_targets(unfinished)
-        try:
-            if part is None:
-                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
-        except CorpusError:
-            shutil.rmtree(unfinished)
-            progress.unlink()
-            raise
-        ledger.save(unfinished)
-        publish_folder(unfinished, folder)
-        progress.unlink()
+        return ledger
+
+    _write(source, spec, folder, "progress", encode, may_be_empty=part is not None)
 
 
 def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
@@ -276,33 +248,55 @@ def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
     return progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
 
 
-def join_parts(source: TextSource, parts: Sequence[Path], folder: Path) -> None:
-    """Write what `tokenise` writes of a source, from what it wrote of each part of the source's files."""
-    unfinished, progress = _beside(folder)
-    for place in (folder, unfinished):  # a damaged one, and of a process that began alone
-        shutil.rmtree(place, ignore_errors=True)
-    progress.unlink(missing_ok=True)
-    ledger = Ledger()
-    with new_folder(folder) as joined:
-        for name in (TOKENS, NUM_BYTES, HASHES, *([LEARNED] if source.messages_field else [])):
-            with (joined / name).open("wb") as column:
-                for part in parts:
-                    with (part / name).open("rb") as of_part:
-                        shutil.copyfileobj(of_part, column)
-        with (joined / OFFSETS).open("wb") as column:
-            column.write(np.int64(0).tobytes())
-            for part in parts:
-                offsets = np.fromfile(part / OFFSETS, np.int64)[1:] + ledger.num_tokens
-                column.write(offsets.tobytes())
-                ledger.take(Ledger.load(part))
-        ledger.num_targets = _num_targets(joined)
-        check_bad_fraction(source, ledger, max_bad_fraction=1.0)
-        ledger.save(joined)
+def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:
+    """Write what `tokenise` writes of a source, from what it wrote of each part of the source's files.
+
+    Progress has a name of its own: it counts whole parts.
+    """
+
+    def copy(columns: _Columns) -> Ledger:
+        ledger, done = Ledger(), columns.written.documents
+        for part in parts:
+            account = Ledger.load(part)
+            ledger.take(account)
+            if ledger.kept.documents > done:
+                columns.append_part(part, account)
+        return ledger
+
+    _write(source, spec, folder, "joined", copy)
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
-    """Return where a folder stands while it is tokenised, and the file that says how far."""
-    return folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.progress.json")
+def _write(
+    source: TextSource,
+    spec: TokenizerSpec,
+    folder: Path,
+    progress_name: str,
+    fill: Callable[[_Columns], Ledger],
+    *,
+    may_be_empty: bool = False,
+) -> None:
+    """Have the columns filled after what of them is certain, and publish them with the ledger of all."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    progress = folder.with_name(f".{folder.name}.{progress_name}.json")
+    with sole_user(unfinished):
+        if is_tokenised(folder):  # another process made it while this one waited
+            unfinished.rmdir()
+            return
+        shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
+        with _Columns(unfinished, progress, spec) as columns:
+            ledger = fill(columns)
+        ledger.num_targets = _num_targets(unfinished)
+        try:
+            if not may_be_empty:
+                check_bad_fraction(source, ledger, max_bad_fraction=1.0)  # without text there is nothing to open
+        except CorpusError:
+            shutil.rmtree(unfinished)
+            progress.unlink()
+            raise
+        ledger.save(unfinished)
+        publish_folder(unfinished, folder)
+        for kind in ("progress", "joined"):  # it may have been begun the other way
+            folder.with_name(f".{folder.name}.{kind}.json").unlink(missing_ok=True)
 
 
 def _num_targets(folder: Path) -> int | None:
@@ -326,11 +320,8 @@ class _Columns:
     """The files of an unfinished folder, cut to what is certain and then appended to."""
 
     def __init__(self, folder: Path, progress: Path, spec: TokenizerSpec) -> None:
-        self._folder, self._progress, self._dtypes = (
-            folder,
-            progress,
-            _columns(spec.dtype, conversations=spec.conversations),
-        )
+        self._folder, self._progress = folder, progress
+        self._dtypes = _columns(spec.dtype, conversations=spec.conversations)
         self.written = self._certain()
         self._recorded_tokens = self.written.tokens
         self._files: dict[str, IO[bytes]] = {}
@@ -378,11 +369,24 @@ class _Columns:
         with writing(self._folder):
             for name, file in self._files.items():
                 file.write(arrays[name].tobytes())
+        self._count(len(part.lengths), len(part.ids), part.round_trip)
+
+    def append_part(self, part: Path, account: Ledger) -> None:
+        """Write what a finished folder holds."""
+        with writing(self._folder):
+            for name, file in self._files.items():
+                if name == OFFSETS:
+                    offsets = np.fromfile(part / OFFSETS, np.int64)[1:] + self.written.tokens
+                    file.write(offsets.tobytes())
+                    continue
+                with (part / name).open("rb") as of_part:
+                    shutil.copyfileobj(of_part, file)
+        self._count(account.kept.documents, account.num_tokens, account.round_trip)
+
+    def _count(self, documents: int, tokens: int, round_trip: RoundTrip) -> None:
         # In one statement: a signal that ends the process here must not record one without the others.
         self.written = _Written(
-            self.written.documents + len(part.lengths),
-            self.written.tokens + len(part.ids),
-            self.written.round_trip + part.round_trip,
+            self.written.documents + documents, self.written.tokens + tokens, self.written.round_trip + round_trip
         )
         if self.written.tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
             self._record()
