@@ -84,7 +84,13 @@ def _profiled(run: TrainingRun) -> Iterator[Callable[[], None]]:
     warmup = min(first - done - 1, 1)
     parts = schedule(wait=first - done - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1)
     with profile(schedule=parts, on_trace_ready=lambda trace: trace.export_chrome_trace(str(path))) as profiler:
-        yield profiler.step
+
+        def count_step() -> None:
+            profiler.step()
+            if profiler.step_num == last - done:
+                run.accelerator.wait_for_everyone()  # a trace may take one process longer than a step waits
+
+        yield count_step
 
 
 @dataclass
@@ -129,6 +135,8 @@ class _Loop:
             last = done == train.max_steps
             if self._is_logged(done):
                 self._settle_steps()
+                if train.trackers:
+                    run.accelerator.wait_for_everyone()  # the main one sends to them, longer perhaps than a step waits
             self._evaluate_what_is_due(done)
             if not last and (asked := self.stop.agreed(run.accelerator, summed)):
                 self._save_and_leave(asked)

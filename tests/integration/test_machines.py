@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
+from torch.profiler import profile
 
 from scale_cli import processes
 from scale_cli.data.tokens import TokenCache
@@ -23,6 +25,7 @@ from tests.torture.tiny_run import Runs, write_base_and_texts
 from tests.torture.verbs import Ended, ended_group, start_group
 
 _STEPS_WAIT_S, _ALONE_S = 8, 12
+_LOGGED = ("train.log_every_steps=2", "train.trackers=[tensorboard]", "train.profile_steps=[1, 1]")
 _SOURCES = (
     "model.base=./base",
     "corpus.cache_dir=./tokens",
@@ -48,6 +51,8 @@ class OnMachine:
         if os.environ["RANK"] == "0":
             self.delay(TokenCache, "open")
             self.delay(Observer, "samples")
+            self.delay(Accelerator, "log")
+            self.delay(profile, "export_chrome_trace")
             self.delay(atomic, "publish_folder")
 
     def delay(self, owner: Any, name: str) -> None:
@@ -78,7 +83,7 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def trained(runs: Runs, name: str, *, is_slow: bool = False) -> list[Ended]:
-    few = ("train.max_steps=4", "train.save_every_steps=2", "train.sharding=all", *runs.overrides)
+    few = ("train.max_steps=4", "train.save_every_steps=2", "train.sharding=all", *_LOGGED, *runs.overrides)
     arguments = str(runs.config(name)), *few
     for verb in ("upscale", "train"):
         ends = ended_group(start_group(verb, *arguments, num_processes=2, hook=OnMachine(runs.root, is_slow=is_slow)))
@@ -88,7 +93,7 @@ def trained(runs: Runs, name: str, *, is_slow: bool = False) -> list[Ended]:
 
 
 def test_machines_with_caches_of_their_own_train_and_wait_for_one_that_works_long_alone(runs: Runs) -> None:
-    """Tokenising, samples, both checkpoints and `final/` take the main process longer than a step's time-out."""
+    """Tokenising, samples, a trace, a tracker, checkpoints and `final/` take it longer than a step's time-out."""
     for name in ("usual", "slow"):
         ends = trained(runs, name, is_slow=name == "slow")
         assert [ended.exit_code for ended in ends] == [0, 0], ends
