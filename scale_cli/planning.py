@@ -175,10 +175,8 @@ def kept_for_backward(model: nn.Module, device_type: str, mixed_precision: str) 
             kept[storage] = tensor
         return tensor
 
-    with (
-        autocast(device_type, mixed_precision),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with autocast(device_type, mixed_precision), keeping:
         yield kept
 
 

@@ -128,14 +128,7 @@ def train_step(
     figures = torch.cat([sums[1:2], grad_norm.float().view(1), loss_scale, sums[2:]])
     lr = learning_rate(step, train)
     set_learning_rate(optimiser, lr)
-    update = Update(step, optimiser, torch.isfinite(figures).all())
-    for hook in hooks:
-        hook.before(update)
-    _step_where_finite(optimiser, update.finite)
-    scaler.update()
-    for hook in reversed(hooks):
-        hook.after(update)
-    optimiser.zero_grad(set_to_none=True)
+    _update(Update(step, optimiser, torch.isfinite(figures).all()), hooks, scaler)
     return TakenStep(step, figures, sums[0], lr, num_targets)
 
 
@@ -143,6 +136,17 @@ def _by_source(losses_B: Tensor, sources_B: Tensor, num_sources: int) -> Tensor:
     """Return (S,): the sum of each source's, which on a GPU too is the same sum every time."""
     is_of_SB = sources_B == torch.arange(num_sources, device=sources_B.device).unsqueeze(1)
     return torch.where(is_of_SB, losses_B, 0.0).sum(dim=1)
+
+
+def _update(update: Update, hooks: Sequence[Hook], scaler: GradScaler) -> None:
+    """Update by the gradients that there are, between what the hooks do before and after; then drop the gradients."""
+    for hook in hooks:
+        hook.before(update)
+    _step_where_finite(update.optimiser, update.finite)
+    scaler.update()
+    for hook in reversed(hooks):
+        hook.after(update)
+    update.optimiser.zero_grad(set_to_none=True)
 
 
 def _step_where_finite(optimiser: Any, finite: Tensor) -> None:
