@@ -166,7 +166,7 @@ def evaluate(
     from scale_cli.commands.evaluate import check_forgetting, check_gate, evaluate
 
     check_gate(checked.evaluation, max_forgetting)
-    summary = evaluate(checked)
+    summary = evaluate(checked, log)
     show(summary)
     check_forgetting(summary.report, max_forgetting)
 

@@ -5,6 +5,7 @@
 | train, evaluate                                            | all of them work; the main one writes                 |
 | run                                                        | each of its verbs as by itself                        |
 | init, sweep, serve                                         | refused                                               |
+| schema                                                     | every one prints the schema                           |
 | any other                                                  | the main one works, the others wait (`on_main`)       |
 """
 
@@ -46,7 +47,8 @@ ALONE = Share()
 _SET_UP = timedelta(hours=24)
 _STEPS = timedelta(minutes=30)
 _FAREWELL = timedelta(seconds=5)
-# How launchers say how many processes there are: torchrun and Accelerate; MPI's.
+# How launchers say how many processes there are, on a machine and in all: torchrun and Accelerate; MPI's.
+_LOCAL_WORLD_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -76,7 +78,11 @@ def process_state() -> PartialState:
 
     # Unless it is told so, Accelerate takes each of several processes without an accelerator to be alone.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=on_cpu, timeout=_SET_UP)
+    is_told = any(name in os.environ for name in _LOCAL_WORLD_SIZES)
+    state = PartialState(cpu=on_cpu, timeout=_SET_UP)
+    if not is_told:  # Accelerate has then taken a CPU's process to be alone on its machine
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return state
 
 
 def device() -> torch.device:
@@ -123,6 +129,15 @@ def cpu_precision() -> Literal["no", "bf16"]:
     import torch
 
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
+
+
+def slow_precisions(device_type: str, **precisions: str) -> list[str]:
+    """Return a warning for each section of a config that computes in bfloat16 on a CPU without instructions for it."""
+    if device_type != "cpu" or cpu_precision() == "bf16":
+        return []
+    slow = [section for section, mixed_precision in precisions.items() if mixed_precision == "bf16"]
+    words = "this CPU has no instructions for bfloat16; {}.mixed_precision=no is many times as fast here"
+    return [words.format(section) for section in slow]
 
 
 def placed(module: AnyModule) -> AnyModule:

@@ -17,7 +17,7 @@ from scale_cli.config.load import load_config
 from scale_cli.config.schema import leaves
 from scale_cli.errors import CheckFailed, EndedElsewhere, UsageError
 from scale_cli.evaluation.results import Report
-from scale_cli.processes import check_launch, on_main, refuse_several
+from scale_cli.processes import check_launch, on_main, refuse_several, slow_precisions
 from scale_cli.storage.atomic import load_tensors, read_json
 from scale_cli.storage.records import TRAINED, RunFolder, TrainState, read_records
 from scale_cli.training import loop
@@ -215,3 +215,14 @@ def test_one_process_of_srun_and_those_of_a_launcher_under_it_are_taken(monkeypa
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("WORLD_SIZE", "16")
     check_launch()
+
+
+@pytest.mark.parametrize(
+    ("device_type", "cpu_precision", "named"), [("cpu", "no", ["train"]), ("cpu", "bf16", []), ("cuda", "no", [])]
+)
+def test_bfloat16_is_called_slow_on_a_cpu_without_instructions_for_it_alone(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, cpu_precision: str, named: list[str]
+) -> None:
+    monkeypatch.setattr(processes, "cpu_precision", lambda: cpu_precision)
+    told = slow_precisions(device_type, train="bf16", evaluation="no")
+    assert len(told) == len(named) and all(f"{name}.mixed_precision=no" in told[0] for name in named)

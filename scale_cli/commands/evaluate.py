@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from scale_cli.evaluation.continuations import SelectableHeads, count_letters
 from scale_cli.evaluation.render import html, markdown, terminal_lines
 from scale_cli.evaluation.results import HEADS, Report, summarise
 from scale_cli.evaluation.scoring import Passes, score_corpus
-from scale_cli.processes import is_main, main_first, on_main, share, share_of_machine
+from scale_cli.processes import device, is_main, main_first, on_main, share, share_of_machine, slow_precisions
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import trained_sha256
 from scale_cli.upscale.run import Run
@@ -34,13 +34,15 @@ class EvaluationSummary:
         return [*terminal_lines(self.report), *alone, f"report: {self.folder / 'report.html'}"]
 
 
-def evaluate(config: RunConfig) -> EvaluationSummary:
+def evaluate(config: RunConfig, log: Callable[[str], None] = lambda _: None) -> EvaluationSummary:
     """Score base and trained model on every held-out corpus, and write `evaluation/`; all processes share the work."""
     asked, router = config.evaluation, config.method.router
     if not asked.perplexity and not asked.benchmarks:
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
+    for warning in slow_precisions(device().type, evaluation=asked.mixed_precision) if is_main() else ():
+        log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # before time is spent: a file may not be there
     model = final.load_two_headed(share_of_machine())
     corpora = main_first(lambda: open_sources(config, asked.perplexity, final.tokenizer))

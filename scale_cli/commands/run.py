@@ -40,7 +40,7 @@ def run_pipeline(
         _show(train(config, "auto", log, accepted).lines(), log)
         log("== evaluate")
         if main_decides(lambda: finished_report(config) is None):
-            evaluate(config)
+            evaluate(config, log)
         report = on_main(lambda: finished_report(config))
         if report is not None:
             _show(EvaluationSummary(run.folder.evaluation, report).lines(), log)

@@ -32,7 +32,6 @@ from scale_cli.model.heads import BaseAndTrained, HeadedModel
 from scale_cli.planning import memory_of_run, peak_tokens_per_s
 from scale_cli.processes import (
     all_succeed,
-    cpu_precision,
     device_name,
     gathered,
     group_beside,
@@ -41,6 +40,7 @@ from scale_cli.processes import (
     process_state,
     share,
     share_of_machine,
+    slow_precisions,
 )
 from scale_cli.report import quantity
 from scale_cli.storage.atomic import (
@@ -176,9 +176,7 @@ def _open_training(
 ) -> TrainingRun:
     """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
-    log(f"processes      {accelerator.num_processes} x {accelerator.device.type}, {settings.mixed_precision} autocast")
-    if accelerator.device.type == "cpu" and settings.mixed_precision == "bf16" and cpu_precision() == "no":
-        log("warning: this CPU has no instructions for bfloat16; train.mixed_precision=no is many times as fast here")
+    _log_processes(config, accelerator, log)
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
         check_same_text(begun.path, corpora)
@@ -192,9 +190,8 @@ def _open_training(
     start_weights = copy_start(model, settings)
     if trunk is not None:
         load_trained(model, trunk.path)
-    if (before := begun or trunk) is not None and hasattr(model.config, "expansion_embedding_rms"):
-        # The rates follow the size that E' had where its training began, also of a run in between.
-        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
+    if (before := begun or trunk) is not None:
+        _take_size_of_embedding(model, before)
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
     probe = partial(_known_text, config, batches)
@@ -202,8 +199,7 @@ def _open_training(
     state, branch_point = TrainState(), None
     if begun is not None:
         load_checkpoint(begun, model, optimiser, settings, hooks)
-        state = _with_best_to_compare(begun, log)
-        branch_point = BranchPoint.load_if_there(begun.path)
+        state, branch_point = _with_best_to_compare(begun, log), BranchPoint.load_if_there(begun.path)
     elif trunk is not None:
         if settings.init_moments == "kept":
             load_checkpoint(trunk, model, optimiser, None)
@@ -213,9 +209,6 @@ def _open_training(
     if settings.observes:
         observed = _observed(model, untouched, settings, accelerator)
         observer = Observer(config, model, wrapped, observed, start.tokenizer, held_out, benchmarks)
-    hashes = {}
-    if is_sharded(model) and config.method.definition.widens:
-        hashes = {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
     return TrainingRun(
         start=start,
         corpora=corpora,
@@ -233,9 +226,32 @@ def _open_training(
         branch_point=branch_point,
         # `--resume PATH` may name a checkpoint outside this run, which then has none of that step yet.
         saved_step=None if begun is None or begun.path.resolve() != saved.resolve() else state.step,
-        base_parts=hashes,
+        base_parts=_hashes_of_base(model, config),
         beside=group_beside() if is_sharded(model) else None,
     )
+
+
+def _log_processes(config: RunConfig, accelerator: Accelerator, log: Callable[[str], None]) -> None:
+    """Say what trains, and what is slow of it."""
+    device_type, precisions = accelerator.device.type, {"train": config.train.mixed_precision}
+    if config.train.observes:
+        precisions["evaluation"] = config.evaluation.mixed_precision
+    log(f"processes      {accelerator.num_processes} x {device_type}, {config.train.mixed_precision} autocast")
+    for warning in slow_precisions(device_type, **precisions):
+        log(f"warning: {warning}")
+
+
+def _take_size_of_embedding(model: Any, before: MethodFolder) -> None:
+    """Let rates follow the size that E' had where its training began, also of a run in between."""
+    if hasattr(model.config, "expansion_embedding_rms"):
+        model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
+
+
+def _hashes_of_base(model: Any, config: RunConfig) -> dict[str, str]:
+    """Return hashes of what this process holds of a sharded base; of any other its start has them."""
+    if not is_sharded(model) or not config.method.definition.widens:
+        return {}
+    return {name: tensor_sha256(part) for name, part in parts_here(model.base).items()}
 
 
 def _scaler(train: TrainConfig, accelerator: Accelerator, state: TrainState) -> torch.amp.GradScaler:

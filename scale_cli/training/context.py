@@ -39,6 +39,11 @@ def parallelism(train: TrainConfig, num_processes: int) -> ParallelismConfig:
     sharing = train.sharing_windows(num_processes)
     within = num_processes
     if train.sharded_within == "node" and train.sharding != "none":
+        if num_processes > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise ConfigError(
+                "train.sharded_within node: the launcher does not say how many processes a machine has; "
+                "set LOCAL_WORLD_SIZE, or start with torchrun or `accelerate launch`"
+            )
         within = min(int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)), num_processes)
     try:
         return ParallelismConfig(

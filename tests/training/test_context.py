@@ -59,3 +59,11 @@ def test_what_accelerate_does_not_lay_out_is_refused_in_one_line(monkeypatch: py
     with pytest.raises(ConfigError, match=r"^train\.context_parallel 2, train\.sharded_within node: .+") as caught:
         parallelism(train, 4)
     assert "\n" not in str(caught.value)
+
+
+def test_machines_whose_processes_nobody_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    train = TrainConfig(max_steps=1, sharding="all", sharded_within="node")
+    assert parallelism(train, 1).total_size == 1
+    with pytest.raises(ConfigError, match=r"^train\.sharded_within node: .*LOCAL_WORLD_SIZE"):
+        parallelism(train, 2)
