@@ -126,6 +126,7 @@ def train(
         on_main(lambda: _claim(run.folder, held))
         begun = starting_point(run, resume, log, accepted)
         held.enter_context(_memory_named(config, accelerator))
+        _log_processes(config, accelerator, log)
         training = _open_training(run, accelerator, begun, benchmarks, log)
         on_main(lambda: held.enter_context(tracked(training.metrics, config, accelerator)))
         run_loop(training)
@@ -176,7 +177,6 @@ def _open_training(
 ) -> TrainingRun:
     """Load the model and its text, and put back what a checkpoint (`begun`), or another run, has trained."""
     config, settings, start, main = run.config, run.config.train, run.open_start(), accelerator.is_main_process
-    _log_processes(config, accelerator, log)
     corpora, held_out, batches = _open_text(start, accelerator, log)
     if begun is not None:
         check_same_text(begun.path, corpora)
@@ -190,8 +190,7 @@ def _open_training(
     start_weights = copy_start(model, settings)
     if trunk is not None:
         load_trained(model, trunk.path)
-    if (before := begun or trunk) is not None:
-        _take_size_of_embedding(model, before)
+    _take_size_of_embedding(model, begun or trunk)
     wrapped = _wrapped(model, config, accelerator)
     optimiser = build_optimiser(model, settings, by_tensor=config.method.definition.has_tensor_rates)
     probe = partial(_known_text, config, batches)
@@ -241,9 +240,9 @@ def _log_processes(config: RunConfig, accelerator: Accelerator, log: Callable[[s
         log(f"warning: {warning}")
 
 
-def _take_size_of_embedding(model: Any, before: MethodFolder) -> None:
+def _take_size_of_embedding(model: Any, before: MethodFolder | None) -> None:
     """Let rates follow the size that E' had where its training began, also of a run in between."""
-    if hasattr(model.config, "expansion_embedding_rms"):
+    if before is not None and hasattr(model.config, "expansion_embedding_rms"):
         model.config.expansion_embedding_rms = read_json(before.path / "config.json").get("expansion_embedding_rms")
 
 
