@@ -138,9 +138,8 @@ def least_bytes(folder: Path, precision: str) -> dict[str, int]:
         check=True,
     )
     method = json.loads(told.stdout)["methods"][0]
-    model = (2 if precision == "bf16" else 4) * method["parameters"]["num_frozen"] + 4 * method["parameters"][
-        "num_trainable"
-    ]
+    parameters, frozen_bytes = method["parameters"], 2 if precision == "bf16" else 4
+    model = frozen_bytes * parameters["num_frozen"] + 4 * parameters["num_trainable"]
     written = sum(file.stat().st_size for file in (folder / "run" / "export").rglob("*.safetensors"))
     train = method["memory_bytes"] + method["checkpoint_bytes"]
     return {

@@ -41,7 +41,7 @@ def evaluate(config: RunConfig, log: Callable[[str], None] = lambda _: None) -> 
         raise ConfigError("evaluation.perplexity: names no corpus to evaluate on")
     run, passes = Run(config), Passes.of(config)
     final = run.open_final()
-    for warning in slow_precisions(device().type, evaluation=asked.mixed_precision) if is_main() else ():
+    for warning in slow_precisions(device().type, evaluation=asked.mixed_precision):
         log(f"warning: {warning}")
     benchmarks = open_benchmarks_of(asked)  # before time is spent: a file may not be there
     model = final.load_two_headed(share_of_machine())

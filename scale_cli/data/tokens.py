@@ -249,10 +249,7 @@ def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
 
 
 def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:
-    """Write what `tokenise` writes of a source, from what it wrote of each part of the source's files.
-
-    Progress has a name of its own: it counts whole parts.
-    """
+    """Write what `tokenise` writes of a source, from what it wrote of its parts; progress counts whole parts."""
 
     def copy(columns: _Columns) -> Ledger:
         ledger, done = Ledger(), columns.written.documents

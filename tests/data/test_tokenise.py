@@ -215,7 +215,7 @@ def test_unfinished_work_that_is_damaged_is_begun_again(
     assert contents(tmp_path) == by_one
 
 
-def joined_files(survived: int, source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path) -> list[str]:
+def copied_files(survived: int, source: TextSource, tokenizer: PreTrainedTokenizerBase, cache: Path) -> list[str]:
     """Join the parts, killed after some files of them are copied; return those."""
     copied, copy = list[str](), shutil.copyfileobj
     with pytest.MonkeyPatch.context() as patch, suppress(Killed):
@@ -228,7 +228,7 @@ def joined_files(survived: int, source: TextSource, tokenizer: PreTrainedTokeniz
 
         patch.setattr(shutil, "copyfileobj", dying)
         make(source, tokenizer, cache)
-    return list(map(str, copied))
+    return copied
 
 
 @settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -247,7 +247,7 @@ def test_killed_in_a_part_or_while_they_are_joined_the_bytes_are_the_same(
     for share in (0, 1):
         for num_chunks in (*survived, 10**6):
             killed_after(num_chunks, partial(make_part, source, tokenizer, cache, share, 2))
-    copied = [file for survives in (joined % 20, 10**6) for file in joined_files(survives, source, tokenizer, cache)]
+    copied = [file for survives in (joined % 20, 10**6) for file in copied_files(survives, source, tokenizer, cache)]
     assert len(copied) - len(set(copied)) <= 3, "of the part in which it was killed alone the files are copied again"
     assert contents(cache) == by_one
     assert {entry.name for entry in cache.iterdir()} <= {PARTS, *(name.partition("/")[0] for name in by_one)}
