@@ -235,10 +235,6 @@ def join(
         Literal["transformers", "llama"],
         Option("--format", help="transformers: every head bit for bit; llama: one plain model, routed by vLLM too."),
     ] = "transformers",
-    rule: Annotated[
-        Literal["posterior", "mean"],
-        Option(help="posterior: among the base and every run's head; mean: the base and the mean of those heads."),
-    ] = "posterior",
     _form: Form = None,
 ) -> None:
     """Put finished runs on the same base into one routed model."""
@@ -246,7 +242,7 @@ def join(
     quieten_libraries()
     from scale_cli.commands.join import join
 
-    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format, rule)))
+    show(on_main(lambda: join(folders, output, prior, switch_rate, folder_format)))
 
 
 @app.command()

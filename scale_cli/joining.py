@@ -7,7 +7,6 @@ every run, each for a script of its own. The report says what every head and the
 from __future__ import annotations
 
 import hashlib
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from scale_cli.config.vocabulary import Script
 from scale_cli.data.corpora import open_sources
 from scale_cli.data.tokens import TokenisedCorpus
 from scale_cli.errors import RunFolderError
-from scale_cli.evaluation.results import NOT_COVERED, Values, finite
+from scale_cli.evaluation.results import NOT_COVERED, finite
 from scale_cli.evaluation.scoring import Passes, score_corpus
 from scale_cli.export.card import Licence, Stage, card
 from scale_cli.model.configuration_scale import JoinedConfig
@@ -96,7 +95,7 @@ class JoinedRuns:
     base_logits: list[Tensor]  # the base's own on those
 
 
-def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rule: str = "posterior") -> JoinedRuns:
+def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float) -> JoinedRuns:
     """Load finished runs, one after another, and put their expansions on the first one's base.
 
     A run is named by its folder, its `final/`, or an adapter export; one upon another run brings that one along.
@@ -121,7 +120,7 @@ def join_runs(runs: Sequence[Path], prior: float | None, switch_rate: float, rul
     tokenizer = _joined_tokenizer(of_runs, base.config.vocab_size)
     prompts = sample_ids(of_runs[0].base_tokenizer)
     base_logits = own_logits(base, prompts)
-    model = stack_reads(base, members, prior, switch_rate, rule)
+    model = stack_reads(base, members, prior, switch_rate)
     return JoinedRuns(model, members, configs, record, tokenizer, prompts, base_logits)
 
 
@@ -206,7 +205,6 @@ def stack_reads(
     members: Sequence[Member],  # each after its parent
     prior: float | None = None,  # weight of the base head at the first token; None for an even share of every head
     switch_rate: float = 0.0,  # of the posterior rule
-    rule: str = "posterior",  # or `mean` of all heads but the base's
 ) -> JoinedForCausalLM:
     """Return one model of a plain base and copies of some expansions, in evaluation mode."""
     described = [
@@ -224,7 +222,6 @@ def stack_reads(
         members=described,
         router_prior=prior,
         router_switch_rate=switch_rate,
-        rule=rule,
     )
     model = JoinedForCausalLM(config, base)
     for head, (place, member) in enumerate(zip(model.members, members, strict=True), start=1):
@@ -283,7 +280,6 @@ class JoinReport(RunRecord):
     max_cost_nats: float | None
     corpora: list[JoinedCorpus]
     format: str = "transformers"  # of the folder
-    rule: str = "posterior"  # among all heads, or among the base's and the mean of the others
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": KIND, **asdict(self)}
@@ -346,10 +342,10 @@ def _score(
 ) -> JoinedCorpus:
     names, progress = model.config.head_names, f"scoring {name}"
     losses = score_corpus(model, corpus, router_of(model), Passes.of(config), heads=names, progress=progress)
-    num_tokens, bits, routed = losses.num_tokens.sum(), losses.num_bytes.sum() * math.log(2), losses.nats["posterior"]
+    num_tokens, routed = losses.num_tokens.sum(), losses.nats["posterior"]
 
-    def figures(nats: Values, share: float | None = None) -> HeadFigures:
-        return HeadFigures(finite(nats.sum() / num_tokens), finite(nats.sum() / bits), share)
+    def figures(head: str, share: float | None = None) -> HeadFigures:
+        return HeadFigures(finite(losses.nats_per_token(head)), finite(losses.bits_per_byte(head)), share)
 
     shares = losses.served["posterior"].sum(axis=1) / num_tokens
     return JoinedCorpus(
@@ -357,8 +353,8 @@ def _score(
         language=source.language,
         num_documents=len(routed),
         num_tokens=int(num_tokens),
-        heads={head: figures(losses.nats[head], float(share)) for head, share in zip(names, shares, strict=True)},
-        routed=figures(routed),
+        heads={head: figures(head, float(share)) for head, share in zip(names, shares, strict=True)},
+        routed=figures("posterior"),
         worst_document_nats=finite(float(np.max(routed - np.min([losses.nats[head] for head in names], axis=0)))),
     )
 
@@ -366,7 +362,7 @@ def _score(
 def joined_card(joined: JoinedRuns, report: JoinReport, licence: Licence) -> str:
     """Return the README.md: the base, what each expansion was taught, what they cost, and the licence."""
     stages = [Stage(load_config(member.folder / "scale.yaml"), member.folder) for member in joined.members]
-    kind = {"llama": "ensemble" if report.rule == "mean" else "joined"}.get(report.format, report.format)
+    kind = "joined" if report.format == "llama" else report.format
     return card(
         "joined_card.md.j2",
         stages,

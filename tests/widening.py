@@ -163,13 +163,5 @@ def train_steps(model: ScaleForCausalLM, ids: Tensor, *, num_steps: int, lr: flo
 
 def joined(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
     """Put expansions on one base: of every member its parent's head and the model that it is the top of."""
-    return stack_reads(base, _members(members))
-
-
-def ensemble(base: PreTrainedModel, **members: tuple[int, ScaleForCausalLM]) -> JoinedForCausalLM:
-    """Put the mean of expansions beside their base; members as of `joined`."""
-    return stack_reads(base, _members(members), rule="mean")
-
-
-def _members(given: dict[str, tuple[int, ScaleForCausalLM]]) -> list[Member]:
-    return [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in given.items()]
+    given = [Member(name, parent, m.expansion, m.config, Path(), "", [], []) for name, (parent, m) in members.items()]
+    return stack_reads(base, given)

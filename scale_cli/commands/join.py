@@ -17,7 +17,7 @@ from scale_cli.export.formats import check_parity, measure_parity, served_logits
 from scale_cli.export.plain_folder import routed_class, router_keys, write_plain
 from scale_cli.joining import KIND, JoinedRuns, JoinReport, join_runs, joined_card, score_corpora
 from scale_cli.model.family_scale import family_of
-from scale_cli.model.joined_scale import JoinedForCausalLM, mean_logits
+from scale_cli.model.joined_scale import JoinedForCausalLM
 from scale_cli.processes import placed
 from scale_cli.storage.atomic import new_folder, write_text
 from scale_cli.storage.records import check_replaceable
@@ -32,14 +32,13 @@ _NUM_NEW_READ = 64
 def join(
     runs: Sequence[Path],
     output: Path,
-    prior: float | None,  # this, the switch rate and the rule as for `stack_reads`
+    prior: float | None,  # this and the switch rate as for `stack_reads`
     switch_rate: float,
     folder_format: str = "transformers",  # computes every head bit for bit; or `llama`, one plain model
-    rule: str = "posterior",
 ) -> JoinReport:
     """Put the expansions of finished runs on one base, measure them, and write the joined model."""
     check_replaceable(output, KIND)
-    joined, is_plain = join_runs(runs, prior, switch_rate, rule), folder_format == "llama"
+    joined, is_plain = join_runs(runs, prior, switch_rate), folder_format == "llama"
     if is_plain:
         _check_one_head_holds_all(joined)
     if not any(config.evaluation.perplexity for config in joined.configs):
@@ -57,7 +56,6 @@ def join(
         max_cost_nats=bound_nats(float(joined.model.log_prior().exp().min()), switch_rate),
         corpora=score_corpora(joined.model, joined.configs, joined.tokenizer),
         format=folder_format,
-        rule=rule,
     )
     with new_folder(output) as partial:
         if is_plain:
@@ -88,9 +86,7 @@ def _check_one_head_holds_all(joined: JoinedRuns) -> None:
     for head, (member, branch) in enumerate(zip(joined.members, joined.model.branches, strict=True), start=1):
         brings, known = branch.expansion.new_tokens is not None, config.known_tokens(head)
         reason = "writes into the base's stream" if branch.writes else ""
-        if config.rule == "mean" and config.unknown_tokens(head):
-            reason = "lacks new tokens that another has"
-        elif config.rule != "mean" and brings and known in brought:
+        if brings and known in brought:
             reason = "has rows of its own for the new tokens that another has rows for"
         if reason:
             raise ConfigError(f"--format llama: {member.name} {reason}; take --format transformers")
@@ -109,7 +105,7 @@ def _write_plain(joined: JoinedRuns, folder: Path) -> None:
 
 @torch.no_grad()
 def prove(joined: JoinedRuns) -> None:
-    """Check that every head of a joined model computes, bit for bit, what it does in its run alone; or their mean.
+    """Check that every head of a joined model computes, bit for bit, what it does in its run alone.
 
     Of tokens that its run has not it says what follows from that (`JoinedForCausalLM.of_all_tokens`).
     """
@@ -119,12 +115,7 @@ def prove(joined: JoinedRuns) -> None:
         before = model.config.known_tokens(head).start
         for ids, of_one in zip(prompts, expected, strict=True):
             states = model.final_states(torch.where(ids < num_old, ids, ids + before), preserved=True)
-            heads = served = model.routed_logits(states)
-            if model.config.rule == "mean":
-                heads = model.all_heads(states)
-                if not torch.equal(served[1], mean_logits(heads[1:])):
-                    raise PreservationError("the head mean is not the mean of the others")
-            if not torch.equal(heads[head], model.of_all_tokens(head, of_one)):
+            if not torch.equal(model.routed_logits(states)[head], model.of_all_tokens(head, of_one)):
                 raise PreservationError(f"the head {name} does not compute what it does alone")
 
 
@@ -160,4 +151,4 @@ def check_plain_join(folder: Path) -> None:
     runs = [Path(member["folder"]) for member in report.members]
     if gone := [run for run in runs if not run.is_dir()]:
         raise BaseModelError(f"{gone[0]}: not there any more")
-    _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate, report.rule))
+    _check_plain(folder, join_runs(runs, report.router_prior, report.router_switch_rate))

@@ -228,20 +228,20 @@ def _scaled_embedding(model: WidenedModel, scales: StreamScales, factor: float) 
 
 
 def _joined_head(model: WidenedModel) -> Tensor:
-    """Return [H, H'_1, ...], below H the rows of new tokens; of an ensemble all is the mean of its heads'."""
+    """Return [H, H'_1, ...], below H the rows of new tokens."""
     base: Tensor = model.root.lm_head.weight
     added = [branch.expansion.lm_head.weight for branch in model.branches]
     widths = [base.shape[1], *(weight.shape[1] for weight in added)]
     whole = base.new_zeros(model.config.vocab_size, sum(widths), dtype=torch.float32)
     of_x, *of_stages = whole.split(widths, dim=1)
     of_x[: len(base)] = base
-    for head, (share, branch, columns) in enumerate(zip(model.shares, model.branches, of_stages, strict=True), start=1):
+    for head, (branch, columns) in enumerate(zip(model.branches, of_stages, strict=True), start=1):
         weight, new = branch.expansion.lm_head.weight, branch.expansion.new_tokens
         knows_all = len(weight) == len(whole)
         ids = torch.tensor(range(len(whole)) if knows_all else model.config.token_ids(head)[: len(weight)])
-        columns[ids] = share * weight.float()
+        columns[ids] = weight.float()
         if new is not None:
-            of_x[ids[len(base) :]] += share * new.lm_head.weight.float()
+            of_x[ids[len(base) :]] += new.lm_head.weight.float()
     return whole
 
 

@@ -65,23 +65,21 @@ def router_keys(model: MethodModel) -> dict[str, Any] | None:
     added = [branch.expansion.lm_head.in_features for branch in model.branches]
     sizes = [model.root.config.hidden_size + sum(added[:lowest]), *added[lowest:]]
     parents = [branch.parent - lowest for branch in routed]
-    if len(model.log_prior()) == 2:  # one head, over the streams of all, of an ensemble too
-        sizes, parents = [sizes[0], sum(sizes[1:])], [0]
     return {
         "stream_sizes": sizes,
         "parents": parents,
         "prior": model.config.router_prior,
         "switch_rate": model.config.router_switch_rate,
-        **_new_tokens(model, len(sizes)),
+        **_new_tokens(model),
     }
 
 
-def _new_tokens(model: WidenedModel, num_heads: int) -> dict[str, Any]:
+def _new_tokens(model: WidenedModel) -> dict[str, Any]:
     """Return what tells of tokens that not all heads have; nothing where all have them."""
     if isinstance(model, JoinedForCausalLM):
         config = model.config
         first, own, known = [pieces[0] for pieces in config.pieces()], config.own_pieces, config.known_by_heads()
-        all_but_base_know_all = num_heads == 2 or known[1:] == [(0, len(first))] * (num_heads - 1)
+        all_but_base_know_all = known[1:] == [(0, len(first))] * len(model.branches)
         told = {"first": first, "own": own, **({} if all_but_base_know_all else {"known": known})}
         return {"new_tokens": told} if first else {}
     new = new_tokens_among(branch.expansion for branch in model.branches[model.routed_heads[0] :])

@@ -115,10 +115,11 @@ class JoinedConfig(_OverABase):
     members: list[dict[str, Any]] = field(default_factory=list)
     router_prior: float | None = None  # of the base head, the others share the rest; None: all have the same
     router_switch_rate: float = 0.0  # fixed share alpha of the posterior rule, per token
-    rule: str = "posterior"  # it weighs the base's head and every member's; `mean`: the base's, and their logits' mean
     use_cache: bool = True  # whether generation keeps keys, values and the router's state
 
     def __post_init__(self, **given: Any) -> None:
+        if given.pop("rule", "posterior") != "posterior":
+            raise ValueError("rule: the mean of the heads is no more; join the runs again")
         if self.router_prior is None:
             self.router_prior = 1.0 / len(self.head_names)
         super().__post_init__(**given)
@@ -163,7 +164,7 @@ class JoinedConfig(_OverABase):
 
     @property
     def head_names(self) -> list[str]:
-        return ["base", *(["mean"] if self.rule == "mean" else (member["name"] for member in self.members))]
+        return ["base", *(member["name"] for member in self.members)]
 
     def stages(self) -> list[ScaleConfig]:
         """Return the configurations of all expansions, each of them as if it stood on the base."""

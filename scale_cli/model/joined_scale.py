@@ -1,14 +1,10 @@
 """Several expansions on one frozen base, and the posterior router over all their heads: one forward of the base.
 
-Or the router over two: the base's, and the mean of the others' logits, an ensemble (`rule: mean`), which so costs no
-document more than ln 2 nats over the base either.
-
 Expansions may bring tokens of their own, each for another script, or the same. Of tokens that it does not know a head
 says as much as a base does: a share of their first pieces (`PieceShares`); and it reads each as the mean of its pieces.
 On text without the others' scripts it stays what it is alone, to a millionth of a nat a token.
 
-Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py`; the ensemble of
-https://arxiv.org/abs/2509.14786, which has it of whole models.
+Sources: ours; each expansion is SCALE's (arXiv 2511.03270), the rule that of `routing.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,11 +19,7 @@ from .branches_scale import Branch, FinalStates
 from .configuration_scale import JoinedConfig, ScaleConfig
 from .expansion_scale import Expansion
 from .modeling_scale import WidenedModel
-from .routing import log_prior, piece_shares
-
-
-def mean_logits(logits: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(logits)).mean(dim=0)
+from .routing import piece_shares
 
 
 class JoinedForCausalLM(WidenedModel):
@@ -78,29 +69,9 @@ class JoinedForCausalLM(WidenedModel):
         shares = self._shares[head]
         return logits if shares is None else shares(logits)
 
-    def all_heads(self, states: FinalStates) -> list[Tensor]:
+    def routed_logits(self, states: FinalStates) -> list[Tensor]:
         logits = states.logits(self.root.lm_head, self.routed_heads)
         return [self.of_all_tokens(head, of_one) for head, of_one in enumerate(logits)]
-
-    def routed_logits(self, states: FinalStates) -> list[Tensor]:
-        """Return the logits of the heads that are routed among: every one, or the base's and the others' mean."""
-        logits = self.all_heads(states)
-        return logits if self.config.rule == "posterior" else [logits[0], mean_logits(logits[1:])]
-
-    @property
-    def shares(self) -> list[float]:
-        """The shares of every expansion's H'u: all of it, or in the mean as much as there are heads that add it."""
-        if self.config.rule == "posterior":
-            return super().shares
-        num_adding = [0] * (len(self.branches) + 1)
-        for head in range(1, len(num_adding)):
-            while head != 0:
-                num_adding[head] += 1
-                head = self.branches[head - 1].parent
-        return [adding / len(self.branches) for adding in num_adding[1:]]
-
-    def log_prior(self, device: torch.device | None = None) -> Tensor:
-        return log_prior(self.config.router_prior, len(self.config.head_names), device=device)
 
     @property
     def root(self) -> Any:

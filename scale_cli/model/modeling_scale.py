@@ -202,11 +202,6 @@ class WidenedModel(PreTrainedModel, GenerationMixin):
         new = new_tokens_among(branch.expansion for branch in self.branches[self.routed_heads[0] :])
         return logits if new is None else [new.shared(logits[0]), *logits[1:]]
 
-    @property
-    def shares(self) -> list[float]:
-        """The shares of every expansion's H'u in the logits of the plain model that has all their streams."""
-        return [1.0] * len(self.branches)
-
     def head_logits(
         self,
         input_ids: Tensor,

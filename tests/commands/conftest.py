@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.export.conftest import trained_once, trained_run
-from tests.join.conftest import runs
 from tests.training.conftest import make_config
 from tests.vocabulary.conftest import few_characters
 
-__all__ = ["few_characters", "make_config", "runs", "trained_once", "trained_run"]
+__all__ = ["few_characters", "make_config", "trained_once", "trained_run"]

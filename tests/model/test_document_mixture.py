@@ -24,7 +24,7 @@ from scale_cli.model import routed_scale
 from scale_cli.model.modeling_scale import ScaleForCausalLM
 from scale_cli.upscale.method import NewPieces, start_model
 from tests.plain_torch import Added, composed_rows, logits_of, path_of, shared_with_new_tokens
-from tests.widening import as_if_trained, ensemble, joined, tiny_llama
+from tests.widening import as_if_trained, joined, tiny_llama
 
 OLD, LENGTH = 5, 3
 ONE, OTHER = NewPieces(["1 2", "3"], own_pieces=[1]), NewPieces(["4 4", "3 4"], own_pieces=[4])
@@ -49,7 +49,6 @@ class Case:
     model: Any
     runs: list[tuple[int, Any, NewPieces | None]]  # parent, the run that this is the top of, and the tokens it knows
     plain: bool = True  # whether one plain model says all of it
-    mean: bool = False
     routed: Sequence[int] | None = None  # the heads that are routed among; None for all
 
 
@@ -72,18 +71,11 @@ def case(name: str) -> Case:
     if name == "two vocabularies joined":
         members = {"one": (0, one), "other": (0, other), "upon": (1, upon), "none": (0, none)}
         return Case(joined(base, **members), [(0, one, ONE), (0, other, OTHER), (1, upon, ONE), (0, none, None)])
-    if name == "a writer joined, and its child":
-        writer = run(base, OTHER, seed=3, writes=True)
-        upon_writer = run(writer, seed=6)
-        model = joined(base, one=(0, one), writer=(0, writer), upon=(2, upon_writer))
-        return Case(model, [(0, one, ONE), (0, writer, OTHER), (2, upon_writer, OTHER)], plain=False)
-    if name == "a mean":
-        same = run(base, ONE, seed=5)
-        model = ensemble(base, one=(0, one), same=(0, same), upon=(1, upon))
-        return Case(model, [(0, one, ONE), (0, same, ONE), (1, upon, ONE)], mean=True)
-    assert name == "a mean over two vocabularies"
-    model = ensemble(base, one=(0, one), other=(0, other))
-    return Case(model, [(0, one, ONE), (0, other, OTHER)], plain=False, mean=True)
+    assert name == "a writer joined, and its child"
+    writer = run(base, OTHER, seed=3, writes=True)
+    upon_writer = run(writer, seed=6)
+    model = joined(base, one=(0, one), writer=(0, writer), upon=(2, upon_writer))
+    return Case(model, [(0, one, ONE), (0, writer, OTHER), (2, upon_writer, OTHER)], plain=False)
 
 
 CASES = [
@@ -93,8 +85,6 @@ CASES = [
     "a stack on new tokens",
     "two vocabularies joined",
     "a writer joined, and its child",
-    "a mean",
-    "a mean over two vocabularies",
 ]
 
 
@@ -154,8 +144,6 @@ def test_the_tokens_of_a_document_multiply_to_the_mixture_of_what_the_heads_say_
     num_new = these.model.config.vocab_size - OLD
     ids, targets = all_documents(num_new), all_documents(num_new)[:, 1:, None]
     heads = [said[:, :-1] for said in heads_said(these, ids)]
-    if these.mean:
-        heads = [heads[0], torch.stack(heads[1:]).log().mean(0).softmax(-1)]
     if these.routed is not None:
         heads = [heads[head] for head in these.routed]
     documents_KB = torch.stack([said.gather(-1, targets).squeeze(-1).prod(-1) for said in heads])

@@ -36,7 +36,7 @@ def test_of_siblings_and_children_every_head_says_what_plain_torch_says(family: 
     parents = {"reads": (0, reads), "writes": (0, writes), "upon_reads": (1, upon_reads), "upon": (2, upon_writes)}
     model = joined(base, **parents)
     positions, documents = (POSITIONS, DOCUMENTS) if isolated else (None, None)
-    said = model.all_heads(model.final_states(IDS, position_ids=positions, preserved=True))
+    said = model.routed_logits(model.final_states(IDS, position_ids=positions, preserved=True))
     added = [Added(parent, tensors_of(run.expansion)) for parent, run in parents.values()]
     for head, logits in enumerate(said):
         expected = logits_of(base.config, tensors_of(base), path_of(added, head), IDS, documents)

@@ -20,7 +20,7 @@ from scale_cli.commands.join import join
 from scale_cli.commands.upscale import upscale
 from scale_cli.commands.verify import verify
 from scale_cli.config.load import dump_config
-from scale_cli.config.schema import EvaluationConfig, RunConfig
+from scale_cli.config.schema import EvaluationConfig, ModelConfig, RunConfig
 from scale_cli.errors import BaseModelError, ConfigError, PreservationError, RunFolderError, ScaleError
 from scale_cli.generation import Generator, Sampling
 from scale_cli.joining import join_runs, score_corpora
@@ -30,7 +30,7 @@ from scale_cli.storage.atomic import new_folder
 from scale_cli.upscale.run import load_tokenizer
 from tests.command_line import Scale
 from tests.export.conftest import configured
-from tests.join.conftest import trained
+from tests.join.conftest import at_its_start, trained
 from tests.widening import load_widened, lower_stories
 
 Runs = dict[str, RunConfig]
@@ -154,9 +154,7 @@ def test_a_joined_model_and_a_stack_open_by_the_code_that_lies_beside_them(
 
 
 def test_a_bfloat16_base_stays_one_and_its_expansions_stay_float32(shared_data: Path, tmp_path: Path) -> None:
-    config = configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16")
-    upscale(config)
-    shutil.copytree(config.output_dir / "upscaled", config.output_dir / "final")  # its start will do
+    config = at_its_start(configured(shared_data, tmp_path / "run", {"variant": "route"}, dtype="bfloat16"))
     join([config.output_dir], tmp_path / "out", prior=None, switch_rate=0.0)
     loaded = JoinedForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {parameter.dtype for parameter in loaded.base.parameters()} == {torch.bfloat16}
@@ -169,7 +167,8 @@ def test_a_run_on_another_base_is_refused_naming_the_tensor(runs: Runs, shared_d
         other.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(shared_data / "ckpt-stories260K" / "hf").save_pretrained(tmp_path / "other")
-    stranger = trained(shared_data, tmp_path / "stranger", base=str(tmp_path / "other"))
+    stranger = configured(shared_data, tmp_path / "stranger", {"variant": "route"})
+    stranger = at_its_start(stranger.model_copy(update={"model": ModelConfig(base=str(tmp_path / "other"))}))
     with pytest.raises(BaseModelError, match=r"stranger: stands on another base than .*layers\.2\.mlp\.up_proj"):
         join([runs["korean"].output_dir, stranger.output_dir], tmp_path / "out", None, 0.0)
     assert not (tmp_path / "out").exists()
@@ -180,7 +179,7 @@ def test_unfinished_runs_other_folders_baselines_and_runs_that_measured_nothing_
 ) -> None:
     begun = configured(shared_data, tmp_path / "begun", {"variant": "route"})
     upscale(begun)
-    trained(shared_data, tmp_path / "plain", variant="freeze")
+    at_its_start(configured(shared_data, tmp_path / "plain", {"variant": "freeze"}))
     config = runs["korean"].model_copy(update={"evaluation": EvaluationConfig()})
     with new_folder(tmp_path / "bare") as partial:
         shutil.copytree(config.output_dir / "final", partial, dirs_exist_ok=True)
@@ -211,24 +210,6 @@ def test_a_head_that_computes_something_else_than_its_run_leaves_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("folder_format", ["transformers", "llama"])
-def test_an_ensemble_is_one_head_beside_the_base_bound_by_ln_2_and_is_held_to_its_runs(
-    runs: Runs, tmp_path: Path, folder_format: str
-) -> None:
-    names = ["korean", "upon", *(["writer"] if folder_format == "transformers" else [])]
-    output = tmp_path / "out"
-    report = join([runs[n].output_dir for n in names], output, None, 0.0, folder_format, rule="mean")
-    assert report.max_cost_nats == pytest.approx(math.log(2)) and report.router_prior == 0.5
-    for corpus in report.corpora:
-        assert list(corpus.heads) == ["base", "mean"]
-        assert corpus.worst_document_nats is not None and corpus.worst_document_nats <= math.log(2) + 1e-6
-    checked = verify(output).checks[0]
-    assert not checked.failed and checked.held[0] == "hashes"
-    (continued,) = Generator(output).continue_all(["Once upon a time"], Sampling(max_new_tokens=3))
-    assert all(token.shares is not None and len(token.shares) == 2 for token in continued.tokens)
-    assert "the mean of the expansions' heads" in (output / "README.md").read_text()
-
-
 def test_a_plain_join_is_held_to_its_runs_and_says_what_it_is_without_its_router(runs: Runs, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     join([runs[name].output_dir for name in ("korean", "upon")], plain, None, 0.0, folder_format="llama")
@@ -242,7 +223,8 @@ def test_streams_that_the_heads_of_one_plain_llama_do_not_divide_are_refused_bef
     runs: Runs, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each run alone they do; a Llama's configuration takes no other sizes."""
-    wide = trained(shared_data, tmp_path / "korean", expansion={"ratio": 0.25, "hidden_ratio": 0.7})
+    expansion = {"ratio": 0.25, "hidden_ratio": 0.7}
+    wide = at_its_start(configured(shared_data, tmp_path / "korean", {"variant": "route", "expansion": expansion}))
     names = [runs["korean"].output_dir, wide.output_dir]
     assert join_runs(names, None, 0.0).model.config.head_names == ["base", "korean", "korean-2"]
     monkeypatch.setattr(commands_join, "score_corpora", None)
