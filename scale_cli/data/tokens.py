@@ -129,8 +129,7 @@ class TokenCache:
         return self._opened(folder, source) if is_tokenised(folder) else None
 
     def _opened(self, folder: Path, source: TextSource) -> TokenisedCorpus:
-        columns = _columns(id_dtype(self.tokenizer), conversations=source.messages_field is not None)
-        maps = {name: np.memmap(folder / name, dtype, mode="r") for name, dtype in columns.items()}
+        maps = _mapped(folder, id_dtype(self.tokenizer), conversations=source.messages_field is not None)
         return TokenisedCorpus(
             folder,
             maps[TOKENS],
@@ -210,6 +209,11 @@ def _columns(dtype: str, *, conversations: bool) -> dict[str, str]:
     return columns | {LEARNED: "bool"} if conversations else columns
 
 
+def _mapped(folder: Path, dtype: str, *, conversations: bool) -> dict[str, Any]:
+    columns = _columns(dtype, conversations=conversations)
+    return {name: np.memmap(folder / name, column, mode="r") for name, column in columns.items()}
+
+
 def is_tokenised(folder: Path) -> bool:
     """Return whether a source is tokenised there, whole by its sizes: to hash it at every start would cost too much."""
     try:
@@ -256,8 +260,12 @@ def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], f
         for part in parts:
             account = Ledger.load(part)
             ledger.take(account)
-            if ledger.kept.documents > done:
-                columns.append_part(part, account)
+            if account.kept.documents and ledger.kept.documents > done:
+                maps = _mapped(part, spec.dtype, conversations=spec.conversations)
+                lengths = np.diff(maps[OFFSETS])
+                columns.append(
+                    Encoded(maps[TOKENS], lengths, maps[NUM_BYTES], maps[HASHES], account.round_trip, maps.get(LEARNED))
+                )
         return ledger
 
     _write(source, spec, folder, "joined", copy)
@@ -365,25 +373,12 @@ class _Columns:
         }
         with writing(self._folder):
             for name, file in self._files.items():
-                file.write(arrays[name].tobytes())
-        self._count(len(part.lengths), len(part.ids), part.round_trip)
-
-    def append_part(self, part: Path, account: Ledger) -> None:
-        """Write what a finished folder holds."""
-        with writing(self._folder):
-            for name, file in self._files.items():
-                if name == OFFSETS:
-                    offsets = np.fromfile(part / OFFSETS, np.int64)[1:] + self.written.tokens
-                    file.write(offsets.tobytes())
-                    continue
-                with (part / name).open("rb") as of_part:
-                    shutil.copyfileobj(of_part, file)
-        self._count(account.kept.documents, account.num_tokens, account.round_trip)
-
-    def _count(self, documents: int, tokens: int, round_trip: RoundTrip) -> None:
+                file.write(arrays[name].data)
         # In one statement: a signal that ends the process here must not record one without the others.
         self.written = _Written(
-            self.written.documents + documents, self.written.tokens + tokens, self.written.round_trip + round_trip
+            self.written.documents + len(part.lengths),
+            self.written.tokens + len(part.ids),
+            self.written.round_trip + part.round_trip,
         )
         if self.written.tokens - self._recorded_tokens >= _TOKENS_A_SHARD:
             self._record()

@@ -13,17 +13,11 @@ from scale_cli.errors import ConfigError
 from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
 
 
-@pytest.mark.parametrize("section", ["train", "evaluation"])
-@pytest.mark.parametrize("written", ["no", "'no'", '"no"', "No", "off"])
-def test_mixed_precision_no_needs_no_quotes(section: str, written: str) -> None:
-    config = load_text(EVALUATED, f"{section}.mixed_precision={written}")
-    assert getattr(config, section).mixed_precision == "no"
-
-
-@pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.e-4", ".1e-3", "1.0e-4", "0.0001", "+1e-4"])
-def test_every_spelling_of_a_float_is_a_number(written: str) -> None:
-    assert load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr == 0.0001
-    assert load_text(SMALLEST, f"train.lr={written}").train.lr == 0.0001
+def test_mixed_precision_no_needs_no_quotes_and_every_spelling_of_a_float_is_a_number() -> None:
+    for written in ("no", "'no'", "No", "off"):
+        assert load_text(SMALLEST, f"train.mixed_precision={written}").train.mixed_precision == "no"
+    for written in ("1e-4", "1E-4", "1.e-4", ".1e-3", "+1e-4"):
+        assert load_text(SMALLEST.replace("max_steps: 10", f"max_steps: 10, lr: {written}")).train.lr == 0.0001
 
 
 def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> None:
@@ -49,11 +43,9 @@ def test_the_value_of_an_override_is_yaml_and_reaches_elements_of_lists() -> Non
     ("overrides", "formats"),
     [
         ([], ["llama"]),
-        (["method.variant=route", "export.dtype=bfloat16"], ["llama"]),
         (["method.collaboration.layers=top:1"], ["llama", "transformers"]),
         (["method.variant=route", "method.router.rule=cosine"], ["llama", "transformers"]),
-        (["export.format=llama"], ["llama"]),
-        (["export.format=[adapter, llama]"], ["adapter", "llama"]),
+        (["method.collaboration.layers=top:1", "export.format=llama"], ["llama"]),
     ],
 )
 def test_a_routed_model_is_exported_in_two_folders_where_the_plain_one_cannot_be_routed_unless_the_config_says_so(
@@ -74,23 +66,18 @@ def test_an_override_fills_an_empty_section(section: str) -> None:
     ("override", "named"),
     [
         ("train.max_steps", "key.sub=value"),
-        ("=1", "key.sub=value"),
         ("train..lr=1", "key.sub=value"),
         ("corpus.sources.1.name=x", "'1'"),
         ("corpus.sources.-1.name=x", "'-1'"),
-        ("corpus.sources.first=x", "'first'"),
         (f"corpus.sources.{'9' * 5000}=x", "no key or index"),
         ("model.base.sub=x", "'sub' is no key or index"),
         ("train.lr=[", "not valid YAML"),
-        ("train.lr=!!bool x", "not valid YAML"),
     ],
 )
 def test_an_override_that_cannot_be_applied_is_quoted(override: str, named: str) -> None:
     message = error_of(SMALLEST, override)
-    assert repr(override[:200])[:-1] in message
-    assert len(message) < 1000
-    assert named in message
-    assert "\n" not in message
+    assert repr(override[:200])[:-1] in message and named in message
+    assert len(message) < 1000 and "\n" not in message
 
 
 @pytest.mark.parametrize("override", ["train.lr=fast", "train.lrr=1", "corpus.sources.0.weight=-1", "train={lr: -1}"])
@@ -101,26 +88,20 @@ def test_a_mistake_in_an_override_is_told_of_the_override_and_one_beside_it_of_t
     assert all("max_steps" in line for line in told if line not in of_override)
 
 
-@pytest.mark.parametrize("global_batch_size", [1, 2, 6, 7, 12, 32, 44])
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_a_micro_batch_that_is_left_open_divides_every_processs_share(
-    global_batch_size: int, num_processes: int
-) -> None:
-    train = load_text(SMALLEST, f"train.global_batch_size={global_batch_size}").train
-    share, rest = divmod(global_batch_size, num_processes)
-    if not rest:
-        at_once = train.sequences_at_once(num_processes)
-        assert share % at_once == 0
-        assert at_once == min(share, 8) or share % min(share, 8)
+@settings(deadline=None, max_examples=30)
+@given(share=st.integers(1, 60), num_processes=st.integers(1, 4))
+def test_a_micro_batch_that_is_left_open_divides_every_processs_share(share: int, num_processes: int) -> None:
+    train = load_text(SMALLEST, f"train.global_batch_size={share * num_processes}").train
+    at_once = train.sequences_at_once(num_processes)
+    assert share % at_once == 0
+    assert at_once == min(share, 8) or share % min(share, 8)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another(precision: str) -> None:
-    trained = f"train.mixed_precision={precision}"
-    assert load_text(SMALLEST, trained).evaluation.mixed_precision == precision
-    for stated in ("no", "bf16"):
-        config = load_text(SMALLEST, trained, f"evaluation.mixed_precision={stated}")
-        assert config.evaluation.mixed_precision == stated
+def test_an_evaluation_is_in_the_precision_of_training_unless_it_says_another() -> None:
+    trained = "train.mixed_precision=bf16"
+    assert load_text(SMALLEST).evaluation.mixed_precision == "no"
+    assert load_text(SMALLEST, trained).evaluation.mixed_precision == "bf16"
+    assert load_text(SMALLEST, trained, "evaluation.mixed_precision=no").evaluation.mixed_precision == "no"
 
 
 # PyYAML folds the line breaks that are not ASCII (U+0085, U+2028, U+2029) when it writes Unicode as it is.
@@ -148,22 +129,17 @@ def test_a_dumped_config_loads_as_itself() -> None:
     ("text", "told"),
     [
         ("a: 1\nb: 2\na: 3", "x:3: not valid YAML (the key 'a' is there twice)"),
-        ("a: {b: 1, 'b': 2}", "x:1: not valid YAML (the key 'b' is there twice)"),
         ("? [a]\n: 1", "x:1: not valid YAML (found unhashable key)"),
         ("a: 1\nb: &a {c: *a}", "x:2: not valid YAML (an alias, *a: "),
         ("[" * 100_000, "x:1: not valid YAML (nested more than 40 deep)"),
         ('a:\n  "\\0"', "x:2: not valid YAML (a NUL"),
         ("seed: !!int ''", "x: not valid YAML ("),
-        ("seed: 1" + ":0" * 200 + ".0", "x: not valid YAML ("),
-        ('"\\ud800": 1', "x:1: not valid YAML (found invalid Unicode character escape code)"),
     ],
 )
 def test_what_is_refused_is_named_by_its_line(text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text, "x")
-    message = str(caught.value)
-    assert message.startswith(told)
-    assert "\n" not in message
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
 
 
 def test_no_more_is_read_than_a_config_can_be(tmp_path: Path) -> None:

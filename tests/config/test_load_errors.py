@@ -34,21 +34,18 @@ def test_any_value_of_any_key_gives_a_config_or_an_error_naming_the_key(key: str
         assert isinstance(config, RunConfig)
 
 
-@pytest.mark.parametrize("key", ["str", "int", "a[0]", "zzzzz"])
-@pytest.mark.parametrize("section", ["", "train.", "method.expansion.", "corpus.sources.0."])
-def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(section: str, key: str) -> None:
-    assert f"{section}{key}: unknown key" in error_of(SMALLEST, f"{section}{key}=1")
+@pytest.mark.parametrize("key", ["str", "train.int", "method.expansion.zzzzz", "corpus.sources.0.a[0]"])
+def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(key: str) -> None:
+    assert f"{key}: unknown key" in error_of(SMALLEST, f"{key}=1")
 
 
 @pytest.mark.parametrize(
     ("override", "key"),
     [
         ("seed=true", "seed"),
-        ("model.base=''", "model.base"),
         ("method.expansion.ratio='0.25'", "method.expansion.ratio"),
         ("method.collaboration.layers=top:0", "method.collaboration.layers"),
         ("method.collaboration.modules=[mlp, mlp]", "method.collaboration.modules"),
-        ("method.router.prior=1", "method.router.prior"),
         ("corpus.sources=[]", "corpus.sources"),
         ("corpus.sources.0.weight=0", "corpus.sources.0.weight"),
         ("corpus.sources.0.dataset=some/set", "corpus.sources.0"),
@@ -58,7 +55,6 @@ def test_an_unknown_key_is_named_even_where_pydantic_uses_the_word_itself(sectio
         ("train.micro_batch_size=5", "train"),
         ("export.format=[llama, gguf]", "export.format"),
         ("export.format=[llama, llama]", "export.format"),
-        ("export.format=[]", "export.format"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_names_its_field_on_one_line(override: str, key: str) -> None:
@@ -67,12 +63,9 @@ def test_a_value_of_the_wrong_type_or_range_names_its_field_on_one_line(override
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("key", ["output_dir", "model", "corpus", "train", "model.base", "train.max_steps"])
-def test_a_missing_key_is_named(key: str) -> None:
-    tree = yaml.safe_load(SMALLEST)
-    section, _, leaf = key.rpartition(".")
-    del (tree[section] if section else tree)[leaf]
-    assert f"{key}: required" in error_of(yaml.safe_dump(tree))
+def test_a_missing_key_is_named() -> None:
+    told = error_of("model: {}\ntrain: {}\n")
+    assert re.findall(r": (\S+): required", told) == ["output_dir", "model.base", "corpus", "train.max_steps"]
 
 
 REPLAY = "corpus.sources=[{name: a, path: a.txt, language: ko}, {name: b, path: b.txt, language: en, role: replay}]"
@@ -84,14 +77,10 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
     ("overrides", "told"),
     [
         (["method.variant=preserve", "method.collaboration.layers=top:1"], "method: collaboration.layers: "),
-        (["method.variant=preserve", "method.collaboration.layers=[0]"], "method: collaboration.layers: "),
         (["train.decay_to_base=true"], "train.decay_to_base: route trains none of the base's weights"),
-        (["train.decay_to_base=true", "method.variant=lora"], "train.decay_to_base: lora trains none"),
         ([BOUNDED, "method.variant=full"], "train.embedding_norm: full has no E'"),
         ([BOUNDED, "method.expansion.embedding_scale=null"], "train.embedding_norm: bounded by the size"),
         ([DISTILS, REPLAY, "method.variant=full"], "distillation.weight: full has no base beside it"),
-        ([DISTILS, REPLAY, "method.variant=lora"], "distillation.weight: lora has no base beside it"),
-        ([DISTILS, REPLAY, "method.variant=adapt"], "layers collaborate"),
         ([DISTILS, REPLAY, "method.collaboration.layers=top:1"], "layers collaborate"),
         ([DISTILS], "distillation.weight: acts on replay alone, and no corpus.sources[].role is replay"),
         ([REPLAY, "corpus.sources.0.role=replay"], "corpus.sources: every source has the role replay"),
@@ -99,24 +88,13 @@ DISTILS, BOUNDED = "method.distillation.weight=1", "train.embedding_norm=bounded
         (["train.context_parallel=2", "train.compile=true"], "train.context_parallel: does not go with train.compile"),
         (["train.optimiser=muon", "train.sharding=all"], "train: optimiser: muon goes with sharding: none"),
         ([INT8, "train.compile=true"], "train.compile: true does not go with model.quantisation: int8"),
-        ([INT8, "train.sharding=all"], "train.sharding: all does not go with model.quantisation: int8"),
         (["train.lookahead={every_steps: 11}"], "train: lookahead.every_steps 11 is beyond max_steps 10"),
         (["train.schedule=wsd", "train.warmup_steps=6", "train.decay_steps=5"], "more than max_steps 10 together"),
         (["train.max_forgetting=0.1"], "train.max_forgetting: needs periodic evaluations"),
-        (
-            ["train.max_forgetting=0.1", "train.eval_every_steps=5"],
-            "evaluation.perplexity has no corpus of role",
-        ),
-        (
-            ["train.eval_benchmarks_every_steps=5"],
-            "evaluation.benchmarks names none",
-        ),
+        (["train.max_forgetting=0.1", "train.eval_every_steps=5"], "evaluation.perplexity has no corpus of role"),
+        (["train.eval_benchmarks_every_steps=5"], "evaluation.benchmarks names none"),
         (["method.variant=adept"], "method.variant: adept measures on what the base knows"),
         (["method.variant=adept", REPLAY, "train.sharding=all"], "adept trains unsharded only"),
-        (
-            ["train.decay_to_base=true", "train.sharding=all"],
-            "decay_to_base: true goes with sharding: none",
-        ),
         (["train.profile_steps=[3,2]"], "the first step comes after the last"),
         (
             ["method.expansion={codes: cooccurrence, embedding_scale: null}"],
@@ -133,10 +111,9 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(overrides: list[st
 
 
 def test_keys_that_go_together_are_accepted() -> None:
-    for variant in ("preserve", "route"):
-        assert load_text(SMALLEST, f"method.variant={variant}", DISTILS, REPLAY).method.distils
     for layers in ("none", "[]", "~"):
-        load_text(SMALLEST, "method.variant=preserve", f"method.collaboration.layers={layers}")
+        keys = ("method.variant=preserve", f"method.collaboration.layers={layers}")
+        assert load_text(SMALLEST, *keys, DISTILS, REPLAY).method.distils
 
 
 FLASH = ("train.attention=flash_attention_2", "train.mixed_precision=bf16", "evaluation.mixed_precision=bf16")
@@ -156,29 +133,23 @@ def test_what_flash_attention_would_get_wrong_is_refused_by_the_fields_names(
     overrides: list[str], named: list[str]
 ) -> None:
     message = error_of(SMALLEST, *FLASH, *overrides)
-    assert "\n" not in message
     assert all(field in message for field in ["flash_attention_2", *named])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_what_flash_attention_gets_right_is_accepted() -> None:
+    for overrides in (
         ["corpus.isolate_documents=true", "train.micro_batch_size=1"],
         ["train.compile=true"],
         ["evaluation.mixed_precision=no"],
         ["train.mixed_precision=no", "model.dtype=bfloat16", "train.eval_every_steps=5"],
-    ],
-)
-def test_what_flash_attention_gets_right_is_accepted(overrides: list[str]) -> None:
-    assert load_text(SMALLEST, *FLASH, *overrides).train.attention == "flash_attention_2"
+    ):
+        assert load_text(SMALLEST, *FLASH, *overrides).train.attention == "flash_attention_2"
 
 
 @pytest.mark.parametrize("section", ["corpus.sources", "evaluation.perplexity"])
 def test_two_sources_of_one_name_are_refused(section: str) -> None:
     source = "{name: twin, path: a.txt, language: en" + (", role: retention}" if "eval" in section else "}")
-    message = error_of(SMALLEST, f"{section}=[{source}, {source}]")
-    assert section in message
-    assert "'twin'" in message
+    assert f"{section}: two sources are named 'twin'" in error_of(SMALLEST, f"{section}=[{source}, {source}]")
 
 
 def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
@@ -187,16 +158,12 @@ def test_every_error_of_a_file_is_told_at_once_each_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("method.variant=elo", "method.variant"),
-        ("train.schedule=infinite", "train.schedule"),
-        ("method.expansion.init=copy", "method.expansion.init"),
-        ("method.expansion.codes=spelled", "method.expansion.codes"),
-    ],
+    "override",
+    ["method.variant=elo", "train.schedule=infinite", "method.expansion.init=copy", "method.expansion.codes=spelled"],
 )
-def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: str, key: str) -> None:
-    assert re.fullmatch(rf"override .*: {re.escape(key)}: \w+ is no more: .+", error_of(SMALLEST, override))
+def test_a_value_that_is_gone_is_one_line_that_says_what_became_of_it(override: str) -> None:
+    key, _, value = override.partition("=")
+    assert re.fullmatch(rf"override .*: {re.escape(key)}: {value} is no more: .+", error_of(SMALLEST, override))
 
 
 def test_what_earlier_runs_wrote_of_removed_keys_at_their_defaults_still_loads() -> None:

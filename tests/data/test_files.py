@@ -28,7 +28,6 @@ from tests.data.corpus_files import (
     as_json,
     as_jsonl,
     as_parquet,
-    forms,
     read,
     source_of,
 )
@@ -59,11 +58,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     Store.store.clear()
 
 
-@forms
-def test_a_store_gives_what_the_same_file_here_gives(form: str, compression: str, store: Store) -> None:
-    store.pipe(f"{BUCKET}/a/x{form}{compression}", COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
-    assert read(f"{BUCKET}/**/*{form}{compression}") == DOCUMENTS
-    check_source(source_of(f"{BUCKET}/a/x{form}{compression}"))
+def test_a_store_gives_what_the_same_file_here_gives(store: Store) -> None:
+    for form, compression in ((".jsonl", ".gz"), (".txt", ".zst"), (".parquet", "")):
+        store.pipe(f"{BUCKET}/a/x{form}{compression}", COMPRESSORS[compression](FORMATS[form](DOCUMENTS)))
+        assert read(f"{BUCKET}/**/*{form}{compression}") == DOCUMENTS
+        check_source(source_of(f"{BUCKET}/a/x{form}{compression}"))
 
 
 def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, store: Store) -> None:
@@ -110,7 +109,6 @@ def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypat
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("ftp://host/x.txt", "is a URL"),
         ("file:///x.txt", "is a URL"),
         ("s3://user:hunter2@bucket/x.txt", "is a URL"),
         ("zip://x.txt::s3://bucket/x.zip", "is a URL"),
@@ -146,11 +144,12 @@ def test_a_pattern_that_matches_no_file_is_named(pattern: str, tmp_path: Path) -
     assert refusal(tmp_path / "fol*").endswith(f"no file matches {tmp_path}/fol*")
 
 
-@pytest.mark.parametrize("name", ["corpus.md", "corpus", "corpus.gz", "corpus.txt.bz2", "corpus.parquet.gz"])
-def test_an_unknown_format_is_named_before_anything_is_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"text")
+def test_an_unknown_format_is_named_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"first")
-    assert refusal(tmp_path / "*").startswith(f"{tmp_path / name}: not a corpus format (known: .txt, .jsonl")
+    for name in ("corpus", "corpus.gz", "corpus.txt.bz2", "corpus.parquet.gz"):
+        (tmp_path / name).write_bytes(b"text")
+        assert refusal(tmp_path / "*").startswith(f"{tmp_path / name}: not a corpus format")
+        (tmp_path / name).unlink()
 
 
 def test_a_file_of_records_is_not_parted_otherwise_and_a_table_has_no_conversations(tmp_path: Path) -> None:
@@ -160,14 +159,14 @@ def test_a_file_of_records_is_not_parted_otherwise_and_a_table_has_no_conversati
         assert refusal(tmp_path / f"x{form}", messages_field="m").startswith(f"{tmp_path}/x{form}: messages_field")
 
 
-@pytest.mark.parametrize("below", ["", "more/"])
-@pytest.mark.parametrize("end", ["", "/"])
-def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, end: str) -> None:
-    (tmp_path / "text" / below).mkdir(parents=True, exist_ok=True)
+@pytest.mark.parametrize(("below", "pattern"), [("", "*.jsonl.gz"), ("more", "**/*.jsonl.gz")])
+def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, pattern: str) -> None:
+    folder = tmp_path / "text"
+    (folder / below).mkdir(parents=True)
     for name in ("a.jsonl.gz", "README.md"):
-        (tmp_path / "text" / below / name).write_bytes(b"")
-    pattern = tmp_path / "text" / ("**" if below else "") / "*.jsonl.gz"
-    assert refusal(f"{tmp_path}/text{end}").endswith(f"text is a folder, not a file; give {pattern}")
+        (folder / below / name).write_bytes(b"")
+    for written in (f"{folder}", f"{folder}/"):
+        assert refusal(written).endswith(f"text is a folder, not a file; give {folder}/{pattern}")
 
 
 def test_a_refusal_says_which_fields_there_are(tmp_path: Path) -> None:

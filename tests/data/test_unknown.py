@@ -61,12 +61,10 @@ def test_a_tokenizer_that_drops_a_script_is_refused_by_a_sample_and_by_the_whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", [ENGLISH, KOREAN, RUSSIAN, JAPANESE])
-def test_a_tokenizer_that_knows_every_byte_loses_nothing(
-    tmp_path: Path, kind: Callable[[], Tokenizer], text: str
-) -> None:
+def test_a_tokenizer_that_knows_every_byte_loses_nothing(tmp_path: Path, kind: Callable[[], Tokenizer]) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=kind())
-    assert opened(tmp_path, [text], tokenizer).ledger.round_trip.num_lost == 0
+    texts = [ENGLISH, KOREAN, RUSSIAN, JAPANESE]
+    assert opened(tmp_path, texts, tokenizer).ledger.round_trip.num_lost == 0
 
 
 NORMAL_FORMS = {
@@ -81,7 +79,7 @@ NORMAL_FORMS = {
 
 
 @pytest.mark.parametrize("form", NORMAL_FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.text(
         st.one_of(
@@ -146,13 +144,10 @@ def test_a_corpus_that_the_tokenizer_does_not_know_is_refused_by_its_share(tmp_p
 
 def test_a_sample_refuses_by_the_share_only_where_it_is_the_whole(tmp_path: Path) -> None:
     lost, known = ["a 가나"] * 20, ["a cat sat"] * 1000  # some 2 to 4 %
-    for texts, refused in ((lost + known[:20], True), (lost + known, True), (lost * 2 + known * 2, False)):
-        source, tokenizer = source_of(tmp_path, texts), tokenizer_of("words")
-        if refused:
-            with pytest.raises(CorpusError, match="the tokenizer loses"):
-                check_sample(source, tokenizer, ReadingConfig(max_unknown_fraction=0.001))
-        else:
-            check_sample(source, tokenizer, ReadingConfig(max_unknown_fraction=0.001))
+    tokenizer, reading = tokenizer_of("words"), ReadingConfig(max_unknown_fraction=0.001)
+    with pytest.raises(CorpusError, match="the tokenizer loses"):
+        check_sample(source_of(tmp_path, lost + known), tokenizer, reading)
+    check_sample(source_of(tmp_path, lost * 2 + known * 2), tokenizer, reading)
 
 
 def test_a_sample_has_text_of_every_path(tmp_path: Path) -> None:
