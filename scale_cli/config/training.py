@@ -188,11 +188,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> TrainConfig:
-        for problem in (*self._problems_of_sizes(), *self._problems_of_phases()):
+        for problem in self._problems():
             raise ValueError(problem)
         return self
 
-    def _problems_of_sizes(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         if self.global_batch_size % self.sequences_at_once(1):
             yield f"micro_batch_size {self.micro_batch_size} does not divide global_batch_size {self.global_batch_size}"
         unsharded = {
@@ -207,13 +207,9 @@ class TrainConfig(Section):
             yield f"lookahead.every_steps {self.lookahead.every_steps:,} is beyond max_steps {self.max_steps:,}"
         if self.max_steps * self.global_batch_size > _MAX_SEQUENCES:
             yield f"max_steps x global_batch_size is more than {_MAX_SEQUENCES:,} sequences"
-
-    def _problems_of_phases(self) -> Iterator[str]:
-        if self.schedule != "wsd":
-            return
         warmup_steps, decay_steps = self.warmup_steps, self.decay_steps or 0
         # The warm-up alone may be longer, as with every schedule: a short trial of a long config.
-        if warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
+        if self.schedule == "wsd" and warmup_steps + decay_steps > max(self.max_steps, warmup_steps):
             given = f"warmup_steps {warmup_steps:,}, decay_steps {decay_steps:,}"
             yield f"{given}: more than max_steps {self.max_steps:,} together"
 

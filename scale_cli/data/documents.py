@@ -26,6 +26,7 @@ from scale_cli.config.sources import TextSource
 from scale_cli.data.encoding import Document, Spans
 from scale_cli.data.files import SourceFile, dataset_errors, decompressed, source_files
 from scale_cli.data.ledger import Ledger, Reason, Record, Rejected
+from scale_cli.errors import one_line
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = "\r\n"
@@ -89,8 +90,7 @@ class CorpusReader:
                     self._raw = raw
                     yield from _READERS[file.format](file, decompressed(file, raw), self.source, self._limit)
             except _DAMAGED as error:
-                message = " ".join(str(error).split()) or type(error).__name__
-                yield Rejected(Reason.DAMAGED_FILE, f"{file} ({message})", 0)
+                yield Rejected(Reason.DAMAGED_FILE, f"{file} ({one_line(error)})", 0)
             finally:
                 self._raw = None
             self._finished_bytes += file.size

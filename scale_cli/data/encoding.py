@@ -171,12 +171,12 @@ class Encoder:
             ids += framed
             lengths.append(len(framed))
         num_bytes = [document.num_bytes for document in documents]
-        hashes = np.frombuffer(b"".join(map(_hash, texts)), "<u8").astype(np.uint64)
+        hashes = [hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest() for text in texts]
         return Encoded(
             np.array(ids, self._spec.dtype),
             np.array(lengths, np.int64),
             np.array(num_bytes, np.int64),
-            hashes,
+            np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64),
             self._round_trip(texts, num_bytes, unframed),
             np.concatenate(learned) if learned else None,
         )
@@ -243,10 +243,6 @@ def _learned(text: str, spans: Spans, offsets: list[tuple[int, int]], num_tokens
     before = before.cumsum()
     starts, ends = np.array(offsets).T
     return np.concatenate([before[ends] > before[starts], np.zeros(num_tokens - len(offsets), np.bool_)])
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
 
 
 def encode_all(documents: Iterator[Document], spec: TokenizerSpec, num_workers: int) -> Iterator[Encoded]:

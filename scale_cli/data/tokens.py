@@ -235,7 +235,9 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
     ledger, documents = reader.ledger, (record for record in reader if isinstance(record, Document))
 
     def encode(columns: _Columns) -> Ledger:
-        with _bar(source, reader, cache.show_progress) as bar:
+        title, total = f"tokenising {source.name}", reader.total_bytes or None
+        shown = cache.show_progress
+        with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
             done = columns.written.documents
             next(islice(documents, done, done), None)  # those are passed over
             for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
@@ -245,11 +247,6 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
         return ledger
 
     _write(source, spec, folder, "progress", encode, may_be_empty=part is not None)
-
-
-def _bar(source: TextSource, reader: CorpusReader, show: bool) -> Any:
-    title, total = f"tokenising {source.name}", reader.total_bytes or None
-    return progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not show, leave=False)
 
 
 def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:

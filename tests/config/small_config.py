@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scale_cli.config.load import _all_keys, load_config
+from scale_cli.config.load import load_config
 from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
 
@@ -41,6 +41,3 @@ def error_of(text: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_text(text, *overrides)
     return str(caught.value)
-
-
-KEYS = [key.replace("[]", ".0") for key in _all_keys(RunConfig)]

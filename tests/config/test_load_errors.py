@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scale_cli.config.load import _REMOVED, load_config
-from scale_cli.config.schema import RunConfig
 from scale_cli.errors import ConfigError
-from tests.config.small_config import EVALUATED, KEYS, SMALLEST, error_of, load_text
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates()
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.integers(), inner)
-)
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.sampled_from(KEYS), VALUES)
-def test_any_value_of_any_key_gives_a_config_or_an_error_naming_the_key(key: str, value: Any) -> None:
-    override = f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
-    try:
-        config = load_text(EVALUATED, override)
-    except ConfigError as error:
-        assert key.split(".")[0] in str(error)
-    else:
-        assert isinstance(config, RunConfig)
+from tests.config.small_config import EVALUATED, SMALLEST, error_of, load_text
 
 
 @pytest.mark.parametrize("key", ["str", "train.int", "method.expansion.zzzzz", "corpus.sources.0.a[0]"])

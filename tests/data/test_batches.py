@@ -1,6 +1,10 @@
+"""Windows, batches, isolated documents, and batches made ahead: pure functions of the config and the step."""
+
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows
+from scale_cli.data.batches import IGNORED, Batches, MicroBatch, PackedWindows, Prefetched, batches_ahead
 from scale_cli.data.corpora import build_batches, open_sources
 from scale_cli.upscale.run import load_tokenizer
 from tests.config.small_config import SMALLEST, load_text
@@ -52,21 +56,23 @@ SEQUENCE_LENGTHS = st.integers(1, 33)
 
 
 @settings(deadline=None, max_examples=100)
-@given(LENGTHS, SEQUENCE_LENGTHS)
-def test_every_token_but_the_first_is_a_target_once_an_epoch_after_the_one_before_it(
-    length: int, sequence_length: int
+@given(LENGTHS, SEQUENCE_LENGTHS, st.none() | st.integers(0, 2**32 - 1))
+def test_every_token_but_the_first_or_every_learned_one_is_a_target_once_an_epoch_after_the_one_before_it(
+    length: int, sequence_length: int, seed: int | None
 ) -> None:
-    windows = PackedWindows(stream(length), sequence_length)
-    seen = []
+    learned = None if seed is None else np.random.default_rng(seed).random(length) < 0.5
+    windows = PackedWindows(stream(length), sequence_length, learned)
+    seen, read = [], []
     for index in range(len(windows)):
         inputs, targets = windows.window(index)
         assert inputs.shape == targets.shape == (sequence_length,)
         real = targets != IGNORED
-        assert real.sum() == windows.num_targets[index] > 0
-        assert (inputs[~real] == 0).all()
+        assert real.sum() == windows.num_targets[index]
         assert (inputs[real] + 1 == targets[real]).all()
         seen += targets[real].tolist()
-    assert seen == list(range(1, length))
+        read += inputs.tolist()
+    assert seen == [place for place in range(1, length) if learned is None or learned[place]]
+    assert read == [*range(length - 1), *[0] * (len(read) - length + 1)]
 
 
 # Batches
@@ -161,25 +167,20 @@ def test_every_target_of_the_epochs_begun_is_trained_or_held_over(plan: dict[str
 
 def test_epochs_have_orders_of_their_own() -> None:
     of = batches([65], 1, num_steps=8, global_batch_size=16, micro_batch_size=16)
-    drawn = [row for step in range(8) for row in rows(global_batch(of, step))]
-    first, second = drawn[:64], drawn[64:]
-    assert sorted(first) == sorted(second)
-    assert first != second
-    assert first != sorted(first)
+    drawn = [located for step in range(8) for located in of.windows_of(step)]
+    assert drawn[:64] != drawn[64:]
+    assert drawn[:64] != sorted(drawn[:64])
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2, unique=True))
 def test_different_seeds_draw_and_order_differently(seeds: list[int]) -> None:
-    orders, draws = [], []
-    for seed in seeds:
-        order = batches([65], 1, seed=seed, num_steps=4, global_batch_size=16, micro_batch_size=16)
-        orders.append([inputs for step in range(4) for inputs, _ in rows(global_batch(order, step))])
-        draw = batches([65, 65], 1, seed=seed, num_steps=8, global_batch_size=16, micro_batch_size=16)
-        draws.append([inputs[0] // FAR for step in range(8) for inputs, _ in rows(global_batch(draw, step))])
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]
-    assert draws[0] != draws[1]
+    one, other = (
+        [located for step in range(8) for located in batches([65, 65], 1, seed=seed, num_steps=8).windows_of(step)]
+        for seed in seeds
+    )
+    assert [source for source, _ in one] != [source for source, _ in other]
+    assert [window for _, window in one] != [window for _, window in other]
 
 
 def test_another_source_does_not_reorder_the_first() -> None:
@@ -264,3 +265,90 @@ def test_a_first_token_is_trained_after_exactly_what_it_is_scored_after(
     for micro_batch in of.micro_batches(0):
         assert micro_batch.position_ids is not None
         assert micro_batch.position_ids[0].tolist() == positions.tolist()
+
+
+# Made ahead
+
+
+class Wrong(Exception):
+    pass
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def failing_after(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise Wrong
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_items_come_in_order_and_an_error_in_its_place(count: int) -> None:
+    with Prefetched(range(count), 2) as ahead:
+        assert list(ahead) == list(range(count)) and list(ahead) == []
+    with Prefetched(failing_after(count), 2) as ahead:
+        assert [next(ahead) for _ in range(count)] == list(range(count))
+        for _ in range(2):
+            with pytest.raises(Wrong):
+                next(ahead)
+    assert not threads()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_it_stops_however_the_body_ends_and_makes_no_more_ahead_than_allowed(taken: int) -> None:
+    made: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            made.append(len(made))
+            yield made[-1]
+
+    with pytest.raises(Wrong), Prefetched(endless(), 3) as ahead:
+        for _ in range(taken):
+            assert len(made) <= next(ahead) + 3 + 2
+        raise Wrong
+    assert not threads()
+    assert len(made) <= taken + 3 + 2
+
+
+def test_what_is_asked_for_next_is_made_while_the_body_works() -> None:
+    made = [threading.Event() for _ in range(8)]
+
+    def told() -> Iterator[int]:
+        for item, event in enumerate(made):
+            event.set()
+            yield item
+
+    with Prefetched(told(), 2) as ahead:
+        for item in ahead:
+            # Nothing is asked for meanwhile.
+            assert all(event.wait(timeout=60) for event in made[item : item + 3])
+
+
+@pytest.mark.parametrize(("first", "rank", "num_processes"), [(0, 0, 1), (7, 1, 2), (20, 0, 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_process_gets_the_batches_of_each_step_for_a_gpu_in_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, first: int, rank: int, num_processes: int, device: str
+) -> None:
+    pinned_by: list[str] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned_by.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    of = batches([5000, 700], 32, [2.0, 1.0], num_steps=20, global_batch_size=8, distillation=[0.0, 1.0])
+    with batches_ahead(of, first, rank, num_processes, torch.device(device)) as ahead:
+        steps = list(ahead)
+    assert [step.step for step in steps] == list(range(first, 20))
+    for found in steps:
+        assert found.num_targets == of.num_targets(found.step)
+        expected = of.micro_batches(found.step, rank, num_processes)
+        for micro_batch, same in zip(found.micro_batches, expected, strict=True):
+            assert torch.equal(micro_batch.input_ids, same.input_ids)
+            assert torch.equal(micro_batch.targets, same.targets)
+            assert micro_batch.distillation == same.distillation
+    num_made = sum(len(step.micro_batches) for step in steps)
+    assert len(pinned_by) == 3 * num_made * (device == "cuda")
+    assert all(name.startswith("prefetch") for name in pinned_by)

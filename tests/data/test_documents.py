@@ -93,14 +93,12 @@ def test_no_line_with_text_is_lost_or_joined_across_a_blank_one(
     assert len(documents) == len(starts)
 
 
-@pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, compression: str, end: str) -> None:
+def test_a_file_or_a_line_may_be_one_document(tmp_path: Path, end: str) -> None:
     lines = ["첫 문장", "", "  둘째 ", "third\u2028still", ""]
     for name in ("a", "b"):
-        content = COMPRESSORS[compression](end.join(lines).encode("utf-8-sig"))
-        (tmp_path / f"{name}.txt{compression}").write_bytes(content)
-    path = str(tmp_path / f"*.txt{compression}")
+        (tmp_path / f"{name}.txt").write_bytes(end.join(lines).encode("utf-8-sig"))
+    path = str(tmp_path / "*.txt")
     assert read(path, documents="line") == ["첫 문장", "  둘째 ", "third\u2028still"] * 2
     assert read(path, documents="file") == [end.join(lines).rstrip(end)] * 2
 
@@ -149,29 +147,27 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("compression", COMPRESSORS)
-def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path, compression: str) -> None:
-    file = tmp_path / f"corpus.jsonl{compression}"
-    content = b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES))
-    file.write_bytes(COMPRESSORS[compression](content))
+def test_a_bad_line_of_json_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(b"".join(as_jsonl([str(index)]) + line + b"\n" for index, (line, _) in enumerate(BAD_LINES)))
     found = records(file, limit=1000)
     assert kept(found) == [str(index) for index in range(len(BAD_LINES))]
     assert dropped(found) == [(reason, f"{file}:{2 * index + 2}") for index, (_, reason) in enumerate(BAD_LINES)]
 
 
-@pytest.mark.parametrize(("end", "compression"), [(b"\n", ""), (b"\r\n", ""), (b"\r\n", ".gz")])
-def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes, compression: str) -> None:
-    file, longest = tmp_path / f"corpus.txt{compression}", b"x" * 1000
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_bad_line_of_text_costs_its_paragraph_or_itself(tmp_path: Path, end: bytes) -> None:
+    file, longest = tmp_path / "corpus.txt", b"x" * 1000
     bad = {b"caf\xe9": Reason.NOT_UTF8, b"a\0b": Reason.NUL, b"a" * 1003: Reason.TOO_LARGE, b" \t": Reason.EMPTY}
     for line, reason in list(bad.items())[:3]:
-        file.write_bytes(COMPRESSORS[compression](end.join([b"one", b"", b"two", line, b"also two", b"", b"three"])))
+        file.write_bytes(end.join([b"one", b"", b"two", line, b"also two", b"", b"three"]))
         found = records(file, limit=1000)
         assert kept(found) == ["one", "three"]
         assert dropped(found) == [(reason, f"{file}:4")]
         assert found[1].num_bytes == len(end.join([b"two", line, b"also two", b""]))
         assert dropped(records(file, limit=1000, documents="file")) == [(reason, f"{file}:4")]
     for last in (b"", end):
-        file.write_bytes(COMPRESSORS[compression](end.join([b"one", b"", *bad, b"", longest]) + last))
+        file.write_bytes(end.join([b"one", b"", *bad, b"", longest]) + last)
         found = records(file, limit=1000, documents="line")
         assert kept(found) == ["one", longest.decode()]
         assert dropped(found) == [(reason, f"{file}:{line}") for line, reason in enumerate(bad.values(), start=3)]

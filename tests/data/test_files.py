@@ -216,22 +216,18 @@ def hash_of(file: Path) -> str:
     return sha256
 
 
-@pytest.mark.parametrize("how", ["not", "in place", "replaced", "longer", "touched"])
 def test_a_source_is_read_through_again_only_where_it_has_changed_even_where_its_time_was_put_back(
-    large: Path, hashed: list[Path], how: str
+    large: Path, hashed: list[Path]
 ) -> None:
-    hash_of(large)
-    hash_of(large)
-    assert hashed == [large]
     status = large.stat()
-    if how == "replaced":
-        large.rename(large.with_name("kept"))
-    if how not in ("not", "touched"):
-        large.write_text("b large corpus, longer" if how == "longer" else "b large corpus", encoding="utf-8")
-    if how != "not":
+    for number, text in enumerate(("a large corpus", "b large corpus", "b large corpus, longer", "replaced")):
+        if text == "replaced":
+            large.rename(large.with_name("kept"))
+        large.write_text(text, encoding="utf-8")
         os.utime(large, ns=(status.st_atime_ns, status.st_mtime_ns))
-    hash_of(large)
-    assert hashed == [large] * (1 + (how != "not"))
+        hash_of(large)
+        hash_of(large)
+        assert hashed == [large] * (number + 1)
 
 
 def test_what_has_changed_just_now_or_is_small_is_not_remembered(
@@ -246,17 +242,15 @@ def test_what_has_changed_just_now_or_is_small_is_not_remembered(
     assert not (large.parent / "cache").exists()
 
 
-@pytest.mark.parametrize("record", ["{", "[]", "null", "all null", None])
-def test_a_record_that_is_damaged_or_cannot_be_written_is_none(
-    large: Path, hashed: list[Path], record: str | None
-) -> None:
-    cache = large.parent / "cache"
-    if record is None:
-        cache.write_bytes(b"a file in the way")
+def test_a_record_that_is_damaged_or_cannot_be_written_is_none(large: Path, hashed: list[Path]) -> None:
+    record = large.parent / "cache" / ".sources.json"
     hash_of(large)
-    if record is not None:
-        known = json.loads((cache / ".sources.json").read_text(encoding="utf-8"))
-        damaged = json.dumps(dict.fromkeys(known)) if record == "all null" else record
-        (cache / ".sources.json").write_text(damaged, encoding="utf-8")
+    all_null = json.dumps(dict.fromkeys(json.loads(record.read_text(encoding="utf-8"))))
+    for damaged in ("{", "[]", "null", all_null):
+        record.write_text(damaged, encoding="utf-8")
+        hash_of(large)
+    record.unlink()
+    record.parent.rmdir()
+    record.parent.write_bytes(b"a file in the way")
     hash_of(large)
-    assert hashed == [large] * 2
+    assert hashed == [large] * 6

@@ -56,11 +56,8 @@ def test_the_accounts_of_parts_add_up_to_that_of_the_whole(first: list[Any], lat
         (999, 1, 1, 0, 0.001, True),
         (998, 1, 1, 0, 0.001, False),
         (5, 0, 1, 0, 0.0, True),
-        (5, 1, 1, 0, 0.0, False),
-        (5, 5, 1, 0, 1.0, True),
         (5000, 0, 1000, 1, 0.001, True),
         (5000, 0, 999, 1, 0.001, False),
-        (5000, 0, 1, 1, 1.0, True),
     ],
 )
 def test_records_and_files_are_each_held_to_the_limit(
@@ -128,6 +125,7 @@ def test_the_ledger_of_a_tokenised_source_adds_up(
     if not texts:
         with pytest.raises(CorpusError, match=r"source \(.*\): no document (with text|is left)"):
             cache.open(source)
+        assert not list((folder / "cache").iterdir())
         return
     corpus = cache.open(source)
     ledger = corpus.ledger
