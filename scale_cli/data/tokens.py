@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -232,40 +232,34 @@ def tokenise(source: TextSource, cache: TokenCache, folder: Path, part: Sequence
     spec, reading = cache.spec_of(source), cache.reading
     template_of = cache.tokenizer if spec.conversations else None
     reader = CorpusReader(source, reading.max_document_bytes, template_of, files=part)
-    ledger, documents = reader.ledger, (record for record in reader if isinstance(record, Document))
+    documents = (record for record in reader if isinstance(record, Document))
 
-    def encode(columns: _Columns) -> Ledger:
-        title, total = f"tokenising {source.name}", reader.total_bytes or None
-        shown = cache.show_progress
-        with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
-            done = columns.written.documents
-            next(islice(documents, done, done), None)  # those are passed over
+    def encoded_after(num_done: int) -> Iterator[Encoded]:
+        next(islice(documents, num_done, num_done), None)  # those are passed over
+        title, total, hidden = f"tokenising {source.name}", reader.total_bytes or None, not cache.show_progress
+        with progress_bar(total=total, desc=title, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
             for encoded in encode_all(documents, spec, reading.num_workers or len(os.sched_getaffinity(0))):
-                columns.append(encoded)
+                yield encoded
                 bar.update(reader.position_bytes - bar.n)
-        ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
-        return ledger
 
-    _write(source, spec, folder, "progress", encode, may_be_empty=part is not None)
+    _write(source, spec, folder, "progress", encoded_after, reader.ledger, may_be_empty=part is not None)
 
 
 def join_parts(source: TextSource, spec: TokenizerSpec, parts: Sequence[Path], folder: Path) -> None:
     """Write what `tokenise` writes of a source, from what it wrote of its parts; progress counts whole parts."""
 
-    def copy(columns: _Columns) -> Ledger:
-        ledger, done = Ledger(), columns.written.documents
+    ledger = Ledger()
+
+    def encoded_after(num_done: int) -> Iterator[Encoded]:
         for part in parts:
             account = Ledger.load(part)
             ledger.take(account)
-            if account.kept.documents and ledger.kept.documents > done:
+            if account.kept.documents and ledger.kept.documents > num_done:
                 maps = _mapped(part, spec.dtype, conversations=spec.conversations)
-                lengths = np.diff(maps[OFFSETS])
-                columns.append(
-                    Encoded(maps[TOKENS], lengths, maps[NUM_BYTES], maps[HASHES], account.round_trip, maps.get(LEARNED))
-                )
-        return ledger
+                of_each = np.diff(maps[OFFSETS]), maps[NUM_BYTES], maps[HASHES]
+                yield Encoded(maps[TOKENS], *of_each, account.round_trip, maps.get(LEARNED))
 
-    _write(source, spec, folder, "joined", copy)
+    _write(source, spec, folder, "joined", encoded_after, ledger)
 
 
 def _write(
@@ -273,11 +267,12 @@ def _write(
     spec: TokenizerSpec,
     folder: Path,
     progress_name: str,
-    fill: Callable[[_Columns], Ledger],
+    encoded_after: Callable[[int], Iterator[Encoded]],
+    ledger: Ledger,  # of all, once all is written
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Have the columns filled after what of them is certain, and publish them with the ledger of all."""
+    """Write the documents after those that are certain, and publish all with their ledger."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     progress = folder.with_name(f".{folder.name}.{progress_name}.json")
     with sole_user(unfinished):
@@ -286,7 +281,9 @@ def _write(
             return
         shutil.rmtree(folder, ignore_errors=True)  # by its name it is ours, and a damaged one
         with _Columns(unfinished, progress, spec) as columns:
-            ledger = fill(columns)
+            for encoded in encoded_after(columns.written.documents):
+                columns.append(encoded)
+        ledger.num_tokens, ledger.round_trip = columns.written.tokens, columns.written.round_trip
         ledger.num_targets = _num_targets(unfinished)
         try:
             if not may_be_empty:

@@ -73,20 +73,6 @@ def test_patterns_are_read_in_their_order_and_no_file_twice(tmp_path: Path, stor
     assert read(several) == ["of c::한글 2024", "of d", "of a", "of b"]
 
 
-def test_a_store_is_asked_once_for_all_files_of_a_pattern(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(9):
-        store.pipe(f"{BUCKET}/{number}.txt", b"text")
-    asked, info = [], Store.info
-
-    def noted(self: Store, path: str, **given: Any) -> Any:
-        asked.append(path)
-        return info(self, path, **given)
-
-    monkeypatch.setattr(Store, "info", noted)
-    assert [file.size for file in source_files(source_of(f"{BUCKET}/*.txt"))] == [4] * 9
-    assert not any(path.endswith(".txt") for path in asked)
-
-
 def test_a_store_that_fails_ends_the_reading_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.pipe(f"{BUCKET}/x.jsonl", FORMATS[".jsonl"](DOCUMENTS))
 

@@ -162,7 +162,7 @@ def documents_written(act: Callable[[], object]) -> int:
     with pytest.MonkeyPatch.context() as patch:
 
         def noting(self: tokens._Columns, part: Encoded) -> None:
-            written.extend(part.lengths)
+            written.extend(part.lengths.tolist())
             append(self, part)
 
         patch.setattr(tokens._Columns, "append", noting)
