@@ -107,7 +107,7 @@ def test_shared_and_lost_text_and_one_document_are_told_and_what_is_common_is_no
 def test_a_text_without_blank_lines_says_how_documents_are_told_apart(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    sentences = "".join(f"w{number % 60} w{number % 7}\n" for number in range(20_000))
+    sentences = "".join(f"w{number % 60} w{number % 7}\n" for number in range(12_000))
     text = {"one": sentences, "parted": sentences.replace("w1 ", "\nw2 "), "small": "w1 w2\nw3 w4\n"}
     tree = configured(tmp_path, [HELD_OUT], HELD_OUT).model_dump(mode="json", exclude={"corpus"})
     for name, of_file, documents, told in [
