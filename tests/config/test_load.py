@@ -111,7 +111,7 @@ SCALARS = NUMBER_LIKE | st.none() | st.booleans() | st.integers() | st.floats(al
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(TREES)
 def test_plain_data_comes_back_as_it_was_and_as_pyyaml_reads_it(tree: Any) -> None:
     text = dump(tree)  # in which text such as 0E0 is quoted: PyYAML takes it for text, we for a number

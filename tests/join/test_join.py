@@ -30,7 +30,7 @@ from scale_cli.storage.atomic import new_folder
 from scale_cli.upscale.run import load_tokenizer
 from tests.command_line import Scale
 from tests.export.conftest import configured
-from tests.join.conftest import at_its_start, trained
+from tests.join.conftest import at_its_start
 from tests.widening import load_widened, lower_stories
 
 Runs = dict[str, RunConfig]
@@ -90,16 +90,17 @@ def test_two_heads_cost_what_the_report_of_the_run_says(runs: Runs) -> None:
         assert got.heads["base"].share == pytest.approx(wanted.heads["posterior"].base_share)
 
 
-def test_the_verb_prints_a_table_and_the_folder_is_whole(runs: Runs, tmp_path: Path, scale: Scale) -> None:
-    given = [runs[name].output_dir for name in ("korean", "writer")]
-    assert "1.099 at most" in scale("join", *given, "--output", tmp_path / "out").stdout
-    done = scale("generate", tmp_path / "out", "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
+def test_the_verb_prints_a_table_and_the_folder_is_whole_and_speaks(
+    runs: Runs, joined: Path, tmp_path: Path, scale: Scale
+) -> None:
+    assert "0.693 at most" in scale("join", runs["korean"].output_dir, "--output", tmp_path / "out").stdout
+    done = scale("generate", joined, "--prompt", "Lily", "--max-new-tokens", "3", "--show-heads")
     assert "spoken by" in done.stderr
-    (check,) = verify(tmp_path / "out").checks
+    (check,) = verify(joined).checks
     assert (check.held, check.failed) == (["hashes", "base and its preservation"], [])
-    (continued,) = Generator(tmp_path / "out").continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
+    (continued,) = Generator(joined).continue_all(["Once upon a time"], Sampling(max_new_tokens=8))
     for token in continued.tokens:
-        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer"]
+        assert token.shares is not None and list(token.shares) == ["base", "korean", "writer", "upon"]
         assert sum(token.shares.values()) == pytest.approx(1.0)
 
 
@@ -108,7 +109,8 @@ def test_an_adapter_is_joined_as_its_run_and_has_the_licence_of_the_base(shared_
     shutil.copytree(lower_stories(shared_data), base)
     (base / "LICENSE").write_text("do as you like", encoding="utf-8")
     (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n", encoding="utf-8")
-    run = trained(shared_data, tmp_path / "run", base=str(base))
+    run = configured(shared_data, tmp_path / "run", {"variant": "route"})
+    run = at_its_start(run.model_copy(update={"model": ModelConfig(base=str(base))}))
     adapter = export(run.model_copy(update={"export": run.export.model_copy(update={"format": "adapter"})})).folder
     report = join([adapter], tmp_path / "out", prior=None, switch_rate=0.0)
     (of_run,) = join_runs([run.output_dir], None, 0.0).members

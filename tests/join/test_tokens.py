@@ -132,7 +132,6 @@ def test_one_plain_model_of_several_scripts_routes_every_text_as_the_joined_one(
 ) -> None:
     names, output = ("korean", "plain", "russian"), tmp_path / "plain"
     join(folders(runs, *names), output, 0.4, 0.01, "llama")
-    assert verify(output).checks[0].held == ["hashes", "routed logits"]
     tokenizer, joined = AutoTokenizer.from_pretrained(output), join_runs(folders(runs, *names), 0.4, 0.01)
     routed: Any = routed_class(output).from_pretrained(output).eval()
     for text in (KOREAN, RUSSIAN, ENGLISH, f"{ENGLISH[:40]}{RUSSIAN[:40]}{KOREAN[:40]}{RUSSIAN[40:80]}"):
