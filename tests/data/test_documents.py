@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -111,15 +110,6 @@ def test_a_limit_on_documents_counts_what_is_kept(tmp_path: Path, limit: int) ->
     assert kept(found) == ["a", "c", "d"][:limit] and isinstance(found[-1], Document)
     file.write_bytes(b"{\n" * 99)
     assert len(records(file, max_documents=limit)) == limit + 1
-
-
-def test_the_position_ends_at_the_end_of_the_last_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(as_txt(DOCUMENTS * 99))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(as_txt(DOCUMENTS * 99)))
-    reader = CorpusReader(source_of(str(tmp_path / "*")), LIMIT)
-    positions = [reader.position_bytes for _ in reader]
-    assert positions == sorted(positions)
-    assert reader.position_bytes == reader.total_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
 
 
 # What is bad

@@ -25,9 +25,6 @@ from tests.data.corpus_files import (
     COMPRESSORS,
     DOCUMENTS,
     FORMATS,
-    as_json,
-    as_jsonl,
-    as_parquet,
     read,
     source_of,
 )
@@ -153,12 +150,6 @@ def test_a_folder_says_which_pattern_finds_its_text(tmp_path: Path, below: str, 
         (folder / below / name).write_bytes(b"")
     for written in (f"{folder}", f"{folder}/"):
         assert refusal(written).endswith(f"text is a folder, not a file; give {folder}/{pattern}")
-
-
-def test_a_refusal_says_which_fields_there_are(tmp_path: Path) -> None:
-    for form, write in ((".jsonl", as_jsonl), (".json", as_json), (".parquet", as_parquet)):
-        (tmp_path / f"x{form}").write_bytes(write(DOCUMENTS, "document"))
-        assert "id, document" in refusal(tmp_path / f"x{form}")
 
 
 # Hashes
